@@ -1,0 +1,32 @@
+"""The ``kvmpi`` command: a table of subcommands, each in a module that is imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+#: Name -> (module with ``main(argv) -> int``, one line of help). To add a subcommand, add a line.
+COMMANDS = {
+    "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvmpi SUBCOMMAND ARG...``; the exit status. A subcommand parses its own arguments."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="kvmpi", description="A key-value store for data-parallel training over MPI and parameter servers."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        subparsers.add_parser(name, help=text, add_help=False)
+    command = parser.parse_args(words[:1]).command
+    module = importlib.import_module(COMMANDS[command][0])
+    status: int = module.main(words[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

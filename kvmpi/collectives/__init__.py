@@ -1,0 +1,7 @@
+"""Tensor collectives: sums and broadcasts of groups of vectors over the workers of one client."""
+
+from kvmpi.collectives.agreement import Call, Entry
+from kvmpi.collectives.comm import Comm, Request, SoloComm
+from kvmpi.collectives.tensor import ALGORITHMS, Collectives
+
+__all__ = ["ALGORITHMS", "Call", "Collectives", "Comm", "Entry", "Request", "SoloComm"]

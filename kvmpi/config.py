@@ -1,0 +1,140 @@
+"""Every setting of kvmpi: its type, default and meaning, read from ``KVMPI_*`` in this one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvmpi.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one process. An argument beats the environment, the environment beats the default."""
+
+    # What the launcher tells each process about the job. Users do not set these by hand.
+    role: str = _setting("", "what this process is; set by the launcher", ("", "scheduler", "server", "worker"))
+    job_id: str = _setting("", "the job that this process belongs to; set by the launcher")
+    job_dir: str = _setting("", "private folder of the job on this host (mode 0700); set by the launcher")
+    rank: int = _setting(-1, "number of this process within its role; set by the launcher")
+    client_rank: int = _setting(0, "which client this worker belongs to; set by the launcher")
+    num_workers: int = _setting(1, "workers in the job; set by the launcher")
+    num_clients: int = _setting(1, "clients in the job; set by the launcher")
+    num_servers: int = _setting(0, "servers in the job; set by the launcher")
+    scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT; set by the launcher")
+    ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
+    tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
+    # What users may set.
+    timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
+    heartbeat_s: float = _setting(1.0, "seconds between two heartbeats of a server or a master")
+    heartbeat_timeout_s: float = _setting(20.0, "seconds of silence after which a peer counts as dead")
+    on_client_loss: str = _setting("fail", "what synchronous rounds do when a client dies", ("fail",))
+    engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
+    engine_threads: int = _setting(2, "threads of the engine's cpu lane")
+    allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "ring", "mpi", "naive"))
+    ring_chunk_bytes: int = _setting(256 << 10, "bytes of one piece of a ring's segment")
+    placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
+    chunk_bytes: int = _setting(MIB, "bytes of one message between master and server")
+    window_bytes: int = _setting(8 * MIB, "unacknowledged bytes of one master at one server")
+    retry_s: float = _setting(10.0, "seconds without any answer after which a request is sent again")
+    max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
+    transport: str = _setting("auto", "between processes of one host; auto takes ipc there", ("auto", "tcp", "ipc"))
+    host: str = _setting("127.0.0.1", "address that the scheduler and the servers listen on")
+    scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")
+    mpirun: str = _setting("", "the mpirun to use; empty looks beside the interpreter, then on PATH")
+    imports: str = _setting("", "modules, separated by commas, that servers import at start (custom rules)")
+    log_level: str = _setting(
+        "WARNING", "of the scheduler's and the servers' log", ("DEBUG", "INFO", "WARNING", "ERROR")
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices = f.metadata["choices"]
+            value = getattr(self, f.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{env_name(f.name)}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
+        for name in ("engine_threads", "ring_chunk_bytes", "chunk_bytes", "window_bytes", "num_workers", "num_clients"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
+        if self.num_servers < 0:
+            raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
+        if self.chunk_bytes > self.max_message_bytes:
+            raise ConfigError(
+                f"KVMPI_CHUNK_BYTES={self.chunk_bytes} is above KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}"
+            )
+        client_bounds(self.num_workers, self.num_clients)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, **explicit: Any) -> Config:
+        """Read ``env`` (default: ``os.environ``); keyword arguments win.
+
+        Raises:
+            ConfigError: an unknown ``KVMPI_*`` name, or a value that does not parse or is not allowed.
+        """
+        env = os.environ if env is None else env
+        known = {env_name(f.name): f for f in fields(cls)}
+        unknown = sorted(k for k in env if k.startswith("KVMPI_") and k not in known)
+        if unknown:
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
+        given: dict[str, Any] = {}
+        for name, f in known.items():
+            text = env.get(name, "")
+            if text == "":
+                continue
+            kind: Any = type(f.default)
+            try:
+                given[f.name] = kind(text)
+            except ValueError:
+                raise ConfigError(f"{name}={text!r}: expected {kind.__name__}, for example {f.default!r}") from None
+        return cls(**{**given, **explicit})
+
+    def to_env(self) -> dict[str, str]:
+        """The settings that differ from their defaults, as environment variables."""
+        return {
+            env_name(f.name): str(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default
+        }
+
+
+def env_name(field_name: str) -> str:
+    """``timeout_s`` -> ``KVMPI_TIMEOUT_S``."""
+    return f"KVMPI_{field_name.upper()}"
+
+
+def client_bounds(num_workers: int, num_clients: int) -> list[tuple[int, int]]:
+    """Half-open ranges of worker ranks, one per client; sizes differ by at most one, larger first.
+
+    Raises:
+        ConfigError: there are more clients than workers, or none of either.
+    """
+    if num_workers < 1 or num_clients < 1:
+        raise ConfigError(f"{num_workers} workers in {num_clients} clients: both must be at least 1")
+    if num_clients > num_workers:
+        raise ConfigError(
+            f"{num_clients} clients for {num_workers} workers: every client needs a worker; "
+            f"use -c {num_workers} or fewer"
+        )
+    base, extra = divmod(num_workers, num_clients)
+    starts = [i * base + min(i, extra) for i in range(num_clients + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table, for the documentation."""
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for f in fields(Config):
+        default = repr(f.default) if f.default != "" else "(empty)"
+        choices = ", ".join(f"`{c}`" for c in f.metadata["choices"] if c)
+        meaning = f.metadata["meaning"] + (f" ({choices})" if choices else "")
+        rows.append(f"| `{env_name(f.name)}` | {type(f.default).__name__} | {default} | {meaning} |")
+    return "\n".join(rows)

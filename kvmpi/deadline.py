@@ -1,0 +1,23 @@
+"""One deadline per public call: a duration becomes a point in time at the entry, and that is passed down."""
+
+from __future__ import annotations
+
+import math
+import time
+
+
+class Deadline:
+    """The point in time at which a call has to give up; ``None`` seconds is never."""
+
+    __slots__ = ("expires_s", "timeout_s")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = math.inf if timeout_s is None else float(timeout_s)
+        self.expires_s = time.monotonic() + self.timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left, never negative; ``inf`` for ever."""
+        return max(0.0, self.expires_s - time.monotonic())
+
+    def expired(self) -> bool:
+        return time.monotonic() >= self.expires_s

@@ -1,0 +1,282 @@
+"""The engine of production: every lane has threads, and a finishing operation hands over to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvmpi.engine.base import Engine
+from kvmpi.engine.lanes import ThreadLane
+from kvmpi.engine.operation import Operation, outcome, stuck
+from kvmpi.engine.variable import Variable
+from kvmpi.engine.work import Deadline, Failure, Work, acquire_within, earliest, lock_timeout, sequence
+from kvmpi.errors import KVError, KVTimeoutError
+
+
+class ThreadedEngine(Engine):
+    """One lock guards everything; it is held for a few microseconds and never while foreign code runs.
+
+    A wake-up is the unit of cost here (ten to fifty microseconds; everything else is about one), so a thread that
+    finishes an operation and thereby makes another of its lane ready goes on with that one, and an ordered lane
+    is woken only for a head that can run.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self._pending: set[Operation] = set()
+        self._drained: list[threading.Lock] = []  # gates to open when nothing is pending
+        self._threads: list[threading.Thread] = []
+        self._local = threading.local()  # .backlog: inline operations that this thread is going to run
+
+    def push(
+        self,
+        fn: Callable[..., object],
+        reads: Iterable[Variable] = (),
+        writes: Iterable[Variable] = (),
+        lane: str = "cpu",
+        priority: int = 0,
+        name: str = "",
+        no_skip: bool = False,
+    ) -> Work:
+        op = self._operation(fn, reads, writes, lane, priority, name, no_skip)
+        wake: list[Callable[[], object]] = []
+        target = op.lane
+        with self._lock:
+            self._check_open(f"push of {name!r}")
+            op.seq = next(sequence)
+            self._pending.add(op)
+            for var in op.reads:
+                if not var.request_read(op):
+                    op.num_waits += 1
+                elif var._failures:
+                    op.cause = earliest(op.cause, var.poison_for(op.seq))
+            for var in op.writes:
+                if not var.request_write(op):
+                    op.num_waits += 1
+                elif var._failures:
+                    op.cause = earliest(op.cause, var.poison_for(op.seq))
+            ready = not op.num_waits
+            if isinstance(target, ThreadLane):
+                target.admit(op)
+                if ready and target.enqueue(op):
+                    target.summon(wake, self._start_thread)
+        for call in wake:
+            call()
+        if ready and target.inline:
+            failure = self._run_inline(op)
+            if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
+                raise failure.deliver()  # Ctrl-C in the calling thread: it must not wait until somebody waits
+        return op
+
+    def wait_all(self, timeout_s: float | None = None) -> None:
+        self._refuse_own_threads("wait_all")
+        if not self._wait_drained(timeout_s):
+            with self._lock:
+                pending = list(self._pending)
+            raise KVTimeoutError(f"wait_all: not finished after {timeout_s} s; {stuck(pending)}")
+        self._raise_first()
+
+    def wait(self, var: Variable, timeout_s: float | None = None) -> None:
+        write = var._last_write
+        if write is not None and not write.wait_done(timeout_s):
+            raise KVTimeoutError(
+                f"wait for variable {var.name!r}: not finished after {timeout_s} s; last write: {stuck([write])}"
+            )
+        self.raise_pending(var)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        self._refuse_own_threads("close")
+        deadline = Deadline(timeout_s)
+        error: KVTimeoutError | None = None
+        callbacks: list[tuple[Operation, list[Callable[[Work], object]]]] = []
+        while True:
+            in_time = self._wait_drained(deadline.remaining_s())
+            with self._lock:
+                if self._closed:
+                    return
+                if in_time and self._pending:
+                    continue  # pushed by someone between the last completion and now
+                self._closed = True
+                if self._pending:
+                    error = KVTimeoutError(f"close: gave up after {timeout_s} s; {stuck(list(self._pending))}")
+                    callbacks = self._abandon(error)
+                gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
+                break
+        for gate in gates:
+            gate.release()
+        self._log_undelivered()
+        if error is not None:
+            for op, fns in callbacks:
+                op._call_back(fns)
+            raise error
+        for thread in self._threads:
+            thread.join(lock_timeout(deadline.remaining_s()))
+
+    # -- running operations --------------------------------------------------------------------------------------
+
+    def _start_thread(self, lane: ThreadLane) -> None:
+        thread = threading.Thread(target=self._serve, args=(lane,), name=f"kvmpi-{lane.name}", daemon=True)
+        with self._lock:
+            self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the operation stays queued, and the next one tries again
+            with self._lock:
+                self._threads.remove(thread)
+                lane.num_started -= 1
+            raise
+
+    def _serve(self, lane: ThreadLane) -> None:
+        """The life of a lane's thread."""
+        gate = threading.Lock()
+        gate.acquire()
+        op: Operation | None = None  # never set while parked: an idle thread must keep nothing alive
+        while True:
+            with self._lock:
+                op = lane.take()
+                if op is None:
+                    if lane.stopped:
+                        return
+                    lane.parked.append(gate)
+            if op is None:
+                gate.acquire()
+            while op is not None:
+                op = self._run(op, lane)
+
+    def _run(self, op: Operation, lane: ThreadLane) -> Operation | None:
+        """Run ``op`` on its lane's thread; returns the operation that this thread runs next, if it has one."""
+        result = op.call()
+        if isinstance(result, Work):
+            result.add_done_callback(partial(self._returned_work_done, op))
+            return None
+        return self._complete(op, result, lane)
+
+    def _run_inline(self, op: Operation) -> Failure | None:
+        """Run ``op`` in this thread; returns its failure, if that is known already."""
+        result = op.call()
+        if isinstance(result, Work):
+            result.add_done_callback(partial(self._returned_work_done, op))
+            return None
+        self._complete(op, result, None)
+        return result
+
+    def _returned_work_done(self, op: Operation, work: Work) -> None:
+        self._complete(op, outcome(work), None)
+
+    def _complete(self, op: Operation, failure: Failure | None, lane: ThreadLane | None) -> Operation | None:
+        """``op`` has finished: let go of its variables, start what waited for them, tell who waits for it.
+
+        ``lane`` is the lane whose thread this is. Returns the operation that the thread runs next, if it has one.
+        """
+        freed: list[Operation] = []
+        inline: list[Operation] = []
+        wake: list[Callable[[], object]] = []
+        following: Operation | None = None
+        with self._lock:
+            if op._done:  # close gave up on it
+                return None
+            if failure is not None:
+                self._record(op, failure)
+            for var in op.reads:
+                var.release_read(freed)
+            for var in op.writes:
+                var.release_write(op, freed)
+            # A callback may take its time, and so may an inline operation: this thread then promises nothing to its
+            # lane, and others are woken for what is ready.
+            goes_on = lane is not None and not op._callbacks
+            if freed:
+                goes_on = goes_on and not any(ready.lane.inline for ready in freed)
+                own = lane if goes_on else None
+                for ready in freed:
+                    target = ready.lane
+                    if not isinstance(target, ThreadLane):
+                        inline.append(ready)
+                    elif target.enqueue(ready):
+                        if target is own:
+                            own = None  # this thread takes one; more need more threads
+                        else:
+                            target.summon(wake, self._start_thread)
+            if goes_on and lane is not None:
+                following = lane.take()
+            self._pending.discard(op)
+            gates, callbacks = op._mark_done(failure)
+            if self._drained and not self._pending:
+                wake.extend(gate.release for gate in self._drained)
+                self._drained = []
+        for call in wake:
+            call()
+        for gate in gates or ():
+            gate.release()
+        op.reads = op.writes = ()  # a caller may keep the Work for long
+        if callbacks:
+            op._call_back(callbacks)
+        if inline:
+            self._drain_inline(inline)
+        return following
+
+    def _drain_inline(self, ops: list[Operation]) -> None:
+        """Run inline operations one after the other: a chain of them that free each other does not recurse."""
+        backlog: deque[Operation] | None = getattr(self._local, "backlog", None)
+        if backlog is not None:
+            backlog.extend(ops)
+            return
+        backlog = self._local.backlog = deque(ops)
+        try:
+            while backlog:
+                op = backlog.popleft()
+                if not op._done:  # else close gave up on it
+                    self._run_inline(op)
+        finally:
+            self._local.backlog = None
+
+    # -- waiting and closing -------------------------------------------------------------------------------------
+
+    def _refuse_own_threads(self, what: str) -> None:
+        if threading.current_thread() in self._threads:
+            raise KVError(f"{what} inside an operation, on thread {threading.current_thread().name}: waits for itself")
+
+    def _wait_drained(self, timeout_s: float | None) -> bool:
+        """Wait for a moment without pending operations; ``False`` if time ran out."""
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if not self._pending:
+                return True
+            self._drained.append(gate)
+        opened = False
+        try:
+            opened = acquire_within(gate, timeout_s)
+        finally:
+            if not opened:
+                with self._lock:
+                    if gate in self._drained:
+                        self._drained.remove(gate)
+                    else:
+                        opened = True  # just now
+        return opened
+
+    def _abandon(self, error: KVTimeoutError) -> list[tuple[Operation, list[Callable[[Work], object]]]]:
+        """Under the lock: end every pending operation, so that nobody waits for ever; returns callbacks to run.
+
+        All in one critical section, since a stuck function may return at any moment: its completion then finds the
+        operation done, and frees nothing.
+        """
+        failure = Failure(error)
+        failure.deliver()
+        callbacks: list[tuple[Operation, list[Callable[[Work], object]]]] = []
+        for op in sorted(self._pending, key=lambda op: op.seq):
+            gates, fns = op._mark_done(failure)
+            for gate in gates or ():
+                gate.release()
+            if fns:
+                callbacks.append((op, fns))
+        for gate in self._drained:
+            gate.release()
+        self._pending.clear()
+        self._drained.clear()
+        for lane in self._lanes.values():
+            if isinstance(lane, ThreadLane):
+                lane.clear()
+        return callbacks

@@ -1,0 +1,82 @@
+"""Every exception that kvmpi raises, each also the builtin exception that fits."""
+
+from __future__ import annotations
+
+
+class KVError(RuntimeError):
+    """Base of all errors of kvmpi."""
+
+
+class KeyNotInitializedError(KVError, KeyError):
+    """A key was used before ``init``."""
+
+    # KeyError prints repr(args[0]), which would put the whole sentence in quotes.
+    __str__ = RuntimeError.__str__
+
+
+class DuplicateKeyError(KVError, ValueError):
+    """A key was initialised twice, or stands twice in one ``init``."""
+
+
+class KeyKindError(KVError, TypeError):
+    """A key is neither int nor str, or a store was given both kinds."""
+
+
+class ShapeMismatchError(KVError, ValueError):
+    """An array's shape differs from the shape that its key was initialised with."""
+
+
+class DTypeMismatchError(KVError, TypeError):
+    """An array's dtype differs from its key's, or is one that kvmpi does not carry."""
+
+
+class OrderMismatchError(KVError):
+    """The workers of one client issued different collective calls."""
+
+
+class UnsupportedError(KVError, NotImplementedError):
+    """The request is valid, but this store or this environment cannot serve it."""
+
+
+class NotLaunchedError(KVError):
+    """The call needs a job that ``kvmpi run`` or ``mpirun`` has started."""
+
+
+class KVTimeoutError(KVError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class PeerLostError(KVError, ConnectionError):
+    """Another process of the job is gone."""
+
+
+class ServerLostError(PeerLostError):
+    """A server, or the scheduler, is gone."""
+
+
+class ClientLostError(PeerLostError):
+    """A client is gone, and the job is not allowed to go on without it."""
+
+
+class AuthenticationError(KVError, PermissionError):
+    """A peer could not prove that it belongs to the job."""
+
+
+class ProtocolError(KVError):
+    """A message was malformed, too large, of another version, or out of place."""
+
+
+class ConfigError(KVError, ValueError):
+    """A setting, an argument or the shape of the job makes no sense."""
+
+
+#: Errors that may travel between processes, by class name.
+BY_NAME: dict[str, type[KVError]] = {
+    cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, KVError)
+}
+
+
+def rebuild(name: str, message: str) -> KVError:
+    """The error called ``name`` with ``message``; names from elsewhere become a plain ``KVError``."""
+    cls = BY_NAME.get(name)
+    return cls(message) if cls is not None else KVError(f"{name}: {message}")

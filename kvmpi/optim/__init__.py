@@ -1,0 +1,29 @@
+"""Update rules: what a server, or a local store, does with a pushed vector.
+
+A rule is an immutable set of plain numbers. It travels as its registered name and ``hyperparams()``; the vectors that
+belong to a key (stored value, state, master copy) are the caller's.
+"""
+
+from kvmpi.optim.apply import make_master, update
+from kvmpi.optim.convert import from_any
+from kvmpi.optim.registry import create, known, register
+from kvmpi.optim.rule import Block, Rule
+from kvmpi.optim.rules import SGD, Adagrad, Adam, AdamW, Elastic, Outer, Test
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Block",
+    "Elastic",
+    "Outer",
+    "Rule",
+    "Test",
+    "create",
+    "from_any",
+    "known",
+    "make_master",
+    "register",
+    "update",
+]

@@ -1,0 +1,77 @@
+"""Updates of values of any dtype: half types are computed in float32 and rounded once per update."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmpi.errors import DTypeMismatchError, ShapeMismatchError
+from kvmpi.kernels import host
+from kvmpi.optim.rule import Array, Rule
+
+
+def make_master(stored: Array, dtype: str) -> Array:
+    """A float32 copy of a vector of a half type, for ``update``."""
+    master = np.empty(stored.size, np.float32)
+    host.widen(stored, dtype, master)
+    return master
+
+
+def update(
+    rule: Rule,
+    stored: Array,
+    dtype: str,
+    pushed: Array,
+    state: dict[str, Array],
+    step: int,
+    count: int = 1,
+    master: Array | None = None,
+    out: Array | None = None,
+) -> None:
+    """Apply ``rule`` to ``stored`` in place, or put the new value into ``out`` and leave ``stored`` as it is.
+
+    Cost: a few blocks of scratch; with a half type, a rule that needs the whole vector costs a float32 copy of it.
+
+    Args:
+        stored: a host vector of ``dtype``.
+        pushed: the sum over ``count`` clients, in the accumulation dtype (float32 for half types); not changed.
+        state: the rule's arrays for this vector, in the accumulation dtype; filled by the first update.
+        step: 1 for the first update of this vector.
+        master: for half types, the float32 copy that ``make_master`` made: it takes the update, is always changed in
+            place, and is rounded into the result. Without it each update rounds what is stored.
+        out: a host vector of ``dtype``. May be the memory of ``pushed`` where both have one dtype.
+    """
+    if dtype not in host.HALF:
+        if host.STORAGE.get(dtype) != stored.dtype:
+            raise DTypeMismatchError(f"update by {rule.name}: a vector of {dtype} cannot be kept as {stored.dtype}")
+        if out is None:
+            rule.apply(stored, pushed, state, step, count)
+        else:
+            rule.apply_into(out, stored, pushed, state, step, count)
+        return
+    target = stored if out is None else out
+    for name, vector in (("pushed", pushed), ("master", master)):
+        if vector is not None and vector.dtype != np.float32:
+            raise DTypeMismatchError(f"update by {rule.name}: {name} is {vector.dtype}, expected float32 for {dtype}")
+    if not stored.shape == pushed.shape == target.shape == (stored if master is None else master).shape:
+        raise ShapeMismatchError(
+            f"update by {rule.name}: stored has shape {stored.shape}, pushed {pushed.shape}, out {target.shape}, "
+            f"master {None if master is None else master.shape}; expected equal lengths"
+        )
+    if not rule.in_blocks:
+        wide = make_master(stored, dtype) if master is None else master
+        rule.apply(wide, pushed, state, step, count)
+        host.narrow(wide, target, dtype)
+        return
+    rule.ensure_state(state, stored.size, np.dtype(np.float32))
+    names = list(rule.slots())
+    length = min(stored.size, max(1, host.BLOCK_BYTES // 4))
+    scratch = np.empty(length if master is None else 0, np.float32)
+    for start in range(0, stored.size, length or 1):
+        part = slice(start, min(start + length, stored.size))
+        if master is None:
+            wide = scratch[: part.stop - start]
+            host.widen(stored[part], dtype, wide)
+        else:
+            wide = master[part]
+        rule.apply(wide, pushed[part], {name: state[name][part] for name in names}, step, count)
+        host.narrow(wide, target[part], dtype)

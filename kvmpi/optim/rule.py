@@ -1,0 +1,218 @@
+"""The base class of update rules: hyperparameters as plain numbers, and the loop over blocks of a vector."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
+
+Array = npt.NDArray[Any]
+R = TypeVar("R", bound="Rule")
+
+#: Bytes of one vector that are updated at a time: with state and scratch a block still fits into a level-2 cache.
+BLOCK_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Block:
+    """What ``Rule.compute`` works on: the same range of every vector, all of one dtype and length."""
+
+    __slots__ = ("count", "out", "pushed", "scratch", "state", "step", "stored")
+
+    out: Array  #: receives the new value; may be the memory of ``stored`` or of ``pushed``, so it is written last
+    stored: Array  #: the old value
+    pushed: Array  #: what was pushed, summed over ``count`` clients
+    state: dict[str, Array]  #: one array for each name in ``Rule.slots()``, changed in place
+    scratch: tuple[Array, Array]  #: two arrays to work in, uninitialised
+    step: int  #: 1 for the first update of this vector
+    count: int  #: clients summed in ``pushed``
+
+
+class Rule:
+    """An update rule. Instances never change; two are equal when class and hyperparameters are.
+
+    A rule of one's own is a subclass with a registered name, whose constructor takes numbers and keeps each under the
+    name of its parameter (a frozen dataclass does). It says in ``compute`` what happens to one block::
+
+        @kvmpi.optim.register("sign")
+        @dataclass(frozen=True)
+        class Sign(kvmpi.optim.Rule):
+            lr: float = 0.1
+
+            def compute(self, b):
+                b.out[...] = b.stored - self.lr * np.sign(b.pushed)
+
+    A rule that must see the whole vector at once (a norm, say) overrides ``apply`` instead, and nothing else.
+    """
+
+    name: ClassVar[str] = ""
+    averages: ClassVar[bool] = False  #: is sent the mean over a client's workers instead of the sum
+    replies_old: ClassVar[bool] = False  #: a fused pushpull returns the value that the push met
+    integers: ClassVar[bool] = False  #: can update integer vectors
+    multi_precision: bool = False  #: keeps a float32 master copy of values of a half type
+
+    # What a rule defines.
+
+    def slots(self) -> dict[str, float]:
+        """Names of the state arrays that this rule keeps for each vector -> their initial value."""
+        return {}
+
+    def compute(self, b: Block) -> None:
+        """Write the new value of ``b.stored`` into ``b.out``, and the new state into ``b.state``."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither compute nor apply")
+
+    # Hyperparameters.
+
+    def hyperparams(self) -> dict[str, Any]:
+        """Every hyperparameter: float, bool or list of floats."""
+        return {name: _plain(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def with_hyperparams(self: R, **changes: Any) -> R:
+        """A new rule that differs in ``changes``.
+
+        Raises:
+            ConfigError: a name that this rule does not have, or a value that makes no sense.
+        """
+        current = self.hyperparams()
+        check_known(type(self), changes)
+        return type(self)(**{**current, **changes})
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.hyperparams() == self.hyperparams()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self)))
+
+    def __repr__(self) -> str:
+        """The constructor call, without the parameters that have their default."""
+        parameters = inspect.signature(type(self)).parameters
+        shown = [
+            f"{name}={tuple(value) if isinstance(value, list) else value!r}"
+            for name, value in self.hyperparams().items()
+            if (tuple(value) if isinstance(value, list) else value) != parameters[name].default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    # Updates.
+
+    def init_state(self, count: int, dtype: npt.DTypeLike = np.float32) -> dict[str, Array]:
+        """State for a vector of ``count`` elements; ``dtype`` is the one that updates are computed in.
+
+        Not required: an update adds what is missing in the dictionary that it is given.
+        """
+        return {name: np.full(count, value, dtype) for name, value in self.slots().items()}
+
+    def apply(self, stored: Array, pushed: Array, state: dict[str, Array], step: int, count: int = 1) -> None:
+        """Update ``stored`` and ``state`` in place; ``pushed`` is only read.
+
+        Cost: a few blocks of scratch. The first update also allocates state, if ``state`` is empty.
+
+        Args:
+            stored: one-dimensional, float32 or float64 (integers for rules that say so).
+            pushed: same length and dtype.
+            state: arrays by name; belongs to this vector.
+            step: 1 for the first update of this vector.
+            count: number of clients summed in ``pushed``.
+        """
+        self._run(stored, stored, pushed, state, step, count)
+
+    def apply_into(
+        self, out: Array, stored: Array, pushed: Array, state: dict[str, Array], step: int, count: int = 1
+    ) -> None:
+        """As ``apply``, but the new value goes to ``out`` and ``stored`` keeps the old one.
+
+        ``out`` may be the same memory as ``pushed``. The new value has the same bits as that of ``apply``.
+        """
+        if self.in_blocks:
+            self._run(out, stored, pushed, state, step, count)
+        else:
+            value = stored.copy()
+            self.apply(value, pushed, state, step, count)
+            np.copyto(out, value)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a part of a vector can be updated alone: not for a rule that overrides ``apply``."""
+        return type(self).apply is Rule.apply
+
+    def ensure_state(self, state: dict[str, Array], count: int, dtype: np.dtype[Any]) -> None:
+        """Add the arrays that ``state`` lacks.
+
+        Raises:
+            ShapeMismatchError, DTypeMismatchError: an array is there, but not for this vector.
+        """
+        for name, value in self.slots().items():
+            have = state.get(name)
+            if have is None:
+                state[name] = np.full(count, value, dtype)
+            elif have.shape != (count,):
+                raise ShapeMismatchError(f"state {name!r} of {self.name} has shape {have.shape}, expected ({count},)")
+            elif have.dtype != dtype:
+                raise DTypeMismatchError(f"state {name!r} of {self.name} is {have.dtype}, expected {dtype}")
+
+    def _run(self, out: Array, stored: Array, pushed: Array, state: dict[str, Array], step: int, count: int) -> None:
+        self._check(out, stored, pushed)
+        self.ensure_state(state, stored.size, stored.dtype)
+        size = stored.size
+        length = min(size, max(1, BLOCK_BYTES // stored.itemsize))
+        first, second = np.empty((2, length), stored.dtype)
+        mine = {name: state[name] for name in self.slots()}
+        with np.errstate(all="ignore"):
+            for start in range(0, size, length or 1):
+                part = slice(start, min(start + length, size))
+                fill = part.stop - start
+                self.compute(
+                    Block(
+                        out[part],
+                        stored[part],
+                        pushed[part],
+                        {name: array[part] for name, array in mine.items()},
+                        (first[:fill], second[:fill]),
+                        step,
+                        count,
+                    )
+                )
+
+    def _check(self, out: Array, stored: Array, pushed: Array) -> None:
+        if stored.ndim != 1 or stored.shape != pushed.shape or stored.shape != out.shape:
+            raise ShapeMismatchError(
+                f"update by {self.name}: stored has shape {stored.shape}, pushed {pushed.shape}, out {out.shape}; "
+                f"expected one dimension and equal lengths"
+            )
+        dtype = stored.dtype
+        if pushed.dtype != dtype or out.dtype != dtype:
+            raise DTypeMismatchError(
+                f"update by {self.name}: stored is {dtype}, pushed {pushed.dtype}, out {out.dtype}; expected the same"
+            )
+        if not (dtype in (np.float32, np.float64) or (self.integers and dtype.kind in "iu")):
+            raise DTypeMismatchError(
+                f"update by {self.name}: cannot compute in {dtype}; "
+                f"use a key of a float type, or no optimizer, for values of this kind"
+            )
+
+
+def check_known(cls: type[Rule], given: dict[str, Any]) -> None:
+    """Raise a ``ConfigError`` that lists the hyperparameters of ``cls`` if ``given`` names another."""
+    parameters = list(inspect.signature(cls).parameters)
+    if unknown := sorted(set(given) - set(parameters)):
+        raise ConfigError(
+            f"{cls.name or cls.__name__} has no hyperparameter {', '.join(unknown)}; "
+            f"known: {', '.join(parameters) or 'none'}"
+        )
+
+
+def _plain(rule: Rule, name: str) -> float | bool | list[float]:
+    value = getattr(rule, name)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, list | tuple) and all(isinstance(v, numbers.Real) for v in value):
+        return [float(v) for v in value]
+    raise ConfigError(f"{type(rule).__name__}.{name} is {value!r}: expected a number, a bool or a list of numbers")

@@ -1,0 +1,59 @@
+"""``python -m kvmpi.ps scheduler|server``: one scheduler or server process, as the launcher starts them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+from kvmpi.config import Config
+from kvmpi.errors import KVError, NotLaunchedError
+from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
+from kvmpi.wire import new_context
+
+
+def main(role: str) -> int:
+    """Run until SIGTERM; the exit status is 0 then, and 1 after an error."""
+    config = Config.from_env()
+    logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    context = new_context()
+    try:
+        if role == "scheduler":
+            scheduler = SchedulerDaemon(config)
+            _stop_on_signal(scheduler)
+            scheduler.run(context, lambda endpoint: _announce(config, endpoint))
+        else:
+            if not config.scheduler or config.rank < 0:
+                raise NotLaunchedError(
+                    "a server needs KVMPI_SCHEDULER and KVMPI_RANK; start the job with 'kvmpi run -s'"
+                )
+            server = ServerDaemon(config, config.rank)
+            _stop_on_signal(server)
+            server.run(context)
+    finally:
+        context.destroy(linger=100)
+    return 0
+
+
+def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
+    # Ctrl-C goes to the whole terminal group; the launcher decides when servers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _announce(config: Config, endpoint: str) -> None:
+    if config.ready_fd < 0:
+        print(endpoint, flush=True)
+        return
+    with os.fdopen(config.ready_fd, "w") as ready:
+        ready.write(endpoint + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in (["scheduler"], ["server"]):
+        sys.exit("usage: python -m kvmpi.ps scheduler|server")
+    try:
+        sys.exit(main(sys.argv[1]))
+    except KVError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,78 @@
+"""How a pushed chunk travels: as it is, or in fewer bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi.errors import UnsupportedError
+from kvmpi.kernels import host
+
+Buffer = npt.NDArray[Any]
+
+
+class Codec:
+    """Encodes chunks on the master and tells the server what arrives. Subclass it, set ``name``, and ``register`` it."""
+
+    name = ""
+
+    def wire_dtype(self, dtype: str) -> str:
+        """The dtype in which a chunk of ``dtype`` travels."""
+        raise NotImplementedError
+
+    def encode(self, chunk: Buffer, dtype: str) -> Buffer:
+        """The payload for ``chunk``; may be ``chunk`` itself."""
+        raise NotImplementedError
+
+
+_CODECS: dict[str, Codec] = {}
+
+
+def register(cls: type[Codec]) -> type[Codec]:
+    """Make a codec available by its name."""
+    _CODECS[cls.name] = cls()
+    return cls
+
+
+def get(name: str) -> Codec:
+    """The codec called ``name``.
+
+    Raises:
+        UnsupportedError: no such codec.
+    """
+    if name not in _CODECS:
+        raise UnsupportedError(
+            f"gradient compression {name!r} is not available; available: {', '.join(sorted(_CODECS))}"
+        )
+    return _CODECS[name]
+
+
+@register
+class Plain(Codec):
+    """The chunk itself, without a copy."""
+
+    name = "none"
+
+    def wire_dtype(self, dtype: str) -> str:
+        return dtype
+
+    def encode(self, chunk: Buffer, dtype: str) -> Buffer:
+        return chunk
+
+
+@register
+class Half(Codec):
+    """float32 as float16: half the bytes, 11 bits of precision, overflow to infinity above 65504."""
+
+    name = "fp16"
+
+    def wire_dtype(self, dtype: str) -> str:
+        return "float16" if dtype == "float32" else dtype
+
+    def encode(self, chunk: Buffer, dtype: str) -> Buffer:
+        if dtype != "float32":
+            return chunk
+        encoded = host.empty(chunk.size, "float16")
+        host.narrow(chunk, encoded, "float16")
+        return encoded

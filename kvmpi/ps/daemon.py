@@ -1,0 +1,141 @@
+"""The loops that drive a scheduler or a server: sockets, clock and heartbeats around their state machines."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError, ServerLostError
+from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.server import ServerState
+from kvmpi.ps.shard import Reply
+from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, host_name, keep_large_buffers
+from kvmpi.wire import messages as m
+
+#: Messages taken from one socket before others, and the clock, get their turn.
+_BATCH = 16
+_POLL_S = 0.2
+
+
+class Daemon:
+    """A loop that runs until ``stop`` is called, from any thread or a signal handler."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._waker = Waker()
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._waker.wake()
+
+
+class SchedulerDaemon(Daemon):
+    """The scheduler's process or thread."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._state = SchedulerState(config.num_servers, config.heartbeat_timeout_s)
+
+    def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
+        """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
+
+        Raises:
+            ConfigError: the port is in use, or the address is not one of this host.
+        """
+        listener = Listener(context, self._config.max_message_bytes)
+        try:
+            if self._config.scheduler.startswith("ipc://"):
+                on_listening(listener.bind_ipc(self._config.scheduler.removeprefix("ipc://")))
+            else:
+                on_listening(listener.bind_tcp(self._config.host, self._config.scheduler_port))
+            readiness = Readiness([listener, self._waker])
+            next_tick_s = 0.0
+            while not self._stopped:
+                readiness.wait(_POLL_S)
+                self._waker.clear()
+                now_s = time.monotonic()
+                replies: list[Reply] = []
+                for _ in range(_BATCH):
+                    received = listener.recv()
+                    if received is None:
+                        break
+                    replies += self._state.handle(received[0], received[1], now_s)
+                if now_s >= next_tick_s:
+                    replies += self._state.tick(now_s)
+                    next_tick_s = now_s + _POLL_S
+                for reply in replies:
+                    listener.send(*reply)
+        finally:
+            listener.close()
+            self._waker.close()
+
+
+class ServerDaemon(Daemon):
+    """A server's process or thread."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        super().__init__(config)
+        self._rank = rank
+        self._state = ServerState(rank)
+        self._joined = False
+
+    def run(self, context: Context[Any]) -> None:
+        """Serve until stopped.
+
+        Raises:
+            ConfigError: an address cannot be had, or a module of ``--import`` cannot be imported.
+            ServerLostError: the scheduler refused this server, or declared it lost.
+        """
+        for module in filter(None, self._config.imports.split(",")):
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
+        keep_large_buffers()
+        listener = Listener(context, self._config.max_message_bytes)
+        scheduler = Connection(context, self._config.scheduler, self._config.max_message_bytes)
+        try:
+            self._serve(listener, scheduler)
+        finally:
+            listener.close()
+            scheduler.close()
+            self._waker.close()
+
+    def _serve(self, listener: Listener, scheduler: Connection) -> None:
+        if self._config.job_dir:
+            listener.bind_ipc(os.path.join(self._config.job_dir, f"server-{self._rank}"))
+        if not self._config.scheduler.startswith("ipc://"):
+            listener.bind_tcp(self._config.host)
+        register = m.Register(
+            1, "server", self._rank, -1, self._config.num_servers, os.getpid(), host_name(), listener.endpoints
+        )
+        scheduler.send(register)
+        readiness = Readiness([listener, scheduler, self._waker])
+        next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
+        while not self._stopped:
+            readiness.wait(_POLL_S)
+            self._waker.clear()
+            for _ in range(_BATCH):
+                received = listener.recv()
+                if received is None:
+                    break
+                for reply in self._state.handle(*received):
+                    listener.send(*reply)
+            while (notice := scheduler.recv()) is not None:
+                self._hear(listener, notice[0])
+            now_s = time.monotonic()
+            if now_s >= next_heartbeat_s:
+                scheduler.send(m.Heartbeat(0))
+                next_heartbeat_s = now_s + self._config.heartbeat_s
+
+    def _hear(self, listener: Listener, message: m.Message) -> None:
+        if isinstance(message, m.Failure):
+            raise ServerLostError(f"server {self._rank} is out of the job: {message.text}")
+        if isinstance(message, m.Lost):
+            for reply in self._state.handle(b"", message, []):
+                listener.send(*reply)

@@ -1,0 +1,159 @@
+"""Which server owns which part of a key, and how parts are cut into chunks; the same on every client, without talk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmpi.errors import ConfigError
+
+Key = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class KeySize:
+    """A key to place: ``count`` elements of ``itemsize`` bytes."""
+
+    key: Key
+    count: int
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``start:stop`` of a key, owned by ``server``."""
+
+    server: int
+    start: int
+    stop: int
+
+
+class Placement:
+    """A rule that assigns parts of keys to servers. Subclass it, set ``name``, and ``register`` it.
+
+    The answer may depend only on the sequence of keys placed so far, so that every client computes the same.
+    """
+
+    name = ""
+
+    def __init__(self, num_servers: int) -> None:
+        self.num_servers = num_servers
+        self.load_bytes = [0] * num_servers
+
+    def place(self, sizes: Sequence[KeySize]) -> list[list[Part]]:
+        """The parts of each key, in element order; keeps count of each server's bytes."""
+        placed: list[list[Part]] = [[] for _ in sizes]
+        for i in self.order(sizes):
+            placed[i] = self.split(sizes[i])
+            for part in placed[i]:
+                self.load_bytes[part.server] += (part.stop - part.start) * sizes[i].itemsize
+        return placed
+
+    def order(self, sizes: Sequence[KeySize]) -> Sequence[int]:
+        """In which order the keys of one call are placed."""
+        return range(len(sizes))
+
+    def split(self, size: KeySize) -> list[Part]:
+        """The parts of one key."""
+        raise NotImplementedError
+
+    def imbalance(self) -> float:
+        """The most loaded server's bytes over the mean; 1 is even."""
+        total = sum(self.load_bytes)
+        return max(self.load_bytes) * self.num_servers / total if total else 1.0
+
+
+_PLACEMENTS: dict[str, type[Placement]] = {}
+
+
+def register(cls: type[Placement]) -> type[Placement]:
+    """Make a placement available by its name (``KVMPI_PLACEMENT``)."""
+    _PLACEMENTS[cls.name] = cls
+    return cls
+
+
+def create(name: str, num_servers: int) -> Placement:
+    """The placement called ``name``.
+
+    Raises:
+        ConfigError: no such placement.
+    """
+    if name not in _PLACEMENTS:
+        raise ConfigError(f"placement {name!r}; known: {', '.join(sorted(_PLACEMENTS))}")
+    return _PLACEMENTS[name](num_servers)
+
+
+def _whole(server: int, size: KeySize) -> list[Part]:
+    return [Part(server, 0, size.count)]
+
+
+@register
+class Hash(Placement):
+    """Every key whole on a server chosen by a hash of its name."""
+
+    name = "hash"
+
+    def split(self, size: KeySize) -> list[Part]:
+        digest = hashlib.blake2b(repr(size.key).encode(), digest_size=8).digest()
+        return _whole(int.from_bytes(digest, "little") % self.num_servers, size)
+
+
+@register
+class RoundRobin(Placement):
+    """Every key whole, on one server after the other."""
+
+    name = "round_robin"
+
+    def __init__(self, num_servers: int) -> None:
+        super().__init__(num_servers)
+        self._next = 0
+
+    def split(self, size: KeySize) -> list[Part]:
+        server, self._next = self._next, (self._next + 1) % self.num_servers
+        return _whole(server, size)
+
+
+@register
+class LongestFirst(Placement):
+    """Every key whole on the least loaded server, the largest keys of a call first (LPT; Graham 1969)."""
+
+    name = "lpt"
+
+    def order(self, sizes: Sequence[KeySize]) -> Sequence[int]:
+        return sorted(range(len(sizes)), key=lambda i: (-sizes[i].count * sizes[i].itemsize, i))
+
+    def split(self, size: KeySize) -> list[Part]:
+        server = min(range(self.num_servers), key=lambda s: (self.load_bytes[s], s))
+        return _whole(server, size)
+
+
+@register
+class Uniform(Placement):
+    """Large keys in near-equal parts over all servers, small ones whole on the least loaded server."""
+
+    name = "uniform"
+    #: A part below this size costs more in messages than it gains in balance.
+    min_part_bytes = 16 << 10
+
+    def split(self, size: KeySize) -> list[Part]:
+        if size.count * size.itemsize < self.num_servers * self.min_part_bytes:
+            return _whole(min(range(self.num_servers), key=lambda s: (self.load_bytes[s], s)), size)
+        base, extra = divmod(size.count, self.num_servers)
+        starts = [i * base + min(i, extra) for i in range(self.num_servers + 1)]
+        return [Part(server, starts[server], starts[server + 1]) for server in range(self.num_servers)]
+
+
+def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:
+    """The chunks of a key, in element order: each part in near-equal pieces of at most ``chunk_bytes``."""
+    chunks = []
+    for part in parts:
+        count = part.stop - part.start
+        num_chunks = max(1, -(-count * itemsize // chunk_bytes))
+        base, extra = divmod(count, num_chunks)
+        start = part.start
+        for i in range(num_chunks):
+            stop = start + base + (i < extra)
+            chunks.append(Part(part.server, start, stop))
+            start = stop
+    return chunks

@@ -1,0 +1,179 @@
+"""The scheduler as a state machine without I/O: membership, the roster of servers, barriers, heartbeats."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.ps.shard import Reply
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+_log = logging.getLogger(__name__)
+
+MemberName = tuple[str, int, int]
+"""(role, store, rank); servers belong to store -1."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A server, or a client's master in one store."""
+
+    route: bytes
+    incarnation: int
+    last_seen_s: float
+    host: str
+    endpoints: list[str]
+    clock: int = 0
+
+
+@dataclass(slots=True)
+class _Store:
+    num_clients: int
+    barriers_done: int = 0
+    waiting: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    dead: dict[int, str] = field(default_factory=dict)
+
+
+class SchedulerState:
+    """What the scheduler knows.
+
+    Args:
+        num_servers: the roster is complete with so many.
+        heartbeat_timeout_s: a member that is silent for longer is lost.
+    """
+
+    def __init__(self, num_servers: int, heartbeat_timeout_s: float) -> None:
+        self.num_servers, self.heartbeat_timeout_s = num_servers, heartbeat_timeout_s
+        self.members: dict[MemberName, Member] = {}
+        self._names: dict[bytes, MemberName] = {}
+        self._stores: dict[int, _Store] = {}
+        self._waiting_for_roster: list[tuple[bytes, int]] = []
+
+    def handle(self, route: bytes, message: Message | ProtocolError, now_s: float) -> list[Reply]:
+        """The replies to one message. Never raises."""
+        try:
+            if isinstance(message, ProtocolError):
+                raise message
+            if isinstance(message, m.Register):
+                return self._register(route, message, now_s)
+            name = self._names.get(route)
+            if name is None or name not in self.members:
+                raise ProtocolError(f"scheduler: begin with Register, not {type(message).__name__}")
+            self.members[name].last_seen_s = now_s
+            return self._from_member(name, route, message, now_s)
+        except KVError as error:
+            if isinstance(error, ProtocolError):
+                _log.warning("scheduler: refused a message: %s", error)
+            return [Reply(route, m.Failure(getattr(message, "request", -1), type(error).__name__, str(error)))]
+
+    def _from_member(self, name: MemberName, route: bytes, message: Message, now_s: float) -> list[Reply]:
+        match message:
+            case m.Heartbeat():
+                self.members[name].clock = message.clock
+                return []
+            case m.Barrier():
+                return self._barrier(name, route, message)
+            case m.QueryDead():
+                return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
+            case m.Leave():
+                self._remove(name)
+                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, "has closed the store")]
+        raise ProtocolError(f"a {type(message).__name__} is no request to the scheduler")
+
+    def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
+        if message.role not in ("server", "client") or not 0 <= message.rank < message.num_members:
+            raise ProtocolError(f"scheduler: {message.role} {message.rank} of {message.num_members} cannot register")
+        if message.role == "server" and message.num_members != self.num_servers:
+            raise ConfigError(f"a server says there are {message.num_members} servers, the job has {self.num_servers}")
+        store = -1 if message.role == "server" else message.store
+        if message.role == "client":
+            known = self._stores.setdefault(store, _Store(message.num_members))
+            if known.num_clients != message.num_members:
+                raise ConfigError(
+                    f"client {message.rank} creates a store for {message.num_members} clients, another client for "
+                    f"{known.num_clients}; all workers must create the same stores in the same order"
+                )
+        name = (message.role, store, message.rank)
+        old = self.members.get(name)
+        if old is not None and old.incarnation > message.incarnation:
+            raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
+        if old is not None:
+            self._names.pop(old.route, None)
+        self.members[name] = Member(route, message.incarnation, now_s, message.host, message.endpoints)
+        self._names[route] = name
+        self._waiting_for_roster = [(r, q) for r, q in self._waiting_for_roster if r != route]
+        self._waiting_for_roster.append((route, message.request))
+        return self._complete_roster()
+
+    def _complete_roster(self) -> list[Reply]:
+        servers = [self.members.get(("server", -1, rank)) for rank in range(self.num_servers)]
+        present = [server for server in servers if server is not None]
+        if len(present) < self.num_servers:
+            return []
+        hosts, endpoints = [server.host for server in present], [server.endpoints for server in present]
+        waiting, self._waiting_for_roster = self._waiting_for_roster, []
+        return [Reply(route, m.Roster(request, hosts, endpoints)) for route, request in waiting]
+
+    def _barrier(self, name: MemberName, route: bytes, message: m.Barrier) -> list[Reply]:
+        _, store_id, client = name
+        store = self._stores[store_id]
+        if message.ordinal <= store.barriers_done:
+            return [Reply(route, m.Ack(message.request, store.barriers_done))]
+        if store.dead:
+            blame = ", ".join(f"client {rank} {why}" for rank, why in sorted(store.dead.items()))
+            raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
+        known = client in store.waiting
+        store.waiting[client] = (route, message.request)
+        if len(store.waiting) < store.num_clients:
+            missing = [rank for rank in range(store.num_clients) if rank not in store.waiting]
+            return [Reply(route, m.Waiting(message.request, missing))] if known else []
+        waiting, store.waiting = store.waiting, {}
+        store.barriers_done += 1
+        return [Reply(r, m.Ack(request, store.barriers_done)) for r, request in waiting.values()]
+
+    def _silent(self, store_id: int, timeout_s: float, now_s: float) -> list[int]:
+        store = self._stores[store_id]
+        silent = {
+            rank
+            for (role, of_store, rank), member in self.members.items()
+            if role == "client" and of_store == store_id and now_s - member.last_seen_s > timeout_s
+        }
+        lost = {rank for rank, why in store.dead.items() if why != "has closed the store"}
+        return sorted(silent | lost)
+
+    def tick(self, now_s: float) -> list[Reply]:
+        """Declare silent members lost and tell everyone."""
+        replies: list[Reply] = []
+        for name, member in list(self.members.items()):
+            silence_s = now_s - member.last_seen_s
+            if silence_s > self.heartbeat_timeout_s:
+                replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
+        return replies
+
+    def lose(self, name: MemberName, why: str) -> list[Reply]:
+        """``name`` is gone without having said so."""
+        role, store, rank = name
+        _log.warning("scheduler: %s %d %s", role, rank, why)
+        self._remove(name)
+        notice = m.Lost(role, rank, store, why)
+        told = [Reply(member.route, notice) for member in self.members.values()]
+        return told + self._fail_barrier(name, why)
+
+    def _remove(self, name: MemberName) -> None:
+        member = self.members.pop(name)
+        self._names.pop(member.route, None)
+
+    def _fail_barrier(self, name: MemberName, why: str) -> list[Reply]:
+        role, store_id, rank = name
+        if role != "client":
+            return []
+        store = self._stores[store_id]
+        store.dead[rank] = why
+        if len(store.dead) == store.num_clients:
+            del self._stores[store_id]
+            return []
+        waiting, store.waiting = store.waiting, {}
+        error = f"barrier {store.barriers_done + 1} cannot be completed, because client {rank} {why}"
+        return [Reply(r, m.Failure(q, "ClientLostError", error)) for c, (r, q) in waiting.items() if c != rank]

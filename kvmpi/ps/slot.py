@@ -1,0 +1,191 @@
+"""One chunk of one key on a server: its value, its update rule with what the rule remembers, and its open round."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi import optim
+from kvmpi.arrays import DTYPES
+from kvmpi.kernels import host
+
+Buffer = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One client's push, held until its turn in its round."""
+
+    route: bytes
+    request: int
+    fused: bool
+    wire: Buffer
+    wire_dtype: str
+
+
+@dataclass(slots=True)
+class RuleChange:
+    """An update rule and the first round it is in force. A new ``generation`` starts with empty state."""
+
+    from_round: int
+    generation: int
+    rule: optim.Rule | None
+
+
+class Slot:
+    """The arithmetic of one chunk. Holds at most the value, one accumulator of its size, and the rule's state."""
+
+    def __init__(self, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int) -> None:
+        self.count, self.dtype = count, dtype
+        self.value = value
+        self.master: Buffer | None = None
+        self.state: dict[str, Buffer] = {}
+        self.updates = 0
+        self.generation = generation
+        self.rules: deque[RuleChange] = deque([RuleChange(0, generation, rule)])
+        # The open round: which round, how far through the clients, and their sum so far.
+        self.rounds = 0
+        self.cursor = 0
+        self.accumulator: Buffer | None = None
+        self._spare: Buffer | None = None
+        # What each client has contributed up to, and what waits.
+        self.steps: dict[int, int] = {}
+        self.held: dict[tuple[int, int], Contribution] = {}
+        self.fused: dict[int, tuple[bytes, int]] = {}
+        self.readers: dict[int, dict[int, tuple[bytes, int]]] = {}
+        self._loans: list[weakref.ref[Buffer]] = []
+
+    # ---- values
+
+    def lend(self) -> Buffer:
+        """The value for sending. Until the receiver drops it, the slot does not write to that memory."""
+        view = self.value[:]
+        self._loans = [loan for loan in self._loans if loan() is not None]
+        self._loans.append(weakref.ref(view))
+        return view
+
+    def _lent(self) -> bool:
+        return any(loan() is not None for loan in self._loans)
+
+    def _replace_value(self, value: Buffer) -> None:
+        """Make ``value`` the value; the old memory becomes the next accumulator unless it is lent."""
+        old, lent = self.value, self._lent()
+        self.value, self._loans = value, []
+        if not lent and old.dtype == self._accumulator_dtype() and old.flags.writeable:
+            self._spare = old
+
+    def own_value(self) -> Buffer:
+        """The value in memory that may be written."""
+        if self._lent():
+            self._replace_value(self.value.copy())
+        return self.value
+
+    # ---- one round
+
+    def add(self, contribution: Contribution) -> None:
+        """Add one push to the open round."""
+        if self.accumulator is None:
+            self.accumulator = self._take_spare()
+            self._widen(contribution, self.accumulator)
+        else:
+            host.add_widened(self.accumulator, host.ACCUMULATE[self.dtype], contribution.wire, contribution.wire_dtype)
+
+    def apply_alone(self, contribution: Contribution) -> Buffer:
+        """Apply one push as an update of its own; returns the value that a fused reader gets."""
+        if contribution.wire_dtype == host.ACCUMULATE[self.dtype]:
+            return self._update(contribution.wire, 1, recycle=None)
+        self.add(contribution)
+        return self.close_round(1)
+
+    def close_round(self, count: int) -> Buffer:
+        """Apply the sum of ``count`` pushes; returns the value that a fused reader gets."""
+        pushed = self.accumulator
+        assert pushed is not None
+        self.accumulator = None
+        return self._update(pushed, count, recycle=pushed)
+
+    def _update(self, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
+        """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
+        self.rounds += 1
+        rule = self._rule_of_round()
+        if rule is None:
+            self._assign(pushed, recycle)
+            return self.value
+        self.updates += 1
+        if rule.multi_precision and self.dtype in host.HALF and self.master is None:
+            self.master = host.empty(self.count, "float32")
+            host.widen(self.value, self.dtype, self.master)
+        if not rule.replies_old:
+            value = self.own_value()
+            optim.update(rule, value, self.dtype, pushed, self.state, self.updates, count, master=self.master)
+            if recycle is not None:
+                self._spare = recycle
+            return value
+        met = self.value
+        out = self._out_buffer(recycle)
+        optim.update(rule, met, self.dtype, pushed, self.state, self.updates, count, master=self.master, out=out)
+        # The fused readers are still to be sent the old value, so its memory is free only after that.
+        self.value, self._loans = out, []
+        return met
+
+    def _out_buffer(self, recycle: Buffer | None) -> Buffer:
+        if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
+            return recycle
+        return host.empty(self.count, self.dtype)
+
+    def _assign(self, pushed: Buffer, recycle: Buffer | None) -> None:
+        if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
+            self._replace_value(recycle)
+            return
+        if self.dtype in host.HALF:
+            host.narrow(pushed, self.own_value(), self.dtype)
+            self._spare = recycle
+        else:
+            np.copyto(self.own_value(), pushed)
+
+    def _rule_of_round(self) -> optim.Rule | None:
+        while len(self.rules) > 1 and self.rules[1].from_round <= self.rounds:
+            self.rules.popleft()
+        current = self.rules[0]
+        if current.generation != self.generation:
+            self.generation, self.state, self.updates = current.generation, {}, 0
+        return current.rule
+
+    def _accumulator_dtype(self) -> np.dtype[Any]:
+        return DTYPES[host.ACCUMULATE[self.dtype]]
+
+    def _take_spare(self) -> Buffer:
+        spare, self._spare = self._spare, None
+        return spare if spare is not None else host.empty(self.count, host.ACCUMULATE[self.dtype])
+
+    def _widen(self, contribution: Contribution, out: Buffer) -> None:
+        if contribution.wire_dtype == host.ACCUMULATE[self.dtype]:
+            np.copyto(out, contribution.wire)
+        else:
+            host.widen(contribution.wire, contribution.wire_dtype, out)
+
+    # ---- what a checkpoint holds
+
+    def dump(self) -> tuple[list[str], list[Buffer]]:
+        """Names and arrays of everything that a checkpoint needs, the value first."""
+        arrays = {"value": self.value}
+        if self.master is not None:
+            arrays["master"] = self.master
+        arrays.update(self.state)
+        return list(arrays), [array.copy() for array in arrays.values()]
+
+    def restore(self, updates: int, arrays: dict[str, Buffer]) -> None:
+        """The inverse of ``dump``; a value is only replaced if it is there."""
+        if "value" in arrays:
+            np.copyto(self.own_value(), arrays["value"])
+            self.master = None
+        if "master" in arrays:
+            self.master = arrays["master"].copy()
+        self.state = {name: array.copy() for name, array in arrays.items() if name not in ("value", "master")}
+        self.updates = updates
+        self.generation = self.rules[-1].generation

@@ -1,0 +1,131 @@
+"""The file of ``kv.save``: safetensors with a manifest, written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+from safetensors.numpy import save_file
+
+from kvmpi import optim
+from kvmpi.arrays import DTYPES
+from kvmpi.errors import ConfigError, KeyNotInitializedError, KVError, ShapeMismatchError
+
+Buffer = npt.NDArray[Any]
+Key = int | str
+
+_FORMAT = "kvmpi-1"
+
+
+@dataclass(slots=True)
+class SavedKey:
+    """One key: ``arrays`` holds "value" and what the rule remembers, each of shape ``(count,)``."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: str
+    updates: int
+    arrays: dict[str, Buffer] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A whole store."""
+
+    clock: int
+    rule: optim.Rule | None
+    keys: list[SavedKey]
+
+
+def write(
+    path: str, store_type: str, clock: int, rule: optim.Rule | None, keys: list[SavedKey], *, with_values: bool
+) -> None:
+    """Replace ``path`` by the new checkpoint, or leave it as it was.
+
+    Raises:
+        KVError: the file cannot be written; the message says why.
+    """
+    tensors: dict[str, Buffer] = {}
+    entries = []
+    for i, saved in enumerate(keys):
+        names = [name for name in saved.arrays if with_values or name != "value"]
+        tensors.update({f"{i}/{name}": saved.arrays[name] for name in names})
+        entries.append([saved.key, list(saved.shape), saved.dtype, saved.updates, names])
+    manifest = {
+        "format": _FORMAT,
+        "store_type": store_type,
+        "clock": clock,
+        "rule": None if rule is None else [rule.name, rule.hyperparams()],
+        "keys": entries,
+    }
+    folder = os.path.dirname(os.path.abspath(path))
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".kvmpi-", dir=folder)
+        os.close(handle)
+        save_file(tensors, temporary, metadata={"manifest": json.dumps(manifest)})
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise KVError(f"save to {path}: {error}; what was there before is unchanged") from error
+
+
+def _sync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoint:
+    """Load and check a checkpoint.
+
+    Args:
+        existing: keys that the store has; without values, all keys of the file must be among them.
+    Raises:
+        KVError: the file is missing or damaged.
+        ConfigError: it is no checkpoint of kvmpi, or holds no values though they are wanted.
+        KeyNotInitializedError: a key of the file is not in the store, and the file has no value for it.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            manifest = json.loads(metadata.get("manifest", "{}"))
+            if manifest.get("format") != _FORMAT:
+                raise ConfigError(f"load of {path}: not a checkpoint of kvmpi ({_FORMAT})")
+            keys = []
+            for i, (key, shape, dtype, updates, names) in enumerate(manifest["keys"]):
+                found = {name: file.get_tensor(f"{i}/{name}") for name in names}
+                keys.append(SavedKey(key, tuple(shape), dtype, updates, found))
+    except ConfigError:
+        raise
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise KVError(f"load of {path}: {type(error).__name__}: {error}") from error
+    for saved in keys:
+        _check(path, saved, existing, with_values=with_values)
+    rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])
+    return Checkpoint(manifest["clock"], rule, keys)
+
+
+def _check(path: str, saved: SavedKey, existing: Collection[Key], *, with_values: bool) -> None:
+    if with_values and "value" not in saved.arrays:
+        raise ConfigError(f"load of {path}: it holds optimizer states only; use load_optimizer_states")
+    if not with_values:
+        saved.arrays.pop("value", None)
+        if saved.key not in existing:
+            raise KeyNotInitializedError(f"load_optimizer_states of {path}: key {saved.key!r} is not in the store")
+    count = int(np.prod(saved.shape, dtype=np.int64))
+    for name, array in saved.arrays.items():
+        if array.shape != (count,) or (name == "value" and array.dtype != DTYPES.get(saved.dtype)):
+            raise ShapeMismatchError(f"load of {path}: {name} of key {saved.key!r} does not fit {saved.shape}")

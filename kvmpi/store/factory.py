@@ -1,0 +1,153 @@
+"""``kvmpi.create``: from the name of a store type and the job that this process is part of to a store."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvmpi.collectives import Comm
+from kvmpi.config import Config, client_bounds
+from kvmpi.errors import ConfigError, NotLaunchedError
+from kvmpi.ps import EmbeddedJob
+from kvmpi.store.base import KVStore
+from kvmpi.store.dist import DistStore
+from kvmpi.store.replicated import ReplicatedStore
+
+Factory = Callable[[Config], KVStore]
+
+_ALIASES = {
+    "device": "local",
+    "allreduce": "mpi",
+    "synchronous-mpi": "dist_sync_mpi",
+    "asynchronous-mpi": "dist_async_mpi",
+}
+_open_stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
+
+
+def create(name: str = "local", **settings: Any) -> KVStore:
+    """A store of the type called ``name``.
+
+    Types: ``local`` (``device``), ``mpi`` (``allreduce``), ``dist_sync``, ``dist_async``, ``dist_sync_mpi``
+    (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``), and what ``register_store`` added. Collective over
+    all workers, which must create the same stores in the same order. In a process that no launcher started, a type that
+    needs a job runs as a job of one worker.
+
+    Args:
+        settings: fields of ``kvmpi.config.Config``; they beat the environment.
+    Raises:
+        ConfigError: unknown type (the message lists the known ones), or a job of a shape that the type cannot use.
+        NotLaunchedError: the type needs servers, and this process is one of several that ``mpirun`` started without.
+    """
+    if not isinstance(name, str) or _ALIASES.get(name, name) not in _FACTORIES:
+        known = ", ".join([*_FACTORIES, *_ALIASES])
+        raise ConfigError(f"unknown store type {name!r}; known: {known}")
+    try:
+        config = Config.from_env(**settings)
+    except TypeError as error:
+        raise ConfigError(f"create({name!r}): {error}") from None
+    store = _FACTORIES[_ALIASES.get(name, name)](config)
+    _open_stores.add(store)
+    return store
+
+
+def register_store(name: str, factory: Factory) -> None:
+    """Make ``create(name)`` call ``factory(config)``, which returns a ``KVStore``."""
+    _FACTORIES[name] = factory
+
+
+def _local(config: Config) -> KVStore:
+    return ReplicatedStore("local", config)
+
+
+def _mpi(config: Config) -> KVStore:
+    if config.role and config.num_clients > 1:
+        raise ConfigError(
+            f"store type 'mpi' needs all workers in one client, this job has {config.num_clients}; "
+            "start it with -c 1, or use dist_sync_mpi with servers"
+        )
+    return ReplicatedStore("mpi", config, _client_comm(config))
+
+
+def _dist(mode: str, *, grouped: bool) -> Factory:
+    name = f"dist_{mode}_mpi" if grouped else f"dist_{mode}"
+
+    def factory(config: Config) -> KVStore:
+        if grouped and mode == "sync" and _without_servers(config) and config.num_clients == 1:
+            return ReplicatedStore(name, config, _client_comm(config))
+        if not config.role:
+            if _under_mpi():
+                raise NotLaunchedError(
+                    f"store type {name!r} needs servers, and mpirun started none; "
+                    "start the job with 'kvmpi run -n WORKERS -s SERVERS PROGRAM'"
+                )
+            job = EmbeddedJob(replace(config, num_workers=1, num_clients=1))
+            return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
+        if config.num_servers == 0:
+            raise ConfigError(f"store type {name!r} needs servers, this job has none; start it with -s 1 or more")
+        if not config.scheduler:
+            raise NotLaunchedError("KVMPI_SCHEDULER is not set; start the job with 'kvmpi run'")
+        return DistStore(name, config, _client_comm(config) if grouped else None, mode=mode, grouped=grouped)
+
+    return factory
+
+
+def _without_servers(config: Config) -> bool:
+    return (bool(config.role) and config.num_servers == 0) or (not config.role and _under_mpi())
+
+
+def _under_mpi() -> bool:
+    from kvmpi.collectives import mpi_comm
+
+    return mpi_comm.started_by_mpi()
+
+
+def _client_comm(config: Config) -> Comm | None:
+    """The communicator of this worker's client; None for a worker that is alone."""
+    from kvmpi.collectives import mpi_comm
+
+    if not config.role:
+        return mpi_comm.world() if mpi_comm.started_by_mpi() else None
+    first, last = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
+    if last - first == 1:
+        return None
+    comm = mpi_comm.world()
+    if comm.size != last - first:
+        raise ConfigError(
+            f"client {config.client_rank} should have {last - first} workers, its MPI_COMM_WORLD has {comm.size}; "
+            "start the job with 'kvmpi run', which starts one mpirun for each client"
+        )
+    return comm
+
+
+_FACTORIES: dict[str, Factory] = {
+    "local": _local,
+    "mpi": _mpi,
+    "dist_sync": _dist("sync", grouped=False),
+    "dist_async": _dist("async", grouped=False),
+    "dist_sync_mpi": _dist("sync", grouped=True),
+    "dist_async_mpi": _dist("async", grouped=True),
+}
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close what is open; if this process ends with an error, do not wait for peers that wait for it."""
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    stores = list(_open_stores)
+    for store in stores:
+        if not store.closed:
+            if failed:
+                store.abort()
+            else:
+                store.close()
+    if any(store.mpi_size > 1 and (failed or store.broken) for store in stores):
+        # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        from kvmpi.collectives import mpi_comm
+
+        mpi_comm.end_job(1)

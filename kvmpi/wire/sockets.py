@@ -1,0 +1,221 @@
+"""Thin wrappers of ZeroMQ sockets that carry messages; nothing else in the tree imports zmq."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvmpi.errors import ConfigError, ProtocolError
+from kvmpi.wire.messages import Message, decode, encode
+
+Payload = npt.NDArray[Any]
+Context = zmq.Context
+#: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
+_LEND_FROM_BYTES = 64 << 10
+_LINGER_MS = 1000
+#: Kernel buffers that hold a few chunks, so that a sender is not woken for every few hundred kilobytes.
+_KERNEL_BUFFER_BYTES = 4 << 20
+
+
+def new_context() -> zmq.Context[Any]:
+    """A context with one I/O thread; its owner ends it with ``destroy()``."""
+    return zmq.Context(io_threads=1)
+
+
+class _Socket:
+    def __init__(self, context: zmq.Context[Any], kind: int, max_message_bytes: int) -> None:
+        self._socket: zmq.Socket[Any] = context.socket(kind)
+        self._socket.linger = _LINGER_MS
+        self._socket.maxmsgsize = max_message_bytes
+        # The window of the session bounds what is in flight; a second limit here could only drop or block.
+        self._socket.sndhwm = 0
+        self._socket.rcvhwm = 0
+        self._socket.sndbuf = _KERNEL_BUFFER_BYTES
+        self._socket.rcvbuf = _KERNEL_BUFFER_BYTES
+
+    @property
+    def raw(self) -> zmq.Socket[Any]:
+        return self._socket
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, frames: list[bytes], payloads: Sequence[Payload]) -> None:
+        more = zmq.SNDMORE
+        for frame in frames[:-1]:
+            self._socket.send(frame, more | zmq.NOBLOCK)
+        self._socket.send(frames[-1], (more if payloads else 0) | zmq.NOBLOCK)
+        for i, payload in enumerate(payloads):
+            flags = (more if i + 1 < len(payloads) else 0) | zmq.NOBLOCK
+            # An array of length 0 has no memory to lend.
+            lend = payload.nbytes >= _LEND_FROM_BYTES
+            self._socket.send(payload.data if payload.nbytes else b"", flags, copy=not lend)
+
+    def _recv(self) -> list[zmq.Frame] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+
+def _payloads(frames: list[zmq.Frame]) -> list[memoryview]:
+    return [memoryview(frame.buffer) for frame in frames]
+
+
+class Listener(_Socket):
+    """A ROUTER socket: hears many peers, and answers each by its route."""
+
+    def __init__(self, context: zmq.Context[Any], max_message_bytes: int) -> None:
+        super().__init__(context, zmq.ROUTER, max_message_bytes)
+        self.endpoints: list[str] = []
+
+    def bind_tcp(self, host: str, port: int = 0) -> str:
+        """Listen on ``tcp://host:port``; port 0 lets the system choose. Returns the endpoint.
+
+        Raises:
+            ConfigError: the address cannot be had, for example because the port is in use.
+        """
+        return self._bind(f"tcp://{host}:{port or '*'}")
+
+    def bind_ipc(self, path: str) -> str:
+        """Listen on the Unix socket ``path``, which must lie in a private folder. Returns the endpoint."""
+        return self._bind(f"ipc://{path}")
+
+    def _bind(self, endpoint: str) -> str:
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            reason = "the address is in use" if error.errno == zmq.EADDRINUSE else error.strerror
+            raise ConfigError(f"cannot listen on {endpoint}: {reason}; choose another host or port") from None
+        bound = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.endpoints.append(bound)
+        return bound
+
+    def send(self, route: bytes, message: Message, payloads: Sequence[Payload] = ()) -> None:
+        """Send to the peer at ``route``; a peer that is gone is no error. Large payloads are lent, not copied."""
+        self._send([route, encode(message)], payloads)
+
+    def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
+        """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``."""
+        frames = self._recv()
+        if frames is None:
+            return None
+        route = frames[0].bytes
+        if len(frames) < 2:
+            return route, ProtocolError("message without a header frame"), []
+        try:
+            return route, decode(frames[1].bytes), _payloads(frames[2:])
+        except ProtocolError as error:
+            return route, error, []
+
+
+class Connection(_Socket):
+    """A DEALER socket: one connection to one listener."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, max_message_bytes: int) -> None:
+        super().__init__(context, zmq.DEALER, max_message_bytes)
+        self.endpoint = endpoint
+        self._socket.connect(endpoint)
+
+    def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
+        """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered."""
+        self._send([encode(message)], payloads)
+
+    def recv(self) -> tuple[Message, list[memoryview]] | None:
+        """The next message with its payloads, or None.
+
+        Raises:
+            ProtocolError: what came is no message.
+        """
+        frames = self._recv()
+        if frames is None:
+            return None
+        return decode(frames[0].bytes), _payloads(frames[1:])
+
+
+class Waker:
+    """Wakes a thread that sleeps in ``wait_readable``; ``wake`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._write.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # full: a wake-up is pending already; closed: nobody sleeps any more
+
+    def clear(self) -> None:
+        try:
+            while len(self._read.recv(4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
+
+
+class Readiness:
+    """A fixed set of sockets and wakers to wait on."""
+
+    def __init__(self, sources: Sequence[_Socket | Waker]) -> None:
+        self._poller = zmq.Poller()
+        for source in sources:
+            self._poller.register(source.raw if isinstance(source, _Socket) else source.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something can be read, at most ``timeout_s``; whether anything can."""
+        return bool(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
+
+
+def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:
+    """A payload frame as a read-only array that keeps the frame alive.
+
+    Raises:
+        ProtocolError: the frame's length is no multiple of the item size.
+    """
+    if payload.nbytes % dtype.itemsize:
+        raise ProtocolError(f"payload of {payload.nbytes} bytes is no whole number of {dtype} items")
+    return np.frombuffer(payload, dtype=dtype)
+
+
+def keep_large_buffers() -> None:
+    """Let malloc keep and reuse megabyte buffers instead of mapping and faulting in each one anew (glibc only).
+
+    ZeroMQ allocates every received message; without this, page faults cost more than the transfer.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # musl has no mallopt, and no such threshold
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+    mallopt(m_mmap_threshold, 32 << 20)
+    mallopt(m_trim_threshold, 32 << 20)
+    mallopt(m_top_pad, 4 << 20)
+
+
+def host_name() -> str:
+    """Tells whether two processes share a host: name and boot, since names alone may repeat."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename}/{boot}" if hasattr(os, "uname") else socket.gethostname()

@@ -1,0 +1,1 @@
+"""Starts the roles of a job as processes, and ends them."""

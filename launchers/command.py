@@ -1,0 +1,163 @@
+"""``kvmpi run``: reads the command line, plans the job, and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from kvmpi.launchers import job as jobs
+from kvmpi.launchers import mpirun, processes, program
+from kvmpi.launchers.output import Output
+from kvmpi.launchers.run import Runner
+
+from kvmpi.config import client_bounds
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
+
+SHM = "/dev/shm"
+MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``kvmpi run``, without PROGRAM and what follows it."""
+    result = argparse.ArgumentParser(
+        prog="kvmpi run",
+        usage="kvmpi run [options] [--] PROGRAM [ARG ...]\n       kvmpi run [options] [--] -m MODULE [ARG ...]",
+        description="Start the scheduler, servers and workers of a job on this machine, and end them together.",
+        allow_abbrev=False,
+    )
+    add = result.add_argument
+    add("-n", dest="workers", type=int, default=1, metavar="WORKERS", help="number of workers (default 1)")
+    add(
+        "-c", dest="clients", type=int, default=1, metavar="CLIENTS",
+        help="clients that the workers are divided into (default 1)",
+    )  # fmt: skip
+    add("-s", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
+    add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
+    add("--hostfile", metavar="F", help="not supported yet")
+    add("--restart", type=int, default=0, metavar="N", help="not supported yet")
+    add("--replicas", type=int, default=0, metavar="R", help="not supported yet")
+    add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
+    add("--timeline", metavar="F", help="not supported yet")
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module that servers import")
+    add("--dry-run", action="store_true", help="show what would be started, and start nothing")
+    return result
+
+
+def split(argv: Sequence[str], options: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Cut ``argv`` before PROGRAM, so that nothing behind it is taken for an option of ours."""
+    takes_value = {name for action in options._actions for name in action.option_strings if action.nargs is None}
+    i = 0
+    while i < len(argv):
+        word = argv[i]
+        if word == "--":
+            return list(argv[:i]), list(argv[i + 1 :])
+        if word == "-m" or not word.startswith("-") or word == "-":
+            break
+        i += 2 if word in takes_value else 1
+    return list(argv[:i]), list(argv[i:])
+
+
+def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> int:
+    """Run ``kvmpi run ARGV``; the exit status. ``commands`` replaces the scheduler and the servers, for tests."""
+    options = parser()
+    ours, words = split(argv, options)
+    args = options.parse_args(ours)
+    try:
+        return _run(args, words, commands)
+    except program.ProgramNotFoundError as error:
+        status = 127
+        print(f"kvmpi run: {error}", file=sys.stderr)
+    except (ConfigError, UnsupportedError) as error:
+        status = 2
+        print(f"kvmpi run: {error}", file=sys.stderr)
+    except KVError as error:
+        status = 1
+        print(f"kvmpi run: {error}", file=sys.stderr)
+    return status
+
+
+def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands | None) -> int:
+    _refuse_unsupported(args)
+    client_bounds(args.workers, args.clients)
+    resolved = program.resolve(words)
+    environ = dict(os.environ)
+    mpi = None
+    if jobs.needs_mpi(args.workers, args.clients):
+        mpi = mpirun.find(mpirun.clean(environ), args.workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def plan(job_id: str, job_dir: str, shm_dir: str) -> jobs.Job:
+        return jobs.plan(
+            resolved,
+            num_workers=args.workers,
+            num_clients=args.clients,
+            num_servers=args.servers,
+            environ=environ,
+            job_id=job_id,
+            job_dir=job_dir,
+            shm_dir=shm_dir,
+            mpi=mpi,
+            local=args.launcher != "mpirun",
+            cores=cores,
+            tty=_tty(),
+            imports=tuple(args.imports),
+            commands=commands,
+        )
+
+    described = plan("JOB_ID", "JOB_DIR", "SHM_DIR").describe()  # also finds every mistake before anything exists
+    if args.dry_run:
+        print(described)
+        return 0
+    job_id = secrets.token_hex(8)
+    job_dir = tempfile.mkdtemp(prefix="kvmpi-", dir=_short_tmpdir())
+    shm_dir = ""
+    if mpi is not None and mpi.kind == "openmpi" and os.access(SHM, os.W_OK):
+        shm_dir = tempfile.mkdtemp(prefix="kvmpi-", dir=SHM)
+    watchdog = processes.Watchdog(job_id, [job_dir, shm_dir, *(mpi.litter() if mpi is not None else ())])
+    signals: list[int] = []
+    try:
+        output = Output(environ, args.log_dir, interrupted=lambda: bool(signals))
+    except OSError as error:
+        watchdog.finish()
+        raise ConfigError(f"--log-dir {args.log_dir}: {error.strerror}") from None
+    runner = Runner(plan(job_id, job_dir, shm_dir), output, watchdog)
+    runner.signals = signals
+    restore = runner.watch_signals()
+    try:
+        return runner.run()
+    finally:
+        restore()
+        output.close()
+
+
+def _refuse_unsupported(args: argparse.Namespace) -> None:
+    asked = {
+        "--launcher lsf": args.launcher == "lsf",
+        "--launcher slurm": args.launcher == "slurm",
+        "--hostfile": args.hostfile is not None,
+        "--restart": args.restart != 0,
+        "--replicas": args.replicas != 0,
+        "--timeline": args.timeline is not None,
+    }
+    for option, given in asked.items():
+        if given:
+            raise UnsupportedError(f"{option} is not supported yet; leave it out to run on this machine")
+
+
+def _short_tmpdir() -> str:
+    """The temporary folder, unless its name is too long for the unix sockets that processes put into the job's."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= MAX_TMPDIR or not os.access("/tmp", os.W_OK) else "/tmp"
+
+
+def _tty() -> str:
+    for fd in (2, 1):
+        try:
+            return os.ttyname(fd)
+        except OSError:
+            continue
+    return ""

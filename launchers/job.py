@@ -1,0 +1,172 @@
+"""What a job consists of, as plain values: every command and environment, computed without starting anything."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmpi.launchers import mpirun
+from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.program import Program
+
+from kvmpi.config import Config, client_bounds, env_name
+from kvmpi.errors import ConfigError
+
+#: Settings that the launcher decides; what the user's environment says about them belongs to some other job.
+OWNED = {
+    env_name(field_name)
+    for field_name in (
+        *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "tty"),
+        *("num_workers", "num_clients", "num_servers"),
+    )
+}
+
+RANK_EXEC = str(Path(__file__).with_name("rank_exec.py"))
+RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
+
+
+@dataclass(frozen=True)
+class Process:
+    """One command that the launcher starts: the scheduler, a server, a worker, or the mpirun of a client."""
+
+    role: str  # "scheduler", "server", "worker" or "client"; a client is an mpirun with several workers under it
+    rank: int
+    command: tuple[str, ...]
+    env: dict[str, str]
+    workers: range = field(default=range(0))  # worker ranks that this process is or holds
+    client_rank: int = -1
+
+    @property
+    def label(self) -> str:
+        """The name under which users see it."""
+        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True)
+class RoleCommands:
+    """How the roles other than workers are started. Tests put stand-ins here."""
+
+    scheduler: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "scheduler")
+    server: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "server")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: its processes in start order, and the environment that all of them share."""
+
+    job_id: str
+    job_dir: str
+    num_workers: int
+    num_clients: int
+    num_servers: int
+    processes: tuple[Process, ...]
+    env: dict[str, str]  # the whole environment, without what is special to one process
+    visible: tuple[str, ...]  # names in ``env`` that the plan has set; what --dry-run shows
+
+    def of_role(self, *roles: str) -> list[Process]:
+        """The processes of these roles, in start order."""
+        return [process for process in self.processes if process.role in roles]
+
+    def describe(self) -> str:
+        """The text of ``--dry-run``."""
+        lines = [f"# {self.num_workers} workers in {self.num_clients} clients, {self.num_servers} servers"]
+        lines += ["# environment of every process"]
+        lines += [f"{name}={shlex.quote(self.env[name])}" for name in self.visible]
+        for process in self.processes:
+            title = f"# {process.label}"
+            if process.role == "client":
+                title += f": workers {process.workers[0]} to {process.workers[-1]}"
+            env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
+            lines += [title, " ".join([*env, shlex.join(process.command)])]
+        return "\n".join(lines)
+
+
+def needs_mpi(num_workers: int, num_clients: int) -> bool:
+    """Whether some client has several workers, which only an mpirun can start."""
+    return client_bounds(num_workers, num_clients)[0] != (0, 1)
+
+
+def plan(
+    program: Program,
+    *,
+    num_workers: int = 1,
+    num_clients: int = 1,
+    num_servers: int = 0,
+    environ: Mapping[str, str],
+    job_id: str,
+    job_dir: str,
+    shm_dir: str = "",
+    mpi: MPI | None = None,
+    local: bool = True,
+    cores: int = 1,
+    tty: str = "",
+    imports: tuple[str, ...] = (),
+    commands: RoleCommands | None = None,
+) -> Job:
+    """Compute a job. Nothing is read but the arguments, and nothing is started.
+
+    Args:
+        environ: the user's environment, which every process inherits.
+        job_dir, shm_dir: private folders of the job; the second is for shared memory and may be empty.
+        mpi: needed when a client has several workers.
+        local: all processes of an mpirun stay on this host.
+        cores: cores of this host, to be shared by the workers.
+        imports: modules that servers import, in addition to ``KVMPI_IMPORTS``.
+    Raises:
+        ConfigError: the shape of the job, or a ``KVMPI_*`` setting, makes no sense.
+    """
+    bounds = client_bounds(num_workers, num_clients)
+    if num_servers < 0:
+        raise ConfigError(f"-s {num_servers}: the number of servers must not be negative")
+    if commands is None:
+        commands = RoleCommands()
+    base = mpirun.clean({name: value for name, value in environ.items() if name not in OWNED})
+    modules = [*filter(None, base.get("KVMPI_IMPORTS", "").split(",")), *imports]
+    common = {
+        "KVMPI_JOB_ID": job_id,
+        "KVMPI_JOB_DIR": job_dir,
+        "KVMPI_NUM_WORKERS": str(num_workers),
+        "KVMPI_NUM_CLIENTS": str(num_clients),
+        "KVMPI_NUM_SERVERS": str(num_servers),
+    }
+    if tty:
+        common["KVMPI_TTY"] = tty
+    if modules:
+        common["KVMPI_IMPORTS"] = ",".join(modules)
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // num_workers)),
+        "PYTHONUNBUFFERED": "1",  # into a pipe Python would hold back what it prints
+    }
+    common.update({name: value for name, value in defaults.items() if name not in base})
+    env = {**base, **common}
+    Config.from_env({**env, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
+
+    mpi_env = {} if mpi is None else mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
+    mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
+    processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
+    for rank in range(num_servers):
+        processes.append(Process("server", rank, commands.server, {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank)}))
+    for client_rank, (first, end) in enumerate(bounds):
+        processes.append(_client(program, client_rank, range(first, end), mpi, mpi_env, local))
+    return Job(job_id, job_dir, num_workers, num_clients, num_servers, tuple(processes), env, tuple(common))
+
+
+def _client(
+    program: Program, client_rank: int, workers: range, mpi: MPI | None, mpi_env: dict[str, str], local: bool
+) -> Process:
+    env = {"KVMPI_CLIENT_RANK": str(client_rank)}
+    if len(workers) == 1:
+        env.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(workers[0])})
+        return Process("worker", workers[0], program.command(), env, workers, client_rank)
+    if mpi is None:
+        raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
+    # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
+    command = (
+        *mpi.command(len(workers), local=local),
+        *(sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank), "--"),
+        *program.command(runner=(RANK_MAIN,)),
+    )
+    return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank)

@@ -1,0 +1,127 @@
+"""Finds an mpirun, tells Open MPI from MPICH, and knows the flags and the environment that each needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmpi.errors import ConfigError
+
+#: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
+#: MPI has started, they would make our own MPI processes believe that they belong to that other job.
+FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
+
+
+@dataclass(frozen=True)
+class MPI:
+    """One installed MPI."""
+
+    path: str
+    kind: str  # "openmpi" or "mpich"
+
+    def litter(self) -> tuple[str, ...]:
+        """Files that ranks leave behind when they are killed, for ``watchdog.remove``."""
+        return ("/dev/shm/ucx_shm_posix_*", *(("/dev/shm/mpich_shm_*",) if self.kind == "mpich" else ()))
+
+    def command(self, size: int, *, local: bool) -> tuple[str, ...]:
+        """The words before the program of a client of ``size`` ranks; ``local`` keeps all of them on this host."""
+        if self.kind == "mpich":
+            here: tuple[str, ...] = ("-launcher", "fork", "-hosts", "localhost") if local else ()
+            return (self.path, *here, "-bind-to", "none", "-n", str(size))
+        # Several mpiruns on one host know nothing of each other: each would bind its ranks from core 0 upwards.
+        here = ("--host", f"localhost:{size}") if local else ()
+        return (self.path, *here, "--oversubscribe", "--bind-to", "none", "-n", str(size))
+
+    def env(self, job_dir: str, shm_dir: str, *, crowded: bool) -> dict[str, str]:
+        """What mpirun and its ranks need in their environment; ``crowded``: more processes than cores."""
+        # A wheel of mpi4py finds the libmpi beside its interpreter; that of another MPI would not know its rank.
+        soname = "libmpi.so.40" if self.kind == "openmpi" else "libmpi.so.12"
+        libmpi = Path(self.path).absolute().parent.parent / "lib" / soname
+        common = {"MPI4PY_LIBMPI": str(libmpi)} if libmpi.exists() else {}
+        if self.kind == "mpich":
+            # Named, though it does not exist: hydra then writes no topology file to /tmp, which it leaves there
+            # when it is killed. rank_exec takes the name away again.
+            return {**common, "HWLOC_XMLFILE": f"{job_dir}/no-topology.xml"}
+        env = {
+            **common,
+            "OMPI_MCA_osc": "^ucx",  # the wheel's UCX prints a line for every window
+            # Session folders and shared memory live where the launcher cleans up, also after kill -9.
+            "PRTE_MCA_prte_tmpdir_base": job_dir,
+            "PRTE_MCA_prte_silence_shared_fs": "1",
+        }
+        if shm_dir:
+            for component in ("btl_sm", "osc_sm", "osc_rdma"):
+                env[f"OMPI_MCA_{component}_backing_directory"] = shm_dir
+        if crowded:
+            env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        return env
+
+
+def find(environ: Mapping[str, str], num_workers: int, *, beside: str = sys.executable) -> MPI:
+    """``KVMPI_MPIRUN``, else the mpirun beside the interpreter ``beside``, else the one on ``PATH``.
+
+    Raises:
+        ConfigError: there is none, it does not run, or mpi4py is missing; the message says what to install.
+    """
+    hint = HELP.format(workers=num_workers)
+    path = environ.get("KVMPI_MPIRUN", "")
+    if path:
+        if shutil.which(path, path=environ.get("PATH")) is None:
+            raise ConfigError(f"KVMPI_MPIRUN={path!r} is not an executable; {hint}")
+    else:
+        # Not resolved: the interpreter of a virtual environment is a link to one that lies elsewhere.
+        neighbour = str(Path(beside).parent / "mpirun")
+        path = shutil.which(neighbour) or shutil.which("mpirun", path=environ.get("PATH")) or ""
+        if not path:
+            raise ConfigError(f"a client of several workers needs MPI, and no mpirun was found; {hint}")
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(f"a client of several workers needs MPI, and mpi4py was not found; {hint}")
+    return MPI(path, detect_kind(path, environ))
+
+
+def detect_kind(path: str, environ: Mapping[str, str]) -> str:
+    """Ask ``mpirun --version``.
+
+    Raises:
+        ConfigError: it does not run, or is neither Open MPI nor an MPICH with hydra.
+    """
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=20,
+            check=False,
+        ).stdout.decode(errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{path} --version failed ({error}); set KVMPI_MPIRUN to an mpirun that works") from None
+    lowered = answer.lower()
+    if "open mpi" in lowered or "openrte" in lowered or "prrte" in lowered:
+        return "openmpi"
+    if "hydra" in lowered or "mpich" in lowered or "intel(r) mpi" in lowered:
+        return "mpich"
+    first = answer.strip().splitlines()[:1]
+    raise ConfigError(
+        f"{path} is neither Open MPI nor MPICH: its --version says {first}; set KVMPI_MPIRUN to one of these"
+    )
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without the traces of an MPI job that the launcher itself runs in; ``PMIX_MCA_`` settings stay."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith("PMIX_MCA_") or not name.startswith(FOREIGN_PREFIXES)
+    }

@@ -1,0 +1,154 @@
+"""Shows the output of many processes as whole lines, each with the name of the process that wrote it."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+
+TAIL_LINES = 20
+MAX_LINE_BYTES = 8 << 20  # a longer line is shown in pieces, so that no program can fill the launcher's memory
+PROGRESS_INTERVAL_S = 1.0  # how often a line that is redrawn with '\r' is shown
+WRITE_BYTES = 4096  # PIPE_BUF: what poll() reports as writable takes this much without blocking
+COLOURS = {"scheduler": "35", "server": "33", "worker": "36", "client": "31", "kvmpi": "1"}
+
+
+class OutputClosedError(Exception):
+    """The reader of our standard output or error has gone away."""
+
+
+class LineSplitter:
+    """Cuts a byte stream into lines without their ends.
+
+    A carriage return redraws the line, as progress bars do: of the drafts of one line only the last is kept, and a
+    draft is shown early when nothing was for ``PROGRESS_INTERVAL_S``. Nothing else in the bytes is looked at.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pending = b""  # what follows the last '\n' or '\r'
+        self._draft = b""  # the last text that a '\r' has ended, while its line goes on
+        self._shown_early = False  # the draft of this line has been shown
+        self._shown_s = clock()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that ``chunk`` completes."""
+        *whole, rest = (self._pending + chunk).split(b"\n")
+        lines = []
+        for line in whole:
+            text = self._redraw(line) or self._draft
+            if text or not self._shown_early:
+                lines.append(text)
+            self._draft, self._shown_early = b"", False
+        self._pending = self._redraw(rest)
+        if self._draft and self._clock() - self._shown_s >= PROGRESS_INTERVAL_S:
+            lines.append(self._draft)
+            self._draft, self._shown_early = b"", True
+        if len(self._pending) > MAX_LINE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
+        if lines:
+            self._shown_s = self._clock()
+        return lines
+
+    def _redraw(self, text: bytes) -> bytes:
+        """Keep the newest draft in ``text``; what follows it."""
+        *drafts, rest = text.split(b"\r")
+        self._draft = next((draft for draft in reversed(drafts) if draft), self._draft)
+        return rest
+
+    def close(self) -> list[bytes]:
+        """What is left when the stream has ended."""
+        left = self._pending or self._draft
+        self._pending = self._draft = b""
+        return [left] if left else []
+
+
+class Output:
+    """Writes lines to our standard output and error, and to a file for each process.
+
+    Args:
+        log_dir: folder for ``worker-3.log`` and the like; created if missing; empty for none.
+        interrupted: asked while a write cannot go on; true gives up on it (the terminal may be stopped for good).
+    """
+
+    def __init__(self, environ: Mapping[str, str], log_dir: str, interrupted: Callable[[], bool]) -> None:
+        self._colour = {fd: _wants_colour(fd, environ) for fd in (1, 2)}
+        self._log_dir = Path(log_dir) if log_dir else None
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._logs: dict[str, FileIO] = {}
+        self._interrupted = interrupted
+        self._closed: set[int] = set()
+        self.newest: deque[tuple[str, int]] = deque(maxlen=TAIL_LINES)  # who wrote the newest lines, and where
+
+    def open_log(self, label: str) -> None:
+        """Create the log of a process, also when it never writes anything."""
+        if self._log_dir is not None and label not in self._logs:
+            self._logs[label] = FileIO(self._log_dir / f"{label.replace(' ', '-')}.log", "wb")
+
+    def lines(self, label: str, fd: int, lines: list[bytes]) -> None:
+        """Show lines that the process ``label`` has written to its descriptor ``fd`` (1 or 2).
+
+        Raises:
+            OutputClosedError: nobody reads them any more.
+        """
+        if not lines:
+            return
+        prefix = self._prefix(label, fd)
+        self.newest.extend([(label, fd)] * min(len(lines), TAIL_LINES))
+        if (log := self._logs.get(label)) is not None:
+            try:
+                log.write(b"".join(line + b"\n" for line in lines))
+            except OSError as error:
+                del self._logs[label]
+                self.say(f"kvmpi run: the log of {label} ends here: {error.strerror}")
+        self._write(fd, b"".join(prefix + line + b"\n" for line in lines))
+
+    def say(self, text: str) -> None:
+        """A message of the launcher itself, on standard error."""
+        try:
+            self._write(2, text.encode(errors="surrogateescape") + b"\n")
+        except OutputClosedError:
+            pass
+
+    def close(self) -> None:
+        """Close the log files."""
+        for log in self._logs.values():
+            log.close()
+
+    def _prefix(self, label: str, fd: int) -> bytes:
+        if not self._colour[fd]:
+            return f"[{label}] ".encode()
+        return f"\x1b[{COLOURS.get(label.split()[0], '0')}m[{label}]\x1b[0m ".encode()
+
+    def _write(self, fd: int, data: bytes) -> None:
+        """Write all of ``data``; poll first, so that a stopped terminal cannot stop the launcher from ending."""
+        if fd in self._closed:
+            return
+        view = memoryview(data)
+        poller = select.poll()
+        poller.register(fd, select.POLLOUT)
+        while view:
+            if not poller.poll(200):
+                if self._interrupted():
+                    return
+                continue
+            try:
+                view = view[os.write(fd, view[:WRITE_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                self._closed.add(fd)
+                raise OutputClosedError from None
+            except OSError:  # a full disk or a lost terminal is no reason to end a training run
+                self._closed.add(fd)
+                return
+
+
+def _wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+    return os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"

@@ -1,0 +1,129 @@
+"""Starts a child so that it cannot outlive the launcher, and signals whole process groups."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+WATCHDOG = str(Path(__file__).with_name("watchdog.py"))
+PR_SET_PDEATHSIG = 1
+
+
+def exit_status(returncode: int) -> int:
+    """The exit status of a shell: 128 + signal for a process that a signal has killed."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe_end(returncode: int) -> str:
+    """``was killed by SIGSEGV`` or ``ended with exit status 3``."""
+    if returncode >= 0:
+        return f"ended with exit status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return f"was killed by {name}"
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child does between fork and exec, or None where the system has no parent-death signal.
+
+    The launcher has one thread, so running Python there is safe, and the thread that forks lives as long as it does
+    (the signal is sent when the forking *thread* ends).
+    """
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def setup() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the launcher died between fork and prctl
+            os._exit(128 + signal.SIGKILL)
+
+    return setup
+
+
+def start(
+    command: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` as the leader of a session and process group of its own, with no standard input.
+
+    A session of its own also keeps the terminal's Ctrl-C away: the launcher alone decides how the job ends.
+    """
+    return subprocess.Popen(
+        list(command),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),
+    )
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the group that ``process`` leads, if it has not been waited for (its number is then safe)."""
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, number)
+        except OSError:
+            pass
+
+
+class Watchdog:
+    """The launcher's end of the watchdog process (see watchdog.py)."""
+
+    def __init__(self, job_id: str, paths: Sequence[str]) -> None:
+        self._job_id = job_id
+        self._paths = tuple(paths)
+        self._since_s = time.time()
+        read_end, self._write_end = os.pipe()  # close-on-exec: no child holds the write end
+        env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", WATCHDOG, job_id, *self._paths],
+                env=env,
+                cwd="/",
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,  # ours would keep ``kvmpi run | tee`` waiting for the watchdog
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+
+    def add(self, group: int) -> None:
+        """Tell it of a process group, for systems without /proc."""
+        self._tell(f"+{group}\n")
+
+    def discard(self, group: int) -> None:
+        """The leader of the group has ended and its number may be used again."""
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        try:
+            os.write(self._write_end, line.encode())
+        except OSError:  # it was killed; finish() does its work then
+            pass
+
+    def finish(self, timeout_s: float = 60.0) -> None:
+        """Let it end what is left of the job, and wait for it."""
+        os.close(self._write_end)
+        try:
+            if self._process.wait(timeout_s) == 0:
+                return
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        from kvmpi.launchers import watchdog
+
+        watchdog.kill_all(self._job_id)
+        watchdog.remove(self._paths, self._since_s)

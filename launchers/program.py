@@ -1,0 +1,101 @@
+"""Turns what the user named as PROGRAM into a command that can be started, or says why it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmpi.errors import ConfigError
+
+
+class ProgramNotFoundError(ConfigError):
+    """PROGRAM does not exist, or cannot be executed."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker runs: ``interpreter`` is empty for anything that is not a Python program."""
+
+    interpreter: tuple[str, ...]
+    target: tuple[str, ...]  # a path or ("-m", module)
+    args: tuple[str, ...]
+
+    def command(self, runner: Sequence[str] = ()) -> tuple[str, ...]:
+        """The command line; ``runner`` are interpreter arguments that run a Python program in their own way."""
+        inner = tuple(runner) if self.interpreter else ()
+        return (*self.interpreter, *inner, *self.target, *self.args)
+
+
+def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
+    """The program that ``words`` (PROGRAM ARG...) stand for.
+
+    ``-m MODULE``, a ``.py`` file and a script that names Python in its first line run under ``python``, the
+    interpreter of the launcher: what ``PATH`` would find is often another environment. So do ``python`` and
+    ``python3`` themselves. Everything else is an executable, by path or from ``PATH``.
+
+    Raises:
+        ProgramNotFoundError: nothing of that name can be run; the message names it.
+        ConfigError: there is no program at all.
+    """
+    if not words:
+        raise ConfigError("no PROGRAM given; for example: kvmpi run -n 2 train.py")
+    name, args = words[0], tuple(words[1:])
+    if name == "-m":
+        if not args:
+            raise ConfigError("-m needs the name of a module; for example: kvmpi run -n 2 -m package.train")
+        _require_module(args[0])
+        return Program((python,), ("-m", args[0]), args[1:])
+    if name in ("python", "python3"):
+        # ``python train.py`` is the same as ``train.py``; with options of Python's own it is left as it is.
+        plain = args[:1] == ("-m",) or (args and args[0].endswith(".py"))
+        return resolve(args, python) if plain else Program((), (python,), args)
+    if name.endswith(".py") or (os.path.isfile(name) and not os.access(name, os.X_OK) and _has_python_shebang(name)):
+        if not os.path.isfile(name):
+            raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
+        if not os.access(name, os.R_OK):
+            raise ProgramNotFoundError(f"program {name!r} cannot be read; check its permissions")
+        return Program((python,), (name,), args)
+    found = shutil.which(name)
+    if found is None:
+        if os.path.isfile(name):
+            raise ProgramNotFoundError(
+                f"program {name!r} is neither executable nor a Python script; make it executable with chmod +x"
+                + ("" if os.sep in name else f" and call it ./{name}")
+            )
+        if os.path.isdir(name):
+            raise ProgramNotFoundError(f"program {name!r} is a directory")
+        raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
+    return Program((), (os.path.abspath(found) if os.sep in found else found,), args)
+
+
+def _where(name: str) -> str:
+    if os.sep in name:
+        return ""
+    return " in this directory" if name.endswith(".py") else " on PATH"
+
+
+def _has_python_shebang(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(256)
+    except OSError:
+        return False
+    return first.startswith(b"#!") and b"python" in first
+
+
+def _require_module(module: str) -> None:
+    # Only the top-level package is looked up: finding a submodule would import its parents into the launcher.
+    top = module.partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # as ``python -m`` does
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        raise ProgramNotFoundError(f"no module named {module!r} for this Python")

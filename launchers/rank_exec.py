@@ -1,0 +1,141 @@
+"""Runs one MPI rank's program: gives it its worker rank and its own output, and tells the launcher how it ended.
+
+mpirun runs this file by path with ``python -I -S``, so it imports little and starts in about 10 ms:
+
+    rank_exec.py FIRST_RANK CLIENT_RANK -- PROGRAM [ARG...]
+
+It stays as the parent of the program, because the launcher needs to know which rank failed first, and how. What
+mpirun says about that depends on the MPI (hydra reports a signal like an exit status, and lets the others wait for
+ever when a rank fails before MPI_Init). Output goes through FIFOs in the job's folder, byte for byte; on a host that
+does not have that folder, the rank keeps the output that mpirun gave it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1
+
+
+def mpi_rank(environ: dict[str, str]) -> int:
+    """The rank that the MPI launcher has given this process; -1 when there is none."""
+    for name in RANK_VARIABLES:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return -1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when ``parent`` ends; exit when it has ended already."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)
+
+
+def open_fifo(path: str) -> int:
+    """The write end of a FIFO that the launcher reads; -1 when this host does not have it.
+
+    Raises:
+        OSError: the FIFO exists and nobody reads it: the launcher is gone.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # blocking, it would wait for a reader that never comes
+    except FileNotFoundError:
+        return -1
+    os.set_blocking(fd, True)
+    return fd
+
+
+def report(fd: int, line: str) -> None:
+    """Tell the launcher; a short write into a FIFO is atomic, so ranks can share one."""
+    if fd >= 0:
+        try:
+            os.write(fd, line.encode())
+        except OSError:
+            pass
+
+
+def supervise(child: int) -> int:
+    """Wait for ``child``, passing signals on to its process group; its wait status."""
+
+    def forward(number: int, frame: object) -> None:
+        try:
+            os.killpg(child, number)
+        except OSError:
+            pass
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    return os.waitpid(child, 0)[1]
+
+
+def end_like(status: int) -> None:
+    """End this process as the child has ended, so that mpirun sees what it would have seen without us."""
+    if os.WIFSIGNALED(status):
+        import resource
+
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one, if any
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def main(argv: list[str]) -> None:
+    """See the top of this file."""
+    die_with_parent(os.getppid())
+    first_rank, client_rank, program = int(argv[0]), argv[1], argv[3:]
+    own_rank = mpi_rank(dict(os.environ))
+    if own_rank < 0:
+        sys.exit(f"kvmpi: mpirun has set none of {', '.join(RANK_VARIABLES)}; is it the mpirun of another MPI?")
+    rank = first_rank + own_rank
+    os.environ.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(rank)})
+    folder = os.environ.get("KVMPI_JOB_DIR", "")
+    if os.environ.get("HWLOC_XMLFILE", "").startswith(f"{folder}/"):
+        del os.environ["HWLOC_XMLFILE"]  # it was for hydra only, see mpirun.py
+    try:
+        status_fd = open_fifo(f"{folder}/client-{client_rank}.status")
+        outputs = {1: open_fifo(f"{folder}/worker-{rank}.out"), 2: open_fifo(f"{folder}/worker-{rank}.err")}
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            sys.exit("kvmpi: the launcher is gone")
+        raise
+
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # a signal to mpirun's group reaches the program once, through us
+        die_with_parent(parent)
+        for target, fd in outputs.items():
+            if fd >= 0:
+                os.dup2(fd, target)
+        try:
+            os.execvp(program[0], program)
+        except OSError as error:
+            os.write(2, f"kvmpi: cannot run {program[0]}: {error.strerror}\n".encode())
+            os._exit(127)
+    try:
+        os.setpgid(child, child)  # also here: a signal may be passed on before the child has got so far
+    except OSError:
+        pass
+    for fd in outputs.values():
+        if fd >= 0:
+            os.close(fd)
+    report(status_fd, f"start {rank} {child}\n")
+    status = supervise(child)
+    report(status_fd, f"end {rank} {status}\n")
+    end_like(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Runs a Python program as one rank of an MPI job such that an error in it ends the job instead of hanging it.
+
+    python rank_main.py (FILE | -m MODULE) [ARG...]
+
+At exit mpi4py calls MPI_Finalize, which waits for all ranks: a rank that has raised would wait for its peers, and
+they for it. So an error sets mpi4py's abort status, as ``python -m mpi4py.run`` does; beyond that, the launcher is
+told which rank it was, and the traceback starts in the user's program instead of in here.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from types import TracebackType
+
+
+def main() -> None:
+    """See the top of this file."""
+    del sys.argv[0]
+    isolated = sys.flags.isolated or getattr(sys.flags, "safe_path", False)
+    is_module = sys.argv[0] == "-m"
+    if is_module:
+        del sys.argv[0]
+    if not isolated:  # what Python would have put there
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(sys.argv[0]))
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        _failed(code & 0xFF)
+        raise
+    except BaseException as error:
+        # Flushed before the report: the launcher shows the last lines of whom it holds responsible.
+        error.__traceback__ = _users_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        _failed(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _users_part(traceback: TracebackType | None) -> TracebackType | None:
+    """``traceback`` without its first frames, those of this file and of runpy; all of it if nothing else is there."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    rest = traceback
+    while rest is not None and rest.tb_frame.f_code.co_filename in ours:
+        rest = rest.tb_next
+    return rest or traceback
+
+
+def _failed(status: int) -> None:
+    if status == 0:
+        return
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        module._set_abort_status(status)  # takes effect at exit, after the program's own exit handlers
+    folder, client, rank = (os.environ.get(f"KVMPI_{name}", "") for name in ("JOB_DIR", "CLIENT_RANK", "RANK"))
+    try:
+        fd = os.open(f"{folder}/client-{client}.status", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, f"raised {rank} {status}\n".encode())
+        os.close(fd)
+    except OSError:  # another host, or the launcher is gone
+        pass
+
+
+if __name__ == "__main__":
+    main()

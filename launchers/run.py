@@ -1,0 +1,406 @@
+"""Runs a planned job to its end: starts it in order, shows its output, notices the first failure, leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+
+from kvmpi.launchers import processes
+from kvmpi.launchers.job import Job, Process
+from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
+
+HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
+#: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
+MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Stream:
+    """One pipe or FIFO that a process of the job writes to."""
+
+    label: str
+    target: int  # 1 or 2: where its lines go; 0: it carries reports of rank_exec
+    client: str = ""  # label of the mpirun above it
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong."""
+
+    label: str  # who: "worker 3"
+    status: int  # exit status of the whole job
+    text: str  # what happened, as the end of a sentence
+
+    @classmethod
+    def of(cls, label: str, returncode: int) -> Failure:
+        """The failure of a process that has ended with ``returncode`` (negative: by a signal)."""
+        return cls(label, processes.exit_status(returncode), processes.describe_end(returncode))
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that has failed under an mpirun, until it is known whether it was the first there."""
+
+    failure: Failure
+    client: str  # label of its mpirun
+    deadline: float  # time.monotonic() after which it is held responsible in any case
+    certain: bool  # it said so itself; otherwise a signal ended it, perhaps because mpirun was stopping all ranks
+
+
+class Runner:
+    """One run of one job. A single thread does everything, because the parent-death signal follows threads."""
+
+    def __init__(self, job: Job, output: Output, watchdog: processes.Watchdog) -> None:
+        self._job = job
+        self._output = output
+        self._watchdog = watchdog
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._plans = {process.label: process for process in job.processes}
+        self._tails: dict[str, deque[bytes]] = {}
+        self._failure: Failure | None = None
+        self._suspect: Suspect | None = None
+        self._writers: dict[str, list[int]] = {}
+        self._endpoint = b""
+        self._stopping = False
+        self._env = dict(job.env)
+        self.signals: list[int] = []  # those that asked the launcher to end; a handler appends
+
+    # ---- the course of a job
+
+    def run(self) -> int:
+        """Run the job; its exit status."""
+        try:
+            self._start_scheduler()
+            for process in self._job.of_role("server", "worker", "client"):
+                if not self._over():
+                    self._start(process)
+            while not self._over() and self._working():
+                self._step(None)
+            self._drain()
+        except OutputClosedError:
+            self._blame(Failure("", 128 + signal.SIGPIPE, ""))
+        interrupted = self.signals[0] if self.signals and self._failure is None else 0
+        self._stop()
+        self._finish()
+        if interrupted:
+            self._output.say(f"kvmpi run: stopped by {signal.Signals(interrupted).name}")
+            return 128 + interrupted
+        if self._failure is None:
+            return 0
+        if self._failure.label:
+            self._explain(self._failure)
+        return self._failure.status
+
+    def _over(self) -> bool:
+        return bool(self.signals) or self._failure is not None
+
+    def _working(self) -> bool:
+        return any(self._alive(process) for process in self._job.of_role("worker", "client"))
+
+    def _alive(self, process: Process) -> bool:
+        child = self._children.get(process.label)
+        return child is not None and child.returncode is None
+
+    def _start_scheduler(self) -> None:
+        """Start it and wait until it has said where it listens."""
+        read_end, write_end = os.pipe()
+        try:
+            self._start(self._plans["scheduler"], {"KVMPI_READY_FD": str(write_end)}, (write_end,))
+        finally:
+            os.close(write_end)
+        os.set_blocking(read_end, False)
+        self._selector.register(read_end, selectors.EVENT_READ, "ready")
+        deadline = time.monotonic() + HANDSHAKE_S
+        while not self._over() and not self._endpoint.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                text = f"said nothing about where it listens for {HANDSHAKE_S:.0f} s; its log may say why"
+                self._failure = Failure("scheduler", 1, text)
+                return
+            self._step(left_s)
+        if self._over():
+            return
+        endpoint = self._endpoint.decode(errors="replace").strip()
+        if not endpoint.startswith("tcp://"):
+            self._failure = Failure("scheduler", 1, f"said {endpoint!r} where tcp://HOST:PORT was expected")
+        self._env["KVMPI_SCHEDULER"] = endpoint
+
+    def _start(self, process: Process, extra: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()) -> None:
+        """Start one process with pipes for its output, and FIFOs for that of the ranks below it."""
+        self._open_output(process.label)
+        if process.role == "client":
+            self._fifo(f"client-{process.rank}.status", Stream(process.label, 0))
+            for rank in process.workers:
+                self._open_output(f"worker {rank}")
+                self._fifo(f"worker-{rank}.out", Stream(f"worker {rank}", 1, process.label))
+                self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
+        pipes = [os.pipe(), os.pipe()]
+        try:
+            child = processes.start(
+                process.command,
+                {**self._env, **process.env, **(extra or {})},
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
+                pass_fds=pass_fds,
+            )
+        except OSError as error:
+            self._failure = Failure(process.label, 126, f"could not be started: {process.command[0]}: {error.strerror}")
+            for read_end, _ in pipes:
+                os.close(read_end)
+            return
+        finally:
+            for _, write_end in pipes:
+                os.close(write_end)
+        for target, (read_end, _) in enumerate(pipes, start=1):
+            self._watch(read_end, Stream(process.label, target))
+        self._children[process.label] = child
+        self._watchdog.add(child.pid)
+
+    def _open_output(self, label: str) -> None:
+        self._tails[label] = deque(maxlen=TAIL_LINES)
+        self._output.open_log(label)
+
+    def _fifo(self, name: str, stream: Stream) -> None:
+        path = os.path.join(self._job.job_dir, name)
+        os.mkfifo(path, 0o600)
+        self._watch(os.open(path, os.O_RDONLY | os.O_NONBLOCK), stream)
+        # A FIFO that nobody has opened yet reads as ended. A writer of our own holds it open, until the rank has it;
+        # that of the reports, which ranks open at different times, until the end of the job.
+        writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._writers.setdefault("" if stream.target == 0 else stream.label, []).append(writer)
+
+    def _release(self, label: str) -> None:
+        for fd in self._writers.pop(label, []):
+            os.close(fd)
+
+    def _watch(self, fd: int, stream: Stream) -> None:
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, stream)
+
+    # ---- events
+
+    def _step(self, timeout_s: float | None) -> None:
+        """Wait for something to happen, at most ``timeout_s``, and take note of it."""
+        if self._suspect is not None:
+            left_s = max(0.0, self._suspect.deadline - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        for key, _ in self._selector.select(timeout_s):
+            self._read(key.fd, key.data)
+        self._reap()
+        if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
+            self._blame(self._suspect.failure)
+
+    def _read(self, fd: int, what: Stream | str) -> bool:
+        """Read once; false when nothing was there."""
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if what == "wakeup":
+            return bool(chunk)
+        if what == "ready":
+            self._endpoint += chunk
+            if not chunk:
+                self._close(fd)
+                if not self._endpoint.endswith(b"\n"):
+                    self._lost_scheduler()
+            return bool(chunk)
+        assert isinstance(what, Stream)
+        if chunk:
+            self._show(what, what.splitter.feed(chunk))
+        else:
+            self._close(fd)
+            self._show(what, what.splitter.close())
+        return bool(chunk)
+
+    def _lost_scheduler(self) -> None:
+        """It closed the pipe without a word: normally it is about to end with an error, which says more."""
+        deadline = time.monotonic() + VERDICT_S
+        while not self._over() and time.monotonic() < deadline:
+            self._step(0.05)
+        if not self._over():
+            self._failure = Failure("scheduler", 1, "closed KVMPI_READY_FD without saying where it listens")
+
+    def _close(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+
+    def _show(self, stream: Stream, lines: list[bytes]) -> None:
+        if stream.target == 0:
+            for line in lines:
+                self._rank_report(stream.label, line.decode().split())
+            return
+        if stream.target == 2:
+            self._tails[stream.label].extend(lines)
+            if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
+                rank, status = stream.label.split()[1], found[1].decode()
+                self._rank_report(stream.client, ["raised", rank, status])
+        if self._stopping and stream.label.startswith("client"):
+            return  # how an mpirun comments on being stopped by us helps nobody
+        self._output.lines(stream.label, stream.target, lines)
+
+    def _rank_report(self, client: str, words: list[str]) -> None:
+        """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
+        self._release(f"worker {words[1]}")
+        if self._stopping or words[0] not in ("raised", "end"):
+            return
+        code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
+        failure = Failure.of(f"worker {words[1]}", code)
+        killed = -code in (signal.SIGTERM, signal.SIGKILL)
+        if words[0] == "raised":
+            self._suspend(failure, client, certain=True)
+        elif killed:
+            self._suspend(failure, client, certain=False)
+        elif code != 0:
+            # A rank that was killed in the same client may well be the victim of this one, not the other way round.
+            if self._suspect is not None and self._suspect.client == client and not self._suspect.certain:
+                self._suspect = None
+            self._blame(failure)
+
+    def _suspend(self, failure: Failure, client: str, *, certain: bool) -> None:
+        if self._suspect is None or (certain and not self._suspect.certain and self._suspect.client == client):
+            # One that has raised may take its time for its exit handlers, within limits.
+            deadline = time.monotonic() + (GRACE_S if certain else VERDICT_S)
+            self._suspect = Suspect(failure, client, deadline, certain)
+
+    def _blame(self, failure: Failure) -> None:
+        """Settle the matter. Who was under suspicion already came earlier."""
+        if self._failure is None:
+            self._failure = failure if self._suspect is None else self._suspect.failure
+        self._suspect = None
+
+    def _reap(self) -> None:
+        for label, child in self._children.items():
+            if child.returncode is not None or child.poll() is None:
+                continue
+            self._watchdog.discard(child.pid)
+            self._drain()  # its last words, and the reports of its ranks, before the verdict on it
+            code = child.returncode
+            assert code is not None
+            if self._stopping:
+                self._judge_stopped(label, code)
+            elif self._suspect is not None and self._suspect.client == label:
+                # Two bare signals: hydra reports them without the 128.
+                mute = {0, *(offset + n for n in (signal.SIGTERM, signal.SIGKILL) for offset in (0, 128))}
+                if not self._suspect.certain and processes.exit_status(code) not in mute:
+                    self._suspect = None
+                self._blame(Failure.of(label, code))
+            elif code != 0:
+                self._blame(Failure.of(label, code))
+            elif self._plans[label].role in ("scheduler", "server"):
+                self._blame(Failure(label, 1, "ended with exit status 0 while workers were still running"))
+
+    def _judge_stopped(self, label: str, code: int) -> None:
+        """A server that fails while it saves its state at the end is a failure; dying of our signals is not."""
+        if self._over() or self._plans[label].role not in ("scheduler", "server"):
+            return
+        if code not in (0, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM):
+            self._failure = Failure.of(label, code)
+
+    # ---- the end
+
+    def _stop(self) -> None:
+        """SIGTERM to all that is left, SIGKILL after the grace or at a second Ctrl-C; whole process groups."""
+        self._stopping = True
+        self._suspect = None
+        asked = len(self.signals)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            alive = [child for child in self._children.values() if child.returncode is None]
+            for child in alive:
+                processes.signal_group(child, number)
+            deadline = time.monotonic() + GRACE_S
+            while any(child.returncode is None for child in alive):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or (number == signal.SIGTERM and len(self.signals) > asked):
+                    break
+                try:
+                    self._step(left_s)
+                except OutputClosedError:
+                    pass
+
+    def _finish(self) -> None:
+        """Sweep up, show the last output, and say what went wrong."""
+        self._watchdog.finish()
+        for label in list(self._writers):
+            self._release(label)
+        for child in self._children.values():
+            child.poll()
+        self._drain()
+        try:
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.data, Stream):
+                    self._show(key.data, key.data.splitter.close())
+                if key.data != "wakeup":
+                    self._close(key.fd)
+        except OutputClosedError:
+            pass
+        self._selector.close()
+
+    def _explain(self, failure: Failure) -> None:
+        process = self._plans.get(failure.label)
+        where = ""
+        if failure.label.startswith("worker"):
+            rank = int(failure.label.split()[1])
+            client = next(p for p in self._job.of_role("worker", "client") if rank in p.workers)
+            where = f" (client {client.client_rank})"
+        elif process is not None and process.role == "client":
+            where = f" (mpirun of workers {process.workers[0]} to {process.workers[-1]})"
+        tail = list(self._tails.get(failure.label, ()))
+        text = f"kvmpi run: {failure.label}{where} {failure.text}"
+        newest = list(self._output.newest)[-len(tail) :]
+        if tail and newest == [(failure.label, 2)] * len(tail):
+            tail = []  # they stand right above
+        if tail:
+            text += "; its last lines on standard error:"
+        self._output.say(text)
+        for line in tail:
+            self._output.say("    " + line.decode(errors="surrogateescape"))
+
+    def _drain(self) -> None:
+        """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Stream):
+                try:
+                    while key.fd in self._selector.get_map() and self._read(key.fd, key.data):
+                        pass
+                except OutputClosedError:
+                    if not self._stopping:
+                        raise
+
+    def watch_signals(self) -> Callable[[], None]:
+        """Take over SIGINT, SIGTERM, SIGHUP and SIGCHLD; the result gives them back."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        os.set_blocking(write_end, False)
+        self._selector.register(read_end, selectors.EVENT_READ, "wakeup")
+
+        def asked(number: int, frame: FrameType | None) -> None:
+            self.signals.append(number)
+
+        # Under nohup SIGHUP is ignored, and shall stay so.
+        handled = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, asked) for number in handled}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+        def restore() -> None:
+            signal.set_wakeup_fd(wakeup_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(read_end)
+            os.close(write_end)
+
+        return restore

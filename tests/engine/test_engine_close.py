@@ -1,0 +1,166 @@
+"""Closing an engine: it waits, stops its threads, and gives up on what is stuck."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from engine_helpers import TIMEOUT_S
+
+from kvmpi.engine import Engine, Work, create_engine
+from kvmpi.errors import KVError, KVTimeoutError
+
+
+@pytest.mark.parametrize("kind", ["threaded", "naive"])
+def test_close_waits_and_is_idempotent(kind: str) -> None:
+    engine, seen = create_engine(kind), []
+    engine.add_lane("reduce", ordered=True)
+    for lane in ("cpu", "reduce", "inline"):
+        engine.push(lambda: (time.sleep(0.02), seen.append(1)), lane=lane)
+    engine.close(TIMEOUT_S)
+    assert seen == [1, 1, 1]
+    engine.close()
+    for attempt in (lambda: engine.push(int), lambda: engine.add_lane("late")):
+        with pytest.raises(KVError, match="closed"):
+            attempt()
+    engine.wait_all(TIMEOUT_S)
+
+
+def test_close_stops_the_threads() -> None:
+    engine = create_engine(num_threads=4)
+    together = threading.Barrier(4)
+    for _ in range(4):
+        engine.push(lambda: together.wait(TIMEOUT_S))
+    engine.close(TIMEOUT_S)
+    assert len(engine._threads) == 4
+    assert not any(thread.is_alive() for thread in engine._threads)
+
+
+def test_operations_may_push_while_close_waits() -> None:
+    engine, seen = create_engine(), []
+    engine.push(lambda: (time.sleep(0.05), engine.push(lambda: seen.append("second")), seen.append("first")))
+    engine.close(TIMEOUT_S)
+    assert sorted(seen) == ["first", "second"]
+
+
+def test_close_waits_for_what_is_pushed_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment when nothing is pending and the moment when the engine is closed."""
+    engine, seen = create_engine(), []
+    wait_drained = engine._wait_drained
+
+    def push_after(timeout_s: float | None) -> bool:
+        drained = wait_drained(timeout_s)
+        if not seen:
+            seen.append("pushed")
+            engine.push(lambda: (time.sleep(0.02), seen.append("ran")))
+        return drained
+
+    monkeypatch.setattr(engine, "_wait_drained", push_after)
+    engine.close(TIMEOUT_S)
+    assert seen == ["pushed", "ran"]
+
+
+def test_close_gives_up_on_a_stuck_operation_and_names_it() -> None:
+    engine, release, ran = create_engine(num_threads=1), threading.Event(), []
+    engine.add_lane("reduce", ordered=True)
+    var = engine.variable("v")
+    stuck = engine.push(lambda: release.wait(TIMEOUT_S), writes=[var], lane="reduce", name="allreduce of key 7")
+    behind = engine.push(lambda: ran.append("behind"), lane="reduce", name="behind")
+    waits = engine.push(lambda: ran.append("waits"), reads=[var], lane="inline", name="waits")
+    reply = Work("reply")
+    network = engine.push(lambda: reply, name="pull")
+    start_s = time.monotonic()
+    with pytest.raises(KVTimeoutError) as raised:
+        engine.close(0.1)
+    assert time.monotonic() - start_s < 5
+    for text in ("allreduce of key 7 (running", "behind (queued", "waits (waits for 1", "pull (its function has"):
+        assert text in str(raised.value)
+    for work in (stuck, behind, waits, network):  # nobody waits for ever
+        with pytest.raises(KVTimeoutError, match="gave up"):
+            work.wait(TIMEOUT_S)
+    engine.close(0.1)  # idempotent
+    with pytest.raises(KVError, match="closed"):
+        engine.push(int)
+    reply.finish()  # too late, and harmless
+    release.set()
+    for thread in engine._threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert ran == []
+    assert isinstance(stuck.error(), KVTimeoutError), "the late completion has changed the outcome"
+    assert isinstance(network.error(), KVTimeoutError)
+
+
+def test_close_wakes_who_waits_for_what_it_abandons() -> None:
+    engine, reply, outcomes = create_engine(), Work("reply"), []
+    work = engine.push(lambda: reply, name="pull")
+
+    def waiter(wait: Callable[[], None]) -> None:
+        try:
+            wait()
+            outcomes.append("silent")
+        except KVTimeoutError:
+            outcomes.append("timeout")
+
+    threads = [threading.Thread(target=waiter, args=(wait,), daemon=True) for wait in (work.wait, engine.wait_all)]
+    for thread in threads:
+        thread.start()
+    while not (work._gates and engine._drained):
+        time.sleep(0.001)
+    with pytest.raises(KVTimeoutError):
+        engine.close(0.05)
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert sorted(outcomes) == ["silent", "timeout"]  # wait_all has nothing left to report
+
+
+def test_naive_close_gives_up_on_another_threads_operation() -> None:
+    engine, reply = create_engine("naive"), Work("reply")
+    errors: list[BaseException | None] = []
+    pusher = threading.Thread(target=lambda: errors.append(engine.push(lambda: reply, name="pull").error()))
+    pusher.start()
+    while not engine._active:
+        time.sleep(0.001)
+    with pytest.raises(KVTimeoutError, match="pull"):
+        engine.wait_all(0.02)
+    with pytest.raises(KVTimeoutError, match="pull"):
+        engine.close(0.02)
+    reply.finish()
+    pusher.join(TIMEOUT_S)
+    assert isinstance(errors[0], KVTimeoutError)
+
+
+def test_naive_returned_work_frees_the_ordered_lane_for_other_threads(new_engine: Callable[..., Engine]) -> None:
+    engine, reply, started = new_engine("naive"), Work("reply"), threading.Event()
+
+    def request() -> Work:
+        started.set()
+        time.sleep(0.05)  # the other thread is waiting for the lane by now
+        return reply
+
+    pusher = threading.Thread(target=lambda: engine.push(request, lane="reduce"), daemon=True)
+    pusher.start()
+    assert started.wait(TIMEOUT_S)
+    other = threading.Thread(target=lambda: engine.push(int, lane="reduce"), daemon=True)
+    other.start()
+    other.join(5)
+    assert not other.is_alive()
+    assert pusher.is_alive()
+    reply.finish()
+    pusher.join(TIMEOUT_S)
+
+
+def test_wait_all_and_close_inside_an_operation_are_refused(engine: Engine) -> None:
+    for what in (engine.wait_all, engine.close):
+        with pytest.raises(KVError, match="inside an operation"):
+            engine.push(what, lane="reduce").wait(TIMEOUT_S)
+
+
+def test_close_logs_what_nobody_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_engine()
+    engine.push(lambda: 1 // 0)
+    engine.close(TIMEOUT_S)
+    assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,111 @@
+"""A job started by a real launcher, and ways to look at its processes from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.01)
+
+
+class LaunchedJob:
+    """A running ``kvmpi run``. A mark in the environment finds everything it starts, the watchdog included."""
+
+    def __init__(self, folder: Path, args: list[str], env: dict[str, str], **popen: object) -> None:
+        self.mark = f"TEST_MARK={uuid.uuid4().hex}"
+        self.folder = folder
+
+        name, value = self.mark.split("=")
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith("KVMPI_") or n == "KVMPI_MPIRUN"}
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, LAUNCHER, *args],
+            env={**inherited, name: value, **env},
+            cwd=folder,
+            text=True,
+            start_new_session=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},  # type: ignore[call-overload]
+        )
+        self.stdout = self.stderr = ""
+
+    def environs(self) -> dict[int, dict[str, str]]:
+        """The environment of every living process of the job, its launcher and watchdog included, by pid."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if self.mark in environ:
+                found[int(entry.name)] = dict(item.split("=", 1) for item in environ if "=" in item)
+        return found
+
+    def pids(self, **wanted: str) -> list[int]:
+        """Processes with these values in their environment: ``pids(ROLE="server", RANK="0")``."""
+        expected = {f"KVMPI_{name}": value for name, value in wanted.items()}
+        return [pid for pid, environ in self.environs().items() if expected.items() <= environ.items()]
+
+    def finish(self, timeout_s: float = 20.0) -> int:
+        """Wait for the launcher; its exit status."""
+        self.stdout, self.stderr = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+    def assert_nothing_left(self, job_dir: str, timeout_s: float = 10.0) -> None:
+        wait_for(lambda: not self.environs(), f"the end of all processes {self._command_lines()}", timeout_s)
+        assert not os.path.exists(job_dir)
+
+    def _command_lines(self) -> list[str]:
+        lines = []
+        for pid in self.environs():
+            try:
+                lines.append(f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+            except OSError:
+                pass
+        return lines
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., LaunchedJob]]:
+    """``launch("-n", "2", "prog.py", env={...})`` starts a job in ``tmp_path``; what is left is killed afterwards."""
+    jobs: list[LaunchedJob] = []
+
+    def start(*args: str, env: dict[str, str] | None = None, **popen: object) -> LaunchedJob:
+        jobs.append(LaunchedJob(tmp_path, list(args), env or {}, **popen))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.process.kill()
+        job.process.wait()
+        for pid in job.environs():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """``write("prog.py", text)`` puts a program into the folder in which jobs run; its name."""
+
+    def write_program(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write_program

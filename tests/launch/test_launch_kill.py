@@ -1,0 +1,183 @@
+"""Whoever is killed, nothing of the job is left: no process, no grandchild, no folder, no watchdog."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import time
+
+import pytest
+from kvmpi.launchers import mpirun
+
+from kvmpi.errors import ConfigError
+
+try:
+    mpirun.find(os.environ, 2)
+    HAVE_MPI = True
+except ConfigError:
+    HAVE_MPI = False
+needs_mpi = pytest.mark.skipif(not HAVE_MPI, reason="no MPI here")
+
+#: Every worker has a grandchild that does not care about process groups, sessions or closed pipes.
+STUCK = """
+import os, subprocess, sys, time
+if "mpi" in sys.argv and os.environ["KVMPI_CLIENT_RANK"] == "0":
+    from mpi4py import MPI
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open(f"ready-{os.environ['KVMPI_RANK']}", "w").close()
+time.sleep(1000)
+"""
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_mpirun(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return os.path.basename(file.read().split(b"\0")[0]).startswith((b"mpirun", b"prterun", b"mpiexec"))
+
+
+def litter():
+    """What MPIs leave in the folders that all share; compared before and after, as others use them too."""
+    patterns = ("/dev/shm/kvmpi-*", "/dev/shm/sm_segment*", "/dev/shm/mpich_shm_*", "/tmp/hydra_hwloc_xmlfile_*")
+    return {path for pattern in patterns for path in glob.glob(pattern)}
+
+
+@pytest.fixture
+def stuck_job(launch, write):
+    """Three workers in two clients (an mpirun of two, and one without) and a server, all of them up; its job folder."""
+
+    def start(**env):
+        job = launch("-n", "3", "-c", "2", "-s", "1", write("stuck.py", STUCK), "mpi", env=env)
+        wait_until(lambda: all((job.folder / f"ready-{rank}").exists() for rank in range(3)))
+        environs = job.environs()
+        job_dir = next(env["KVMPI_JOB_DIR"] for env in environs.values() if "KVMPI_JOB_DIR" in env)
+        assert os.stat(job_dir).st_mode & 0o777 == 0o700
+        for rank in "012":
+            assert len(job.pids(ROLE="worker", RANK=rank)) == 2, "a worker and its grandchild"
+        return job, job_dir
+
+    return start
+
+
+def first_of(job, **wanted):
+    """The oldest such process: the worker, not its grandchild."""
+    return min(job.pids(**wanted))
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("victim", "name"),
+    [
+        ("worker", "worker 2 (client 1) was killed by SIGKILL"),
+        ("rank", "worker 1 (client 0) was killed by SIGKILL"),
+        ("mpirun", "client 0 (mpirun of workers 0 to 1) was killed by SIGKILL"),
+        ("server", "server 0 was killed by SIGKILL"),
+        ("scheduler", "scheduler was killed by SIGKILL"),
+    ],
+)
+def test_kill_9_of_a_process_ends_the_job(stuck_job, victim, name):
+    before = litter()
+    job, job_dir = stuck_job()
+    pid = {
+        "worker": lambda: first_of(job, ROLE="worker", RANK="2"),
+        "rank": lambda: first_of(job, ROLE="worker", RANK="1"),
+        "mpirun": lambda: next(filter(is_mpirun, job.pids(CLIENT_RANK="0"))),
+        "server": lambda: first_of(job, ROLE="server"),
+        "scheduler": lambda: first_of(job, ROLE="scheduler"),
+    }[victim]()
+    os.kill(pid, signal.SIGKILL)
+    assert job.finish(timeout_s=10) == 137, job.stderr
+    assert f"kvmpi run: {name}" in job.stderr
+    job.assert_nothing_left(job_dir, timeout_s=0)
+    assert litter() <= before
+
+
+@needs_mpi
+def test_kill_9_of_the_launcher_leaves_nothing(stuck_job):
+    before = litter()
+    job, job_dir = stuck_job()
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    job.assert_nothing_left(job_dir)
+    assert litter() <= before
+
+
+@needs_mpi
+@pytest.mark.parametrize("delay_s", [0.1, 0.2, 0.4])
+def test_kill_9_of_the_launcher_while_it_starts(launch, write, delay_s):
+    job = launch("-n", "3", "-c", "2", "-s", "1", write("stuck.py", STUCK))
+    time.sleep(delay_s)  # no condition to wait for: the point is to hit it anywhere
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    wait_until(lambda: not job.environs(), timeout_s=10)
+
+
+@needs_mpi
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_to_the_launcher_stop_everything(stuck_job, number, status):
+    before = litter()
+    job, job_dir = stuck_job()
+    job.process.send_signal(number)
+    assert job.finish(timeout_s=10) == status, job.stderr
+    assert job.stderr.splitlines()[-1] == f"kvmpi run: stopped by {signal.Signals(number).name}"
+    job.assert_nothing_left(job_dir, timeout_s=0)
+    assert litter() <= before
+
+
+STUBBORN = """
+import signal, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+open("ready", "w").close()
+while True: time.sleep(1000)
+"""
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch, write):
+    job = launch(write("stubborn.py", STUBBORN), env={"TEST_GRACE_S": "1"})
+    wait_until((job.folder / "ready").exists)
+    start = time.monotonic()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 143
+    assert 1 <= time.monotonic() - start < 4
+    assert not job.environs()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(launch, write):
+    job = launch(write("stubborn.py", STUBBORN), env={"TEST_GRACE_S": "1000"})
+    wait_until((job.folder / "ready").exists)
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # two signals at once would be one
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(timeout_s=10) == 130
+    assert not job.environs()
+
+
+def test_a_watchdog_that_was_killed_is_replaced_by_the_launcher(launch, write):
+    text = STUCK.replace("time.sleep(1000)", "time.sleep(1)")
+    job = launch(write("stuck.py", text))
+    wait_until((job.folder / "ready-0").exists)
+    watchdogs = [pid for pid, env in job.environs().items() if "KVMPI_JOB_ID" not in env and pid != job.process.pid]
+    job_dir = next(env["KVMPI_JOB_DIR"] for env in job.environs().values() if "KVMPI_JOB_DIR" in env)
+    assert len(watchdogs) == 1
+    os.kill(watchdogs[0], signal.SIGKILL)
+    assert job.finish() == 0
+    job.assert_nothing_left(job_dir, timeout_s=0)
+
+
+def test_a_job_within_a_job_ends_with_it(launch, write):
+    write("stuck.py", STUCK)
+    outer = "import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[1], '-n', '2', '-c', '2', 'stuck.py'])"
+    from conftest import LAUNCHER
+
+    job = launch(write("outer.py", outer), LAUNCHER)
+    wait_until(lambda: all((job.folder / f"ready-{rank}").exists() for rank in range(2)))
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    wait_until(lambda: not job.environs(), timeout_s=10)

@@ -1,0 +1,210 @@
+"""The pure part of ``kvmpi run``: what would be started, and what is refused before anything is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from kvmpi.launchers import command, job, mpirun, program
+from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.program import Program, ProgramNotFoundError
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError
+
+TRAIN = Program((sys.executable,), ("train.py",), ("--lr", "0.1"))
+OPENMPI = MPI("/mpi/bin/mpirun", "openmpi")
+MPICH = MPI("/mpi/bin/mpirun", "mpich")
+
+
+def plan(workers, clients, servers=0, environ=None, **kwargs):
+    kwargs.setdefault("mpi", OPENMPI)
+    return job.plan(
+        TRAIN,
+        num_workers=workers,
+        num_clients=clients,
+        num_servers=servers,
+        environ={} if environ is None else environ,
+        job_id="abc",
+        job_dir="/jobs/abc",
+        **kwargs,
+    )
+
+
+def test_seven_workers_in_three_clients():
+    clients = plan(7, 3, 2).of_role("client")
+    assert [list(client.workers) for client in clients] == [[0, 1, 2], [3, 4], [5, 6]]
+    for number, client in enumerate(clients):
+        assert client.command[client.command.index("-n") + 1] == str(len(client.workers))
+        first_rank, client_rank = client.command[client.command.index(job.RANK_EXEC) + 1 :][:2]
+        assert (first_rank, client_rank) == (str(client.workers[0]), str(number))
+        assert client.env["KVMPI_CLIENT_RANK"] == str(number)
+        assert client.command[-3:] == ("train.py", "--lr", "0.1")
+
+
+def test_start_order_is_scheduler_servers_clients():
+    labels = [process.label for process in plan(3, 2, 2).processes]
+    assert labels == ["scheduler", "server 0", "server 1", "client 0", "worker 2"]
+
+
+def test_clients_of_one_worker_need_no_mpi():
+    workers = plan(3, 3, mpi=None).of_role("worker")
+    assert [worker.command for worker in workers] == [(sys.executable, "train.py", "--lr", "0.1")] * 3
+    assert [worker.env["KVMPI_RANK"] for worker in workers] == ["0", "1", "2"]
+    assert [worker.env["KVMPI_CLIENT_RANK"] for worker in workers] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("mpi", [OPENMPI, MPICH])
+def test_every_environment_is_a_valid_configuration(mpi):
+    planned = plan(4, 2, 1, environ={"KVMPI_TIMEOUT_S": "7", "HOME": "/home/me"}, mpi=mpi)
+    for process in planned.processes:
+        config = Config.from_env({**planned.env, **process.env})
+        assert (config.num_workers, config.num_clients, config.num_servers) == (4, 2, 1)
+        assert (config.job_id, config.job_dir, config.timeout_s) == ("abc", "/jobs/abc", 7.0)
+    assert planned.env["HOME"] == "/home/me"
+
+
+def test_what_another_job_left_in_the_environment_is_dropped():
+    foreign = {"KVMPI_RANK": "5", "KVMPI_SCHEDULER": "tcp://elsewhere:1", "OMPI_COMM_WORLD_RANK": "3", "PMI_FD": "9"}
+    kept = {"OMPI_MCA_pml": "ob1", "PMIX_MCA_gds": "hash"}
+    env = plan(2, 1, environ={**foreign, **kept}).env
+    assert not foreign.keys() & env.keys()
+    assert kept.items() <= env.items()
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (2, 7, "1"), (9, 4, "2")])
+def test_cores_are_divided_among_workers(cores, workers, threads):
+    assert plan(workers, 1, cores=cores).env["OMP_NUM_THREADS"] == threads
+    assert plan(workers, 1, cores=cores, environ={"OMP_NUM_THREADS": "3"}).env["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_yield_only_when_there_are_more_processes_than_cores():
+    alone, crowded = (plan(2, 1, servers, cores=2).of_role("client")[0].env for servers in (0, 1))
+    assert "OMPI_MCA_mpi_yield_when_idle" not in alone
+    assert crowded["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_settings_for_mpi_go_to_mpirun_only_and_the_users_win():
+    planned = plan(3, 2, 1, environ={"OMPI_MCA_osc": "sm"})
+    with_mpi = [process.label for process in planned.processes if "PRTE_MCA_prte_tmpdir_base" in process.env]
+    assert with_mpi == ["client 0"]
+    assert "OMPI_MCA_osc" not in planned.of_role("client")[0].env
+    assert planned.env["OMPI_MCA_osc"] == "sm"
+
+
+def test_imports_are_added_to_those_of_the_user():
+    env = plan(1, 1, environ={"KVMPI_IMPORTS": "mine"}, imports=("a.b", "c")).env
+    assert env["KVMPI_IMPORTS"] == "mine,a.b,c"
+
+
+def test_a_bad_setting_is_found_while_planning():
+    with pytest.raises(ConfigError, match="KVMPI_TIMEOUT_S"):
+        plan(1, 1, environ={"KVMPI_TIMEOUT_S": "soon"})
+
+
+def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('started', 'w')")
+    assert command.main(["-n", "2", "-c", "2", "-s", "1", "--dry-run", "train.py", "--lr", "a b", "-n", "9"]) == 0
+    text = capfd.readouterr().out
+    assert "# 2 workers in 2 clients, 1 servers" in text
+    assert f"KVMPI_ROLE=server KVMPI_RANK=0 {sys.executable} -m kvmpi.ps server" in text
+    assert f"KVMPI_CLIENT_RANK=1 KVMPI_ROLE=worker KVMPI_RANK=1 {sys.executable} train.py --lr 'a b' -n 9" in text
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "says"),
+    [
+        (["-n", "2", "-c", "3", "train.py"], 2, "3 clients for 2 workers"),
+        (["-n", "0", "train.py"], 2, "0 workers"),
+        (["-s", "-1", "train.py"], 2, "-s -1"),
+        ([], 2, "no PROGRAM"),
+        (["-n", "2", "--"], 2, "no PROGRAM"),
+        (["no-such-program"], 127, "'no-such-program' not found on PATH"),
+        (["no-such.py"], 127, "'no-such.py' not found in this directory"),
+        (["./no-such"], 127, "'./no-such' not found"),
+        (["-m", "no_such.module"], 127, "no module named 'no_such.module'"),
+        (["./plain.txt"], 127, "neither executable nor a Python script"),
+        (["--launcher", "lsf", "train.py"], 2, "--launcher lsf is not supported yet"),
+        (["--launcher", "slurm", "train.py"], 2, "--launcher slurm is not supported yet"),
+        (["--hostfile", "hosts", "train.py"], 2, "--hostfile is not supported yet"),
+        (["--restart", "1", "train.py"], 2, "--restart is not supported yet"),
+        (["--replicas=1", "train.py"], 2, "--replicas is not supported yet"),
+        (["--timeline", "t.json", "train.py"], 2, "--timeline is not supported yet"),
+    ],
+)
+def test_bad_arguments(argv, status, says, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('started', 'w')")
+    Path("plain.txt").write_text("hello")
+    assert command.main(argv) == status
+    assert says in capfd.readouterr().err
+    assert not Path("started").exists()
+
+
+def test_an_unknown_option_is_refused(capfd):
+    with pytest.raises(SystemExit) as caught:
+        command.main(["--frobnicate", "train.py"])
+    assert caught.value.code == 2
+    assert "--frobnicate" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kvmpi_mpirun", ["", "/no/such/mpirun"])
+def test_without_mpirun_the_message_says_what_to_install(kvmpi_mpirun, tmp_path):
+    environ = {"PATH": str(tmp_path), "KVMPI_MPIRUN": kvmpi_mpirun}
+    with pytest.raises(ConfigError, match=r"mpirun.*pip install 'kvmpi\[mpi\]'.*-c 4"):
+        mpirun.find(environ, 4, beside=str(tmp_path / "python"))
+
+
+def fake_mpirun(folder: Path, version: str) -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_mpi4py_the_message_says_what_to_install(tmp_path, monkeypatch):
+    fake_mpirun(tmp_path, "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"mpi4py was not found.*pip install 'kvmpi\[mpi\]'"):
+        mpirun.find({"PATH": "/bin"}, 4, beside=str(tmp_path / "python"))
+
+
+def test_mpirun_is_looked_for_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: object())
+    chosen = fake_mpirun(tmp_path / "chosen", "mpirun (Open MPI) 5.0.11")
+    beside = fake_mpirun(tmp_path / "beside", "HYDRA build details:")
+    on_path = fake_mpirun(tmp_path / "path", "mpirun (Open MPI) 4.1.4")
+    python = str(tmp_path / "beside" / "python")
+    environ = {"PATH": str(tmp_path / "path") + ":/bin"}
+    assert mpirun.find({**environ, "KVMPI_MPIRUN": chosen}, 2, beside=python) == MPI(chosen, "openmpi")
+    assert mpirun.find(environ, 2, beside=python) == MPI(beside, "mpich")
+    assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi")
+
+
+def test_an_unknown_mpirun_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neither Open MPI nor MPICH"):
+        mpirun.detect_kind(fake_mpirun(tmp_path, "WhatMPI 1.0"), {"PATH": "/bin"})
+
+
+def test_programs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("script").write_text("#!/usr/bin/env python3\n")
+    Path("tool").write_text("#!/bin/sh\n")
+    Path("tool").chmod(0o755)
+    python = sys.executable
+    assert program.resolve(["train.py", "x"]).command() == (python, "train.py", "x")
+    assert program.resolve(["script"]).command() == (python, "script")
+    assert program.resolve(["python", "train.py"]).command() == (python, "train.py")
+    assert program.resolve(["python3", "-u", "train.py"]).command() == (python, "-u", "train.py")
+    assert program.resolve(["-m", "json.tool", "f"]).command() == (python, "-m", "json.tool", "f")
+    assert program.resolve(["./tool", "x"]).command(runner=("r",)) == (str(tmp_path / "tool"), "x")
+    assert program.resolve(["train.py"]).command(runner=("r",)) == (python, "r", "train.py")
+    Path("plain").write_text("")
+    with pytest.raises(ProgramNotFoundError, match=r"call it \./plain"):
+        program.resolve(["plain"])

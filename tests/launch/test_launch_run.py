@@ -1,0 +1,244 @@
+"""Jobs that run to their end: what processes see, what is shown, and with which status the job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kvmpi.launchers import mpirun
+
+from kvmpi.errors import ConfigError
+
+try:
+    MPI = mpirun.find(os.environ, 2)
+except ConfigError:
+    MPI = None
+needs_mpi = pytest.mark.skipif(MPI is None, reason="no MPI here")
+
+SHOW_ENV = """
+import json, os, sys
+env = {name: value for name, value in os.environ.items() if name.startswith(("KVMPI_", "OMP_", "HWLOC_"))}
+json.dump(env, open(f"env-{env['KVMPI_RANK']}.json", "w"))
+"""
+
+
+@needs_mpi
+def test_environment_of_workers(launch, write, tmp_path):
+    job = launch("-n", "5", "-c", "3", "-s", "2", write("show.py", SHOW_ENV), env={"KVMPI_TIMEOUT_S": "33"})
+    assert job.finish() == 0, job.stderr
+    seen = [json.loads((tmp_path / f"env-{rank}.json").read_text()) for rank in range(5)]
+    assert [env["KVMPI_CLIENT_RANK"] for env in seen] == ["0", "0", "1", "1", "2"]
+    for rank, env in enumerate(seen):
+        assert env["KVMPI_RANK"] == str(rank)
+        assert env["KVMPI_ROLE"] == "worker"
+        assert env["KVMPI_JOB_ID"] == seen[0]["KVMPI_JOB_ID"]
+        assert (env["KVMPI_NUM_WORKERS"], env["KVMPI_NUM_CLIENTS"], env["KVMPI_NUM_SERVERS"]) == ("5", "3", "2")
+        assert env["KVMPI_SCHEDULER"] == "tcp://127.0.0.1:12345"
+        assert env["KVMPI_TIMEOUT_S"] == "33"
+        assert not {"KVMPI_TTY", "KVMPI_READY_FD", "HWLOC_XMLFILE"} & env.keys()
+    job.assert_nothing_left(seen[0]["KVMPI_JOB_DIR"], timeout_s=0)
+
+
+def test_output_of_every_role_has_its_name_and_keeps_its_stream(launch, write):
+    program = write(
+        "speak.py", "import sys; print('out [bold]'); print('err', file=sys.stderr)\nprint('no end', end='')"
+    )
+    job = launch("-n", "2", "-c", "2", "-s", "2", "--log-dir", "logs", program)
+    assert job.finish() == 0
+    lines = job.stdout.splitlines()
+    assert {"[scheduler] up scheduler 0 -", "[server 1] up server 1 tcp://127.0.0.1:12345"} <= set(lines)
+    assert [line for line in lines if line.startswith("[worker 1]")] == ["[worker 1] out [bold]", "[worker 1] no end"]
+    assert sorted(job.stderr.splitlines()) == ["[worker 0] err", "[worker 1] err"]
+    logs = {path.name: path.read_text() for path in (job.folder / "logs").iterdir()}
+    assert logs.keys() == {"scheduler.log", "server-0.log", "server-1.log", "worker-0.log", "worker-1.log"}
+    assert sorted(logs["worker-1.log"].splitlines()) == ["err", "no end", "out [bold]"]
+
+
+@needs_mpi
+def test_lines_of_ranks_are_never_mixed(launch, write):
+    program = write(
+        "flood.py",
+        """
+import os, sys
+rank = os.environ["KVMPI_RANK"]
+for i in range(200):
+    for piece in (f"{i} ", rank * 3000, rank * 3000, "\\n"):  # unbuffered: one write for each piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+os.write(1, b"\\xff no end")
+""",
+    )
+    job = launch("-n", "3", "-c", "2", program, errors="surrogateescape")
+    assert job.finish() == 0, job.stderr
+    lines = job.stdout.splitlines()
+    for rank in "012":
+        own = [line for line in lines if line.startswith(f"[worker {rank}]")]
+        assert own == [f"[worker {rank}] {i} {rank * 6000}" for i in range(200)] + [f"[worker {rank}] \udcff no end"]
+
+
+@pytest.mark.parametrize("clients", ["2", pytest.param("1", marks=needs_mpi)])
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        ("sys.exit(3)", 3, "ended with exit status 3"),
+        ("raise ValueError('boo')", 1, "ValueError: boo"),
+        ("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_exit_status_is_that_of_the_worker_that_failed(launch, write, clients, how, status, text):
+    program = write(
+        "fail.py",
+        f"import os, sys, time\nif os.environ['KVMPI_RANK'] == '1':\n    {how}\ntime.sleep(1000)",
+    )
+    job = launch("-n", "2", "-c", clients, "-s", "1", program)
+    assert job.finish() == status
+    client = "0" if clients == "1" else "1"
+    assert f"kvmpi run: worker 1 (client {client}) " in job.stderr
+    assert text in job.stderr
+    assert not job.environs()
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("sys.exit(3)", 3),  # others wait in MPI_Init for a rank that never comes
+        ("from mpi4py import MPI; raise ValueError('boo')", 1),  # and here in a barrier, while it would finalize
+        ("from mpi4py import MPI; sys.exit(3)", 3),
+        ("from mpi4py import MPI; os.kill(os.getpid(), 9)", 137),
+        ("from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)", 7),
+    ],
+)
+def test_a_rank_that_fails_ends_its_peers(launch, write, how, status):
+    program = write(
+        "fail.py",
+        f"""
+import os, sys
+if os.environ["KVMPI_RANK"] == "3":
+    {how}
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if os.environ["KVMPI_CLIENT_RANK"] == "0":
+    import time; time.sleep(1000)
+""",
+    )
+    job = launch("-n", "4", "-c", "2", program)
+    assert job.finish() == status, job.stderr
+    assert "kvmpi run: worker 3 (client 1) " in job.stderr
+    assert "rank_main" not in job.stderr
+    assert not job.environs()
+
+
+@needs_mpi
+def test_every_client_has_a_world_of_its_own(launch, write):
+    program = write(
+        "world.py",
+        "from mpi4py import MPI; import os\n"
+        "world = MPI.COMM_WORLD\n"
+        "print(os.environ['KVMPI_RANK'], world.rank, world.size, world.allreduce(int(os.environ['KVMPI_RANK'])))",
+    )
+    job = launch("-n", "5", "-c", "2", program)
+    assert job.finish() == 0, job.stderr
+    said = sorted(line.split("] ")[1] for line in job.stdout.splitlines() if line.startswith("[worker"))
+    assert said == ["0 0 3 3", "1 1 3 3", "2 2 3 3", "3 0 2 7", "4 1 2 7"]
+    assert job.stderr == "", "an MPI should be quiet"
+
+
+@needs_mpi
+def test_ranks_run_modules_and_see_their_arguments(launch, write):
+    write("helper.py", "import sys\nif __name__ == '__main__': print(sys.argv[1:], __spec__.name)")
+    job = launch("-n", "2", "--", "-m", "helper", "-n", "a b")
+    assert job.finish() == 0, job.stderr
+    assert "[worker 1] ['-n', 'a b'] helper" in job.stdout.splitlines()
+
+
+def test_last_lines_of_standard_error_are_shown_again_unless_they_stand_right_above(launch, write):
+    complain = "import sys\nfor i in range(100): print('line', i, file=sys.stderr)\n"
+    job = launch(write("fail.py", complain + "sys.exit(4)"))
+    assert job.finish() == 4
+    end = ["[worker 0] line 99", "kvmpi run: worker 0 (client 0) ended with exit status 4"]
+    assert job.stderr.splitlines()[-2:] == end
+
+    job = launch(write("fail.py", complain + "for i in range(30): print(i)\nsys.exit(4)"))
+    assert job.finish() == 4
+    assert job.stderr.splitlines()[-21].endswith("exit status 4; its last lines on standard error:")
+    assert job.stderr.splitlines()[-20:] == [f"    line {i}" for i in range(80, 100)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "text"),
+    [
+        ("port in use", 1, "ConfigError: port 5000 is in use"),
+        ("silent", 1, "said nothing about where it listens for 1 s"),
+        ("closes", 1, "closed KVMPI_READY_FD without saying where it listens"),
+        ("nonsense", 1, "said 'nonsense' where tcp://HOST:PORT was expected"),
+    ],
+)
+def test_a_scheduler_that_does_not_start_ends_the_job(launch, write, mode, status, text):
+    program = write("train.py", "open('started', 'w')")
+    job = launch("-s", "1", program, env={"TEST_SCHEDULER": mode, "TEST_HANDSHAKE_S": "1"})
+    assert job.finish() == status
+    assert "kvmpi run: scheduler " in job.stderr
+    assert text in job.stderr
+    assert not (job.folder / "started").exists()
+    assert not job.environs()
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_a_server_or_scheduler_that_ends_early_is_a_failure(launch, write, role):
+    program = write("train.py", "import time; time.sleep(1000)")
+    job = launch("-s", "1", program, env={f"TEST_{role.upper()}": "exits 0"})
+    assert job.finish() == 1
+    who = "scheduler" if role == "scheduler" else "server 0"
+    assert f"kvmpi run: {who} ended with exit status 0 while workers were still running" in job.stderr
+
+
+def test_a_server_that_fails_while_it_stops_is_a_failure(launch, write):
+    job = launch("-s", "1", write("train.py", "import time; time.sleep(0.5)"), env={"TEST_SERVER": "bad exit"})
+    assert job.finish() == 9
+    assert "kvmpi run: server 0 ended with exit status 9" in job.stderr
+
+
+def test_a_stray_grandchild_does_not_outlive_the_job(launch, write):
+    text = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True); print('bye')"
+    job = launch(write("leave.py", text))
+    start = time.monotonic()
+    assert job.finish() == 0
+    assert time.monotonic() - start < 5, "its open standard output must not be waited for"
+    assert not job.environs()
+
+
+def test_a_reader_that_goes_away_ends_the_job(launch, write):
+    program = write("talk.py", "import time\nwhile True: print('x' * 100); time.sleep(0.001)")
+    job = launch(program)
+    assert job.process.stdout is not None
+    job.process.stdout.readline()
+    job.process.stdout.close()
+    assert job.process.wait(10) == 141
+    assert not job.environs()
+
+
+def test_a_terminal_gets_colours_and_its_name(launch, write):
+    controller, terminal = pty.openpty()
+    job = launch(write("tty.py", "import os; print(os.environ['KVMPI_TTY'])"), env={"TERM": "xterm"}, stdout=terminal)
+    name = os.ttyname(terminal)
+    assert job.finish() == 0
+    os.set_blocking(controller, False)
+    shown = os.read(controller, 10000).decode()
+    assert f"\x1b[36m[worker 0]\x1b[0m {name}" in shown
+    os.close(controller)
+    os.close(terminal)
+
+
+def test_the_command_lists_what_exists():
+    import subprocess
+
+    asked = subprocess.run([sys.executable, "-m", "kvmpi", "--help"], capture_output=True, text=True, check=True)
+    assert " run " in asked.stdout
+    assert Path(sys.executable).with_name("kvmpi").exists()

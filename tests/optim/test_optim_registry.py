@@ -1,0 +1,170 @@
+"""Rules as immutable plain numbers, and their names."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError
+from kvmpi.optim import registry
+
+EXAMPLES = [
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True, multi_precision=True),
+    optim.Adam(betas=(0.8, 0.99)),
+    optim.AdamW(weight_decay=0.5),
+    optim.Adagrad(initial_accumulator_value=1.0),
+    optim.Elastic(alpha=0.25),
+    optim.Outer(lr=1, momentum=0),
+    optim.Test(),
+]
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Names registered in a test are forgotten after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+@pytest.mark.parametrize("rule", EXAMPLES, ids=repr)
+def test_travels_as_name_and_plain_numbers(rule):
+    there = json.loads(json.dumps([rule.name, rule.hyperparams()]))
+    back = optim.create(*there)
+    assert back == rule
+    assert hash(back) == hash(rule)
+    assert type(back) is type(rule)
+    assert repr(back) == repr(rule)
+    assert eval(repr(rule), vars(optim)) == rule
+    assert copy.deepcopy(rule) == rule
+    for value in rule.hyperparams().values():
+        assert type(value) in (float, bool) or (type(value) is list and all(type(v) is float for v in value))
+
+
+@pytest.mark.parametrize("rule", EXAMPLES, ids=repr)
+def test_never_changes(rule):
+    name = next(iter(rule.hyperparams()))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(rule, name, 0.5)
+    changed = rule.with_hyperparams(**{name: 0.5})
+    assert changed != rule
+    assert changed.hyperparams() == {**rule.hyperparams(), name: 0.5}
+    assert changed.with_hyperparams(**{name: getattr(rule, name)}) == rule
+    with pytest.raises(ConfigError, match=rf"no hyperparameter learning_rate; known: {name}"):
+        rule.with_hyperparams(learning_rate=1)
+
+
+def test_repr_and_equality():
+    assert repr(optim.SGD(lr=1, momentum=0.9)) == "SGD(lr=1.0, momentum=0.9)"
+    assert repr(optim.Adam(betas=[0.8, 0.9])) == "Adam(betas=(0.8, 0.9))"
+    assert optim.SGD(lr=1) == optim.SGD(lr=1.0) != optim.SGD(lr=2)
+    assert optim.SGD(lr=np.float32(0.5)) == optim.SGD(lr=0.5)
+    assert optim.Adam(weight_decay=1e-2) != optim.AdamW()
+    assert optim.Adam() != "adam"
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: optim.SGD(lr=-0.1), r"SGD\(lr=-0.1\): must not be negative"),
+        (lambda: optim.SGD(lr=math.nan), "lr"),
+        (lambda: optim.SGD(lr="fast"), "expected a number"),
+        (lambda: optim.SGD(lr="0.1"), "expected a number"),
+        (lambda: optim.SGD(lr=None), "expected a number"),
+        (lambda: optim.SGD(lr=0.1, momentum=-1), "momentum"),
+        (lambda: optim.SGD(lr=0.1, weight_decay=-1), "weight_decay"),
+        (lambda: optim.SGD(lr=0.1, nesterov=True), "nesterov.*momentum"),
+        (lambda: optim.SGD(lr=0.1, nesterov="no"), "True or False"),
+        (lambda: optim.SGD(lr=0.1, momentum=0.9, nesterov=True).with_hyperparams(momentum=0), "nesterov"),
+        (lambda: optim.Adam(lr=-1), "lr"),
+        (lambda: optim.Adam(eps=-1), "eps"),
+        (lambda: optim.Adam(betas=(0.9, 1.0)), "betas"),
+        (lambda: optim.Adam(betas=(-0.1, 0.9)), "betas"),
+        (lambda: optim.Adam(betas=0.9), "pair"),
+        (lambda: optim.Adam(betas=(0.9, 0.9, 0.9)), "pair"),
+        (lambda: optim.AdamW(weight_decay=-1), "weight_decay"),
+        (lambda: optim.Adagrad(lr_decay=-1), "lr_decay"),
+        (lambda: optim.Adagrad(initial_accumulator_value=-1), "initial_accumulator_value"),
+        (lambda: optim.Elastic(alpha=-0.1), "alpha"),
+        (lambda: optim.Elastic(alpha=1.1), "alpha"),
+        (lambda: optim.Outer(lr=-1), "lr"),
+        (lambda: optim.Outer(momentum=-1), "momentum"),
+    ],
+)
+def test_values_that_make_no_sense(make, what):
+    with pytest.raises(ConfigError, match=what):
+        make()
+
+
+def test_create_explains_what_is_wrong():
+    with pytest.raises(ConfigError, match=r"'sgdd'; known: adagrad, .*--import"):
+        optim.create("sgdd", {})
+    with pytest.raises(ConfigError, match="no hyperparameter learning_rate; known: lr, momentum"):
+        optim.create("sgd", {"learning_rate": 1})
+    with pytest.raises(ConfigError, match=r"'sgd'.*lr"):
+        optim.create("sgd", {})
+    assert optim.create("adam") == optim.Adam()
+
+
+def test_register(names):
+    @optim.register("mine")
+    @dataclasses.dataclass(frozen=True)
+    class Mine(optim.Rule):
+        lr: float = 1.0
+
+    @optim.register
+    class Plain(optim.Rule):
+        def __init__(self, rate):
+            self.rate = rate
+
+    @optim.register
+    class Named(optim.Rule):
+        name = "called so"
+
+    third = optim.register("third", type("Third", (optim.Rule,), {}))
+    assert optim.create("mine", {"lr": 2}) == Mine(2.0) == optim.from_any(Mine(2.0))
+    assert optim.create("plain", {"rate": 3}) == Plain(3)
+    assert repr(Plain(3)) == "Plain(rate=3.0)"
+    assert Plain(3) != Plain(4) != Mine(4)
+    assert Plain(3).with_hyperparams(rate=4) == Plain(4)
+    assert optim.create("called so") == Named()
+    assert optim.create("third") == third()
+    assert {"mine", "plain", "called so", "third", "sgd"} <= set(optim.known())
+
+
+def test_register_refuses(names):
+    with pytest.raises(ConfigError, match="not a subclass"):
+        optim.register("dict", dict)
+    with pytest.raises(ConfigError, match=r"taken by the update rule kvmpi\.optim\.rules\.SGD"):
+        optim.register("sgd", type("Other", (optim.Rule,), {}))
+    assert optim.register("sgd", optim.SGD) is optim.SGD
+
+
+def test_from_any():
+    rule = optim.SGD(lr=0.1)
+    assert optim.from_any(rule) is rule
+
+    class Child(optim.SGD):
+        """Has its parent's name, and would be its parent on a server."""
+
+    with pytest.raises(ConfigError, match="Child is not registered"):
+        optim.from_any(Child(lr=0.1))
+    with pytest.raises(ConfigError, match=r"pass an instance, SGD\(\.\.\.\)"):
+        optim.from_any(optim.SGD)
+    for thing in ("sgd", None, {"lr": 1}, lambda key, pushed, stored: None):
+        with pytest.raises(ConfigError, match="not an optimizer"):
+            optim.from_any(thing)
+
+
+def test_a_hyperparameter_must_be_a_number(names):
+    @optim.register("wordy")
+    class Wordy(optim.Rule):
+        def __init__(self, mode="a"):
+            self.mode = mode
+
+    with pytest.raises(ConfigError, match=r"Wordy.mode is 'a'"):
+        Wordy().hyperparams()
