@@ -113,7 +113,8 @@ class KVStore:
         self._type, self._config = type_name, config
         self._recorder = Recorder()
         comm = comm or SoloComm()
-        self._comms = [comm.duplicate(), comm.duplicate()]
+        self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
+        self._client_store: KVStore | None = None
         chunk_bytes = config.ring_chunk_bytes
         self._reduce = Collectives(self._comms[0], config.allreduce, chunk_bytes, self._recorder)
         self._cast = Collectives(self._comms[1], config.allreduce, chunk_bytes, self._recorder)
@@ -164,6 +165,22 @@ class KVStore:
     @property
     def num_servers(self) -> int:
         return 0
+
+    @property
+    def client(self) -> KVStore:
+        """A store among the workers of this client alone: ``kv.client.pushpull`` sums over them without any server.
+
+        It has keys of its own and its ranks are MPI ranks; it takes no optimizer, because what becomes of the sums is
+        the business of the loop. For a client of one worker it is local. The first use is collective over the workers
+        of the client; closing this store closes it too.
+        """
+        if self._client_store is None:
+            from kvmpi.store.replicated import ClientStore
+
+            deadline = Deadline(self._config.timeout_s)
+            self._together("client", lambda: None, deadline)
+            self._client_store = ClientStore("mpi" if self.mpi_size > 1 else "local", self._config, self._comm)
+        return self._client_store
 
     @property
     def optimizer(self) -> optim.Rule | None:
@@ -423,9 +440,14 @@ class KVStore:
         deadline = Deadline(self._config.timeout_s)
         error: BaseException | None = None
         try:
-            self._engine.wait_all(deadline.remaining_s())
+            if self._client_store is not None:
+                self._client_store.close()
         except Exception as first:
             error = first
+        try:
+            self._engine.wait_all(deadline.remaining_s())
+        except Exception as first:
+            error = error or first
         try:
             if not self._reduce.broken:
                 _, agreed = self._enter("close", lambda: None, lambda _: [], deadline)
@@ -439,6 +461,8 @@ class KVStore:
     def abort(self) -> None:
         """Release everything at once, without a word to the peers: for a process that ends with an error."""
         self._closed = True
+        if self._client_store is not None:
+            self._client_store.abort()
         self._disconnect()
 
     @property
@@ -448,7 +472,8 @@ class KVStore:
     @property
     def broken(self) -> bool:
         """Whether workers of this client were lost, so that the process cannot end MPI in good order."""
-        return self._reduce.broken or self._cast.broken
+        inner = self._client_store
+        return self._reduce.broken or self._cast.broken or (inner is not None and inner.broken)
 
     def __enter__(self) -> KVStore:
         return self

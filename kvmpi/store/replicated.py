@@ -13,6 +13,7 @@ from kvmpi.collectives import Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
+from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.store.base import Agreed, KeyState, KVStore, Updater, as_accumulated, scaled
 from kvmpi.store.checkpoint import SavedKey
@@ -169,6 +170,18 @@ class ReplicatedStore(KVStore):
                 np.copyto(replica.value, found.pop("value"))
             replica.master = found.pop("master", None)
             replica.state, replica.updates = found, key.updates
+
+
+class ClientStore(ReplicatedStore):
+    """``kv.client``: sums among the workers of one client. It takes no optimizer: it holds sums, and no weights."""
+
+    _capabilities = {**ReplicatedStore._capabilities, "optimizer": False, "elastic": False}  # noqa: RUF012 - read only
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        raise UnsupportedError(
+            "kv.client only sums among the workers of one client: apply the sum in the loop, or call "
+            "set_optimizer on the store that kv.client belongs to"
+        )
 
 
 def _copy_to_host(vector: Vector, out: Buffer) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from kvmpi.launchers import mpirun
@@ -24,6 +24,7 @@ STUCK = """
 import os, subprocess, sys, time
 if "mpi" in sys.argv and os.environ["KVMPI_CLIENT_RANK"] == "0":
     from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 open(f"ready-{os.environ['KVMPI_RANK']}", "w").close()
 time.sleep(1000)
@@ -42,15 +43,21 @@ def is_mpirun(pid):
         return os.path.basename(file.read().split(b"\0")[0]).startswith((b"mpirun", b"prterun", b"mpiexec"))
 
 
-def litter():
-    """What MPIs leave in the folders that all share; compared before and after, as others use them too."""
-    patterns = ("/dev/shm/kvmpi-*", "/dev/shm/sm_segment*", "/dev/shm/mpich_shm_*", "/tmp/hydra_hwloc_xmlfile_*")
-    return {path for pattern in patterns for path in glob.glob(pattern)}
+def shared_memory(job):
+    """Files in /dev/shm that the job's processes have mapped."""
+    found = set()
+    for pid in job.environs():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
+    return {path for path in found if os.path.exists(path)}
 
 
 @pytest.fixture
 def stuck_job(launch, write):
-    """Three workers in two clients (an mpirun of two, and one without) and a server, all of them up; its job folder."""
+    """Three workers in two clients (an mpirun of two, and one without) and a server, all up; what to check at last."""
 
     def start(**env):
         job = launch("-n", "3", "-c", "2", "-s", "1", write("stuck.py", STUCK), "mpi", env=env)
@@ -60,7 +67,14 @@ def stuck_job(launch, write):
         assert os.stat(job_dir).st_mode & 0o777 == 0o700
         for rank in "012":
             assert len(job.pids(ROLE="worker", RANK=rank)) == 2, "a worker and its grandchild"
-        return job, job_dir
+        shared = shared_memory(job)
+        assert shared, "MPI has mapped none: this test does not see what it should"
+
+        def assert_nothing_left(timeout_s=10.0):
+            job.assert_nothing_left(job_dir, timeout_s)
+            assert not [path for path in shared if os.path.exists(path)]
+
+        return job, assert_nothing_left
 
     return start
 
@@ -82,8 +96,7 @@ def first_of(job, **wanted):
     ],
 )
 def test_kill_9_of_a_process_ends_the_job(stuck_job, victim, name):
-    before = litter()
-    job, job_dir = stuck_job()
+    job, assert_nothing_left = stuck_job()
     pid = {
         "worker": lambda: first_of(job, ROLE="worker", RANK="2"),
         "rank": lambda: first_of(job, ROLE="worker", RANK="1"),
@@ -94,18 +107,15 @@ def test_kill_9_of_a_process_ends_the_job(stuck_job, victim, name):
     os.kill(pid, signal.SIGKILL)
     assert job.finish(timeout_s=10) == 137, job.stderr
     assert f"kvmpi run: {name}" in job.stderr
-    job.assert_nothing_left(job_dir, timeout_s=0)
-    assert litter() <= before
+    assert_nothing_left(timeout_s=0)
 
 
 @needs_mpi
 def test_kill_9_of_the_launcher_leaves_nothing(stuck_job):
-    before = litter()
-    job, job_dir = stuck_job()
+    job, assert_nothing_left = stuck_job()
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
-    job.assert_nothing_left(job_dir)
-    assert litter() <= before
+    assert_nothing_left()
 
 
 @needs_mpi
@@ -121,13 +131,11 @@ def test_kill_9_of_the_launcher_while_it_starts(launch, write, delay_s):
 @needs_mpi
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_to_the_launcher_stop_everything(stuck_job, number, status):
-    before = litter()
-    job, job_dir = stuck_job()
+    job, assert_nothing_left = stuck_job()
     job.process.send_signal(number)
     assert job.finish(timeout_s=10) == status, job.stderr
     assert job.stderr.splitlines()[-1] == f"kvmpi run: stopped by {signal.Signals(number).name}"
-    job.assert_nothing_left(job_dir, timeout_s=0)
-    assert litter() <= before
+    assert_nothing_left(timeout_s=0)
 
 
 STUBBORN = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -205,6 +206,35 @@ def test_a_server_that_fails_while_it_stops_is_a_failure(launch, write):
     assert "kvmpi run: server 0 ended with exit status 9" in job.stderr
 
 
+def test_a_worker_that_never_stops_talking_does_not_hide_the_failure_of_another(launch, write):
+    text = """
+import os, sys, time
+if os.environ["KVMPI_RANK"] == "1":
+    time.sleep(0.5)
+    sys.exit(3)
+while True:
+    os.write(1, b"x" * 99 + b"\\n")
+"""
+    job = launch("-n", "2", "-c", "2", write("talk.py", text), stdout=subprocess.DEVNULL)
+    assert job.finish(timeout_s=10) == 3
+    assert "kvmpi run: worker 1 " in job.stderr
+
+
+@needs_mpi
+def test_a_forked_child_of_a_rank_does_not_speak_for_it(launch, write):
+    text = """
+import atexit, os, sys
+from mpi4py import MPI
+if os.fork() == 0:
+    atexit.register(os._exit, 5)
+    sys.exit(5)
+os.wait()
+"""
+    program = write("forks.py", text)
+    job = launch("-n", "2", program)
+    assert job.finish() == 0, job.stderr
+
+
 def test_a_stray_grandchild_does_not_outlive_the_job(launch, write):
     text = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True); print('bye')"
     job = launch(write("leave.py", text))
@@ -237,8 +267,6 @@ def test_a_terminal_gets_colours_and_its_name(launch, write):
 
 
 def test_the_command_lists_what_exists():
-    import subprocess
-
     asked = subprocess.run([sys.executable, "-m", "kvmpi", "--help"], capture_output=True, text=True, check=True)
     assert " run " in asked.stdout
     assert Path(sys.executable).with_name("kvmpi").exists()

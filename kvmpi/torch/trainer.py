@@ -1,0 +1,392 @@
+"""``Trainer``: sums gradients over workers, and lets either the store or a local torch optimizer apply them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.store import KVStore
+from kvmpi.torch.parameters import KeyedParameters, Parameters
+
+#: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
+BIG_PARAMETER = 16 * 1024 * 1024
+
+_LOCAL = ("local", "device")
+
+
+class Trainer:
+    """Data-parallel training in one line of the loop: ``trainer.step(batch_size)`` in the place of ``optimizer.step()``.
+
+    ::
+
+        trainer = kvmpi.torch.Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1), "dist_sync_mpi")
+        for x, y in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+            trainer.step(global_batch_size)
+
+    Key i is parameter i. Construction is collective over all workers, and gives all of them worker 0's weights; so load
+    a checkpoint of the model before. With ``update_on_kvstore=True`` the store holds the weights and applies the
+    optimizer: gradients go there, weights come back, and what else changes the weights of a worker is overwritten. With
+    ``False`` gradients come back summed, and the torch optimizer steps in every worker.
+
+    A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros, since other
+    workers may have a gradient for it; an asynchronous client of one worker skips it. Which parameters are frozen must
+    be the same in all workers. Learning rates (and other options) that a ``torch.optim.lr_scheduler``, or anybody else,
+    writes into the torch optimizer reach the store at the next step.
+    """
+
+    def __init__(
+        self, params: Parameters, optimizer: Any, kvstore: KVStore | str | None, update_on_kvstore: bool | None = None
+    ) -> None:
+        """Create the keys and broadcast the weights.
+
+        Args:
+            params: ``model.parameters()`` or ``model.named_parameters()``.
+            optimizer: a ``torch.optim`` instance over the same parameters, or a rule of ``kvmpi.optim``.
+            kvstore: a store, or the name of a type; a store that is made here is closed by ``close``. With ``None``, or
+                a local type and a torch optimizer, there is nothing to exchange: no store is made unless
+                ``update_on_kvstore=True`` asks for it.
+            update_on_kvstore: by default True where the store can apply the optimizer; always True with asynchronous
+                stores, always False with ``kv.client``.
+        Raises:
+            ConfigError: (a ``ValueError``) the arguments do not go together.
+        """
+        self._params = KeyedParameters(params)
+        self._torch: torch.optim.Optimizer | None = None
+        self._rule: optim.Rule | None = None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._torch = optimizer
+            self._check_covers(optimizer)
+        else:
+            self._rule = optim.from_any(optimizer)
+        self._check_rule()
+        if kvstore in _LOCAL and self._torch is not None and update_on_kvstore is not True:
+            kvstore = None
+        self._owned = isinstance(kvstore, str)
+        self._kv: KVStore | None = kvmpi.create(kvstore) if isinstance(kvstore, str) else kvstore
+        try:
+            self._update_on_kvstore = self._decide(update_on_kvstore)
+            self._zeros: dict[int, torch.Tensor] = {}
+            self._warned = False
+            if self._kv is not None:
+                self._params.create_in(self._kv)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- which way
+
+    def _check_covers(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(tensor) for tensor in self._params.tensors}
+        theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if theirs - mine:
+            raise ConfigError(
+                f"the optimizer has {len(theirs - mine)} parameters that the trainer was not given: they would differ "
+                "from worker to worker; make both from the same model.parameters()"
+            )
+        for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
+            if tensor.requires_grad and id(tensor) not in theirs:
+                raise ConfigError(f"{name} is not in the optimizer: freeze it with requires_grad_(False), or add it")
+
+    def _check_rule(self) -> None:
+        if self._rule is not None and self._rule.averages:
+            raise ConfigError(
+                f"{self._rule!r} works on weights, not on gradients; use kvmpi.torch.ElasticAveraging or DiLoCo"
+            )
+
+    def _decide(self, wanted: bool | None) -> bool:
+        """Whether the store updates the weights.
+
+        Raises:
+            ConfigError: it must and cannot, or may not and should.
+        """
+        kv = self._kv
+        if kv is None:
+            if wanted or self._torch is None:
+                raise ConfigError(
+                    "without a store there is nothing that could update the weights but a torch optimizer; "
+                    "name a store type, or pass update_on_kvstore=False and a torch.optim instance"
+                )
+            return False
+        why_not = self._why_not(kv)
+        asynchronous = kv.is_capable("async")
+        if wanted is None:
+            wanted = why_not is None and (asynchronous or not self._too_big(kv))
+            wanted = wanted or asynchronous or self._torch is None
+        if asynchronous and not wanted:
+            raise ConfigError(
+                f"update_on_kvstore=False with store type {kv.type!r}: in an asynchronous store every push is an "
+                "update, so there is no sum of gradients to get back; use update_on_kvstore=True or a synchronous store"
+            )
+        if wanted and why_not is not None:
+            raise ConfigError(f"update_on_kvstore=True with store type {kv.type!r}: {why_not}")
+        if not wanted and self._torch is None:
+            raise ConfigError(
+                f"update_on_kvstore=False with {self._rule!r}: rules of kvmpi.optim run in the store; "
+                "pass a torch.optim instance to step in the worker"
+            )
+        if not wanted and kv.optimizer is not None:
+            raise ConfigError(
+                f"update_on_kvstore=False, but the store applies {kv.optimizer!r} to what is pushed; create another"
+            )
+        return wanted
+
+    def _why_not(self, kv: KVStore) -> str | None:
+        """Why this store cannot apply this optimizer; None if it can."""
+        if not kv.is_capable("optimizer"):
+            return "it takes no optimizer (kv.is_capable('optimizer') is False)"
+        if self._torch is None:
+            return None
+        if self._torch.state:
+            return "the torch optimizer has stepped already, and its state would be lost; pass a new one"
+        try:
+            optim.from_any(self._torch)
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    def _too_big(self, kv: KVStore) -> bool:
+        return kv.type in _LOCAL and max(tensor.numel() for tensor in self._params.tensors) > BIG_PARAMETER
+
+    @property
+    def kvstore(self) -> KVStore | None:
+        """The store, if there is one."""
+        return self._kv
+
+    @property
+    def update_on_kvstore(self) -> bool:
+        """Whether the store holds the weights and applies the optimizer."""
+        return self._update_on_kvstore
+
+    # ---- the learning rate
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step (of the first parameter group, where a torch optimizer has several)."""
+        if self._torch is not None:
+            return float(self._torch.param_groups[0]["lr"])
+        return float(getattr(self._rule, "lr"))  # noqa: B009 - a custom rule may have none
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Use ``lr`` from the next step on, in all parameter groups. To be called alike in all workers."""
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+        else:
+            assert self._rule is not None
+            self._rule = self._rule.with_hyperparams(lr=lr)
+
+    # ---- the step
+
+    def step(self, batch_size: float) -> None:
+        """Sum gradients over workers, divide by ``batch_size``, update all weights. Collective over all workers.
+
+        Stores sum, they never average. So ``batch_size`` is the GLOBAL batch: the samples of all workers together,
+        where each worker's loss is a sum over its samples. Where it is a mean, as torch's losses are by default, pass
+        ``kv.num_workers`` instead, for a mean over workers. An asynchronous store applies the gradients of each client
+        by themselves: there it is the batch of one client (or ``kv.mpi_size``).
+
+        A change of ``batch_size`` after the first step costs the store's optimizer one more pass over the gradients,
+        which ``p.grad`` shows; the first time a ``UserWarning`` says so, since it is often an unwanted short last batch.
+        """
+        self._check_batch(batch_size)
+        if self._update_on_kvstore:
+            self._remote_step(batch_size)
+        else:
+            self._sum_gradients()
+            self._local_step(batch_size)
+
+    def allreduce_grads(self) -> None:
+        """Replace every ``p.grad`` by its sum over workers: the first half of ``step``, for clipping in between."""
+        self._check_local("allreduce_grads")
+        self._sum_gradients()
+
+    def update(self, batch_size: float) -> None:
+        """The second half of ``step``: divide gradients by ``batch_size`` and step the torch optimizer."""
+        self._check_local("update")
+        self._check_batch(batch_size)
+        self._local_step(batch_size)
+
+    def _check_local(self, name: str) -> None:
+        if self._update_on_kvstore:
+            raise ConfigError(f"{name}() needs update_on_kvstore=False: here the store updates weights, in step()")
+
+    def _check_batch(self, batch_size: float) -> None:
+        if not batch_size > 0:
+            raise ConfigError(f"batch_size={batch_size}: expected the number of samples of all workers, above 0")
+
+    def _local_step(self, batch_size: float) -> None:
+        assert self._torch is not None
+        self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
+        self._torch.step()
+
+    def _sum_gradients(self) -> None:
+        if self._kv is None:
+            return
+        active = self._active()
+        for i in active:
+            tensor = self._params.tensors[i]
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        if active:
+            self._kv.pushpull(active, [self._params.tensors[i].grad for i in active])
+
+    def _remote_step(self, batch_size: float) -> None:
+        kv = self._kv
+        assert kv is not None
+        rule = self._rule_in_force(kv, batch_size)
+        active, weights = self._active(), self._params.data
+        absent = [i for i in active if self._params.tensors[i].grad is None]
+        # Others may wait for this worker's part: in the round of a synchronous store, or in the sum of a client.
+        alone = kv.is_capable("async") and kv.mpi_size == 1
+        pushed = [i for i in active if not (alone and i in absent)]
+        factor = self._wanted_scale(batch_size) / float(getattr(rule, "rescale_grad", 1.0))
+        if factor != 1.0:
+            if not self._warned and hasattr(rule, "rescale_grad"):
+                self._warned = True
+                warnings.warn(
+                    f"step({batch_size}): the store's optimizer was set up for another batch size; gradients of such "
+                    f"steps are multiplied by {factor:.4g} before they are pushed (drop the short last batch of an "
+                    "epoch to avoid this)",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            self._scale([g for i in pushed if (g := self._params.tensors[i].grad) is not None], factor)
+        skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None
+        if pushed:
+            kv.pushpull(pushed, [self._gradient(i) for i in pushed], [weights[i] for i in pushed])
+        if skipped is not None:
+            skipped.wait()
+        if self._torch is not None:
+            # Where lr_scheduler looks whether the optimizer has stepped, before it warns that it should have.
+            self._torch._opt_called = True  # type: ignore[attr-defined]
+            self._torch._step_count = getattr(self._torch, "_step_count", 0) + 1  # type: ignore[attr-defined]
+
+    def _rule_in_force(self, kv: KVStore, batch_size: float) -> optim.Rule:
+        """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ."""
+        mine = self._own_rule()
+        if kv.optimizer is None:
+            if hasattr(mine, "rescale_grad"):
+                mine = mine.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
+            kv.set_optimizer(mine)
+        else:
+            now = kv.optimizer.hyperparams()
+            changed = {n: v for n, v in mine.hyperparams().items() if n != "rescale_grad" and now.get(n) != v}
+            if type(kv.optimizer) is not type(mine):
+                raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")
+            if changed:
+                kv.set_hyperparams(**changed)
+        assert kv.optimizer is not None
+        return kv.optimizer
+
+    def _own_rule(self) -> optim.Rule:
+        if self._torch is None:
+            assert self._rule is not None
+            return self._rule
+        return optim.from_any(self._torch)
+
+    def _wanted_scale(self, batch_size: float) -> float:
+        return float(getattr(self._rule, "rescale_grad", 1.0)) / batch_size
+
+    def _active(self) -> list[int]:
+        """Keys whose gradients are exchanged, first layers first."""
+        found = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]
+        for i in found:
+            grad = self._params.tensors[i].grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"the gradient of {self._params.names[i]} is sparse, which stores do not carry; "
+                    "make it dense (torch.nn.Embedding(..., sparse=False))"
+                )
+        return found
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        tensor = self._params.tensors[index]
+        if tensor.grad is not None:
+            return tensor.grad
+        if index not in self._zeros:
+            self._zeros[index] = torch.zeros_like(tensor)
+        return self._zeros[index]
+
+    @staticmethod
+    def _scale(gradients: list[torch.Tensor], factor: float) -> None:
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    # ---- states
+
+    def save_states(self, path: Any) -> None:
+        """Write the optimizer's state (not the weights) to one file. Collective; worker 0 writes."""
+        kv = self._kv
+        if self._update_on_kvstore:
+            assert kv is not None
+            kv.save_optimizer_states(path)
+            return
+        assert self._torch is not None
+        if kv is None or kv.rank == 0:
+            _save_atomically(self._torch.state_dict(), os.fspath(path))
+        if kv is not None:
+            kv.barrier()
+
+    def load_states(self, path: Any) -> None:
+        """Restore what ``save_states`` wrote, learning rate included. Collective; every worker reads ``path``."""
+        if self._update_on_kvstore:
+            assert self._kv is not None
+            self._kv.load_optimizer_states(path)
+            if self._kv.optimizer is not None:
+                self._adopt(self._kv.optimizer)
+            return
+        assert self._torch is not None
+        self._torch.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+    def _adopt(self, rule: optim.Rule) -> None:
+        """Let the user's optimizer say what the store's, just loaded, says."""
+        found = {name: value for name, value in rule.hyperparams().items() if name != "rescale_grad"}
+        if self._torch is None:
+            self._rule = self._own_rule().with_hyperparams(**found)
+            return
+        for group in self._torch.param_groups:
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in found.items() if n in group})
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Close the store if it was made here. Collective; idempotent."""
+        if self._owned and self._kv is not None:
+            self._kv.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._owned and self._kv is not None:
+            self._kv.__exit__(kind, error, trace)
+
+
+def _save_atomically(state: dict[str, Any], path: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".kvmpi-", dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise KVError(f"save_states to {path}: {error}; what was there before is unchanged") from error

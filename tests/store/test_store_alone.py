@@ -1,0 +1,399 @@
+"""Every store type in one process: the API's semantics, which do not depend on how many workers there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kvmpi
+from kvmpi import errors, optim
+
+ALL = ["local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi"]
+ASSIGNING = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
+
+
+def array(seed: int, shape=(2, 3), dtype="f4"):
+    return np.random.default_rng([11, seed]).standard_normal(shape).astype(dtype)
+
+
+@pytest.fixture(params=["threaded", "naive"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(params=ALL)
+def any_store(request, engine):
+    with kvmpi.create(request.param, engine=engine, timeout_s=20) as kv:
+        if "async" in request.param:
+            kv.set_optimizer(optim.Test(lr=-1))
+        yield kv
+
+
+@pytest.fixture(params=ASSIGNING)
+def store(request):
+    with kvmpi.create(request.param, timeout_s=20) as kv:
+        yield kv
+
+
+def pulled(kv, key, like):
+    out = np.empty_like(like) if isinstance(like, np.ndarray) else torch.empty_like(like)
+    kv.pull(key, out)
+    return out
+
+
+def test_names_and_aliases():
+    for alias, name in {
+        "device": "local", "allreduce": "mpi", "synchronous-mpi": "dist_sync_mpi", "asynchronous-mpi": "dist_async_mpi",
+    }.items():  # fmt: skip
+        with kvmpi.create(alias) as kv:
+            assert kv.type == name
+    with pytest.raises(ValueError, match="dist_sync_mpi"):
+        kvmpi.create("dist_snyc")
+    with pytest.raises(errors.ConfigError, match="timeout"):
+        kvmpi.create("local", timeout=3)
+
+
+def test_a_job_of_one(any_store):
+    kv = any_store
+    assert (kv.rank, kv.num_workers, kv.mpi_rank, kv.mpi_size, kv.client_rank, kv.num_clients) == (0, 1, 0, 1, 0, 1)
+    assert kv.num_servers == (1 if kv.type.startswith("dist") else 0)
+    assert kv.num_dead(5.0) == 0
+    assert (kv.clock(), kv.clock()) == (1, 2)
+    kv.barrier()
+
+
+def test_init_then_pull(any_store):
+    values = {key: array(key, shape) for key, shape in enumerate([(2, 3), (), (0,), (5, 1, 7), (300_000,)])}
+    any_store.init(list(values), list(values.values()))
+    for key, value in values.items():
+        np.testing.assert_array_equal(pulled(any_store, key, value), value)
+
+
+def test_push_assigns_the_sum_over_devices(store):
+    store.init("w", np.zeros((2, 3), "f4"))
+    parts = [array(i) for i in range(3)]
+    store.push("w", parts)
+    np.testing.assert_allclose(pulled(store, "w", parts[0]), np.sum(parts, axis=0, dtype="f8"), rtol=1e-6)
+    store.push("w", parts[0])
+    np.testing.assert_array_equal(pulled(store, "w", parts[0]), parts[0])
+
+
+def test_equal_keys_in_one_push_are_summed(store):
+    store.init([3, 5], [np.zeros(4, "f4")] * 2)
+    ones = np.ones(4, "f4")
+    store.push([3, 5, 3], [ones, 5 * ones, 2 * ones])
+    np.testing.assert_array_equal(pulled(store, 3, ones), 3 * ones)
+    np.testing.assert_array_equal(pulled(store, 5, ones), 5 * ones)
+
+
+def test_lists_of_keys_and_one_array_many_times(store):
+    store.init(["a", "b"], [array(1), array(2)])
+    outs = [np.empty((2, 3), "f4") for _ in range(2)]
+    same = np.empty((2, 3), "f4")
+    store.pull(["a", "b"], [[outs[0]] * 3, [outs[1], same, same]])
+    np.testing.assert_array_equal(outs[0], array(1))
+    np.testing.assert_array_equal(outs[1], array(2))
+    np.testing.assert_array_equal(same, array(2))
+
+
+def test_pushpull_and_broadcast(store):
+    out = np.empty((2, 3), "f4")
+    store.broadcast("w", array(0), out)
+    np.testing.assert_array_equal(out, array(0))
+    store.pushpull("w", [array(1), array(2)], out)
+    np.testing.assert_allclose(out, array(1).astype("f8") + array(2), rtol=1e-6)
+    value = array(3)
+    store.pushpull("w", value)
+    np.testing.assert_array_equal(value, array(3))
+    devices = [array(4), array(5)]
+    store.pushpull("w", devices)
+    np.testing.assert_allclose(devices[0], array(4).astype("f8") + array(5), rtol=1e-6)
+    np.testing.assert_array_equal(devices[0], devices[1])
+
+
+def test_the_store_owns_its_copy(any_store):
+    kv = any_store
+    mine = array(0)
+    kv.init("w", mine)
+    mine[...] = -1
+    np.testing.assert_array_equal(pulled(kv, "w", mine), array(0))
+    gradient, before = array(1), pulled(kv, "w", mine)
+    kv.push("w", gradient)
+    gradient[...] = -1
+    out = pulled(kv, "w", mine)
+    expected = before + array(1) if "async" in kv.type else array(1)
+    np.testing.assert_array_equal(out, expected)
+    out[...] = -2  # what was pulled is the caller's
+    np.testing.assert_array_equal(pulled(kv, "w", mine), expected)
+    np.testing.assert_array_equal(gradient, np.full((2, 3), -1, "f4"))
+
+
+@pytest.mark.parametrize("count", [1, 70_000, 1_500_000])
+def test_buffers_are_free_when_a_call_returns(any_store, count):
+    any_store.init("w", np.zeros(count, "f4"))
+    total = np.zeros(count)
+    for i in range(4):
+        buffer = array(i, count)
+        total = total + buffer if "async" in any_store.type else buffer.astype("f8")
+        any_store.push("w", buffer)
+        buffer[...] = np.nan
+    np.testing.assert_allclose(pulled(any_store, "w", np.empty(count, "f4")), total, rtol=1e-5, atol=1e-5)
+
+
+def test_async_work(any_store):
+    keys = list(range(20))
+    any_store.init(keys, [np.zeros(1000, "f4")] * 20)
+    values, outs = [array(k, 1000) for k in keys], [np.empty(1000, "f4") for _ in keys]
+    pushes = [any_store.push(k, values[k], priority=-k, async_op=True) for k in keys]
+    pulls = [any_store.pull(k, outs[k], priority=-k, async_op=True) for k in keys]
+    for work in [*pushes, *pulls]:
+        work.wait(10)
+        assert work.done()
+    for key in keys:
+        np.testing.assert_array_equal(outs[key], values[key])
+    work = any_store.pushpull(keys, values, outs, async_op=True)
+    work.wait()
+    factor = 2 if "async" in any_store.type else 1
+    for key in keys:
+        np.testing.assert_array_equal(outs[key], factor * values[key])
+
+
+DTYPES = ["float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8"]
+
+
+def test_dtypes_and_layouts(store):
+    for i, dtype in enumerate(DTYPES):
+        value = (np.arange(35).reshape(5, 7) - (0 if dtype == "uint8" else 9)).astype(dtype)
+        store.init(i, value)
+        store.push(i, [value, value.T.copy().T])  # the second is not contiguous
+        out = np.zeros((7, 5), dtype).T
+        store.pull(i, out)
+        assert out.dtype == value.dtype
+        np.testing.assert_array_equal(out, (2 * value.astype("i8")).astype(dtype))
+    for i, dtype in enumerate([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32], start=100):
+        tensor = torch.arange(24).reshape(2, 3, 2, 2).to(dtype).contiguous(memory_format=torch.channels_last)
+        tensor.requires_grad_(tensor.is_floating_point())
+        store.init(i, tensor)
+        store.push(i, [tensor, tensor])
+        out = torch.zeros_like(tensor)
+        store.pull(i, out)
+        assert torch.equal(out.detach().double(), 2 * tensor.detach().double())
+
+
+def test_scalars_and_empty_arrays(any_store):
+    any_store.init(["s", "e"], [np.array(3, "f4"), np.zeros((0, 4), "f4")])
+    any_store.push(["s", "e"], [np.ones((), "f4"), np.zeros((0, 4), "f4")])
+    out = np.zeros((), "f4")
+    any_store.pull("s", out)
+    assert out == (4 if "async" in any_store.type else 1)
+    any_store.pushpull("e", np.zeros((0, 4), "f4"))
+
+
+def test_optimizer_runs_in_the_store(any_store):
+    rule = optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
+    any_store.init("w", array(0))
+    any_store.set_optimizer(rule)
+    weights, velocity = array(0).astype("f8"), np.zeros((2, 3))
+    lr = 0.1
+    for step in range(1, 6):
+        gradient = array(step)
+        any_store.push("w", gradient)
+        velocity = 0.9 * velocity + gradient + 0.01 * weights
+        weights = weights - lr * velocity
+        if step == 3:
+            any_store.set_hyperparams(lr=0.02)
+            lr = 0.02
+    np.testing.assert_allclose(pulled(any_store, "w", array(0)), weights, rtol=1e-5, atol=1e-6)
+    assert any_store.optimizer.hyperparams()["lr"] == 0.02
+    with pytest.raises(errors.ConfigError, match="momentum"):
+        any_store.set_hyperparams(learning_rate=1.0)
+
+
+def test_torch_optimizer_becomes_a_rule(any_store):
+    weight = torch.nn.Parameter(torch.from_numpy(array(0)))
+    twin = torch.nn.Parameter(torch.from_numpy(array(0).astype("f8")))
+    any_store.init(0, weight)
+    any_store.set_optimizer(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1))
+    reference = torch.optim.AdamW([twin], lr=0.01, weight_decay=0.1)
+    for step in range(1, 5):
+        gradient = torch.from_numpy(array(step))
+        any_store.pushpull(0, gradient, weight)
+        twin.grad = torch.from_numpy(array(step).astype("f8"))
+        reference.step()
+    np.testing.assert_allclose(weight.detach(), twin.detach(), rtol=1e-5, atol=1e-7)
+    with pytest.raises(errors.UnsupportedError, match="LBFGS"):
+        any_store.set_optimizer(torch.optim.LBFGS([weight]))
+
+
+def test_multi_precision_keeps_small_updates(any_store):
+    any_store.init("w", np.ones(5, "f2"))
+    any_store.set_optimizer(optim.SGD(lr=1.0, multi_precision=True))
+    for _ in range(8):
+        any_store.push("w", np.full(5, 1e-4, "f2"))
+    expected = np.float16(1 - 8 * float(np.float16(1e-4)))
+    np.testing.assert_array_equal(pulled(any_store, "w", np.empty(5, "f2")), np.full(5, expected))
+
+
+def test_elastic_pushpull_returns_the_center_that_the_push_met(any_store):
+    any_store.init("w", array(0))
+    any_store.set_optimizer(optim.Elastic(alpha=0.25))
+    center, weights = array(0).astype("f8"), array(1)
+    for _ in range(3):
+        met = np.empty_like(weights)
+        any_store.pushpull("w", weights, met)
+        np.testing.assert_allclose(met, center, rtol=1e-6)
+        center = center + 0.25 * (weights - center)
+        before = weights + met
+        weights = weights - np.float32(0.25) * (weights - met)
+        np.testing.assert_allclose(weights + pulled(any_store, "w", met), before, rtol=1e-6)
+
+
+def test_updater():
+    for name in ["local", "mpi"]:
+        with kvmpi.create(name) as kv:
+            assert kv.is_capable("updater")
+            kv.init(4, np.ones((2, 2), "f4"))
+            seen = []
+
+            def update(key, pushed, stored, seen=seen):
+                seen.append((key, pushed.shape))
+                stored += 2 * pushed
+
+            kv.set_updater(update)
+            kv.push(4, [np.ones((2, 2), "f4"), np.full((2, 2), 2, "f4")])
+            np.testing.assert_array_equal(pulled(kv, 4, np.empty((2, 2), "f4")), np.full((2, 2), 7))
+            assert seen == [(4, (2, 2))]
+    with kvmpi.create("dist_sync") as kv, pytest.raises(errors.UnsupportedError, match="register"):
+        kv.set_updater(print)
+
+
+def test_an_error_in_an_updater_surfaces_and_the_store_goes_on():
+    with kvmpi.create("local") as kv:
+        kv.init("w", np.ones(2, "f4"))
+        fail = [True]
+
+        def update(key, pushed, stored):
+            if fail[0]:
+                raise ZeroDivisionError("planted")
+            stored += pushed
+
+        kv.set_updater(update)
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            kv.push("w", np.ones(2, "f4"))
+        kv.push("w", np.ones(2, "f4"), async_op=True)
+        with pytest.raises(ZeroDivisionError):
+            kv.wait_all()
+        kv.wait_all()
+        fail[0] = False
+        kv.push("w", np.ones(2, "f4"))
+        np.testing.assert_array_equal(pulled(kv, "w", np.empty(2, "f4")), [2, 2])
+
+
+def test_bad_calls(any_store):
+    kv = any_store
+    kv.init("w", array(0))
+    good, out = array(0), np.empty((2, 3), "f4")
+    cases = [
+        (errors.KeyNotInitializedError, lambda: kv.push("nope", good)),
+        (KeyError, lambda: kv.pull("nope", out)),
+        (errors.DuplicateKeyError, lambda: kv.init("w", good)),
+        (errors.DuplicateKeyError, lambda: kv.init(["x", "y", "x"], [good] * 3)),
+        (errors.KeyKindError, lambda: kv.init(3, good)),
+        (TypeError, lambda: kv.push(3, good)),
+        (errors.ShapeMismatchError, lambda: kv.push("w", np.ones((3, 2), "f4"))),
+        (ValueError, lambda: kv.pull("w", np.ones(6, "f4"))),
+        (errors.DTypeMismatchError, lambda: kv.push("w", good.astype("f8"))),
+        (errors.DTypeMismatchError, lambda: kv.pushpull("w", good, np.empty((2, 3), "i4"))),
+        (errors.DTypeMismatchError, lambda: kv.pull("w", None)),
+        (errors.DTypeMismatchError, lambda: kv.init("c", np.zeros(2, "c8"))),
+        (errors.ConfigError, lambda: kv.is_capable("telepathy")),
+        (errors.ConfigError, lambda: kv.pushpull(["w"], [good], [out, out])),
+    ]
+    for error, call in cases:
+        with pytest.raises(error) as caught:
+            call()
+        assert isinstance(caught.value, errors.KVError)
+    np.testing.assert_array_equal(pulled(kv, "w", good), array(0))
+    read_only = array(5)
+    read_only.flags.writeable = False
+    with pytest.raises(errors.UnsupportedError, match="read-only"):
+        kv.pull("w", read_only)
+    kv.push("w", read_only)
+    with pytest.raises(errors.KVError, match="'w'"):
+        kv.push("w", np.ones((3, 2), "f4"))
+
+
+def test_an_asynchronous_store_needs_an_optimizer():
+    for name in ["dist_async", "dist_async_mpi"]:
+        with kvmpi.create(name) as kv:
+            kv.init("w", array(0))
+            for call in (lambda kv=kv: kv.push("w", array(0)), lambda kv=kv: kv.pushpull("w", array(0))):
+                with pytest.raises(errors.KVError, match="set_optimizer"):
+                    call()
+            kv.set_optimizer(optim.Test())
+            kv.push("w", array(1))
+            np.testing.assert_array_equal(pulled(kv, "w", array(0)), array(0) + array(1))
+
+
+def test_capabilities_tell_the_truth():
+    for name in ALL:
+        with kvmpi.create(name) as kv:
+            dist = name.startswith("dist")
+            assert kv.is_capable("optimizer")
+            assert kv.is_capable("async") == ("async" in name)
+            assert kv.is_capable("compression") == dist
+            assert kv.is_capable("updater") == (not dist)
+            assert kv.is_capable("checkpoint")
+            assert not kv.is_capable("sparse")
+            kv.init("w", array(0))
+            if "async" in name:
+                kv.set_optimizer(optim.Test(lr=-1))
+            if not dist:
+                with pytest.raises(errors.UnsupportedError):
+                    kv.set_gradient_compression({"type": "fp16"})
+                continue
+            kv.set_gradient_compression({"type": "fp16"})
+            kv.push("w", array(1))
+            expected = array(1).astype("f2").astype("f4") + (array(0) if "async" in name else 0)
+            np.testing.assert_array_equal(pulled(kv, "w", array(0)), expected)
+            with pytest.raises(errors.UnsupportedError, match="fp16"):
+                kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+
+
+def test_closed_stores(any_store):
+    any_store.close()
+    any_store.close()
+    with pytest.raises(errors.KVError, match="closed"):
+        any_store.push("w", array(0))
+
+
+def test_plug_in_store_type():
+    from kvmpi.store.replicated import ReplicatedStore
+
+    kvmpi.register_store("mine", lambda config: ReplicatedStore("mine", config))
+    with kvmpi.create("mine") as kv:
+        assert kv.type == "mine"
+
+
+def test_empty_arrays_in_collective_memory():
+    with kvmpi.create("local") as kv:
+        assert kv.empty((2, 3), "float16").dtype == np.float16
+        assert kv.empty(5, np.int32).shape == (5,)
+        assert kv.empty((1,), torch.bfloat16).dtype == torch.bfloat16
+        with pytest.raises(errors.DTypeMismatchError):
+            kv.empty(3, "complex64")
+
+
+def test_statistics_count_what_was_done():
+    with kvmpi.create("dist_async") as kv:
+        kv.init("w", np.zeros(1000, "f4"))
+        kv.set_optimizer(optim.Test())
+        for _ in range(3):
+            kv.push("w", np.ones(1000, "f4"))
+        kv.pull("w", np.empty(1000, "f4"))
+        stats = kv.stats()
+        assert stats["phases"]["push"] == {**stats["phases"]["push"], "bytes": 12_000, "calls": 3}
+        assert stats["phases"]["pull"]["bytes"] == 4_000
+        assert sum(stats["staleness"].values()) == 3
+        assert stats["imbalance"] == 1.0
