@@ -1,0 +1,116 @@
+"""Bad input and absent workers in real jobs: a clear error at the call, on the right workers, and nothing hangs."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from jobs import run_job
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def mistakes(done):
+    """{mistake: {worker: what it printed}}"""
+    found: dict[str, dict[int, str]] = {}
+    for line in done.stdout.splitlines():
+        if match := re.match(r"\[worker (\d+)\] mistake ([a-z ]+): (.*)", line):
+            found.setdefault(match[2], {})[int(match[1])] = match[3]
+    return found
+
+
+def test_mistakes_in_clients_of_two(job):
+    found = mistakes(job("-n 4 -c 2 -s 2", PROGRAMS / "mistakes.py", "dist_sync_mpi", timeout_s=60))
+    everywhere = {
+        "uninitialised": r"KeyNotInitializedError: .*'nope' on worker",
+        "twice": r"DuplicateKeyError: .*'w' on worker",
+        "kind": r"KeyKindError: .*7",
+        "none": r"DTypeMismatchError: .*'w'.* None",
+        "compression": r"UnsupportedError: .*fp16",
+        "init shape": r"ShapeMismatchError: .*'new'",
+        "init dtype": r"DTypeMismatchError: .*'new'",
+        "optimizer": r"OrderMismatchError: .*SGD",
+    }
+    in_the_client = {  # worker 3 errs; worker 2 is its partner
+        "shape": (r"ShapeMismatchError: .*'w'.*\(3, 2\)", r"ShapeMismatchError: MPI rank 1 .*'w'.*\(3, 2\)"),
+        "dtype": (r"DTypeMismatchError: .*float64", r"DTypeMismatchError: MPI rank 1 .*float64"),
+        "list": (r"ShapeMismatchError: .*'v'", r"ShapeMismatchError: .*'v'"),
+        "keys": (r"OrderMismatchError: .*'w'.*'v'",) * 2,
+        "order": (r"OrderMismatchError: .*position 1.*'v'.*no key",) * 2,
+        "call": (r"OrderMismatchError: .*push\('w'\).*pull\('w'\)",) * 2,
+    }
+    for name, pattern in everywhere.items():
+        for worker in range(4):
+            assert re.match(pattern, found[name][worker]), (name, worker, found[name])
+    for name, (errs, partner) in in_the_client.items():
+        assert re.match(errs, found[name][3]), (name, found[name])
+        assert re.match(partner, found[name][2]), (name, found[name])
+
+
+def test_mistakes_of_clients_of_one(job):
+    found = mistakes(job("-n 3 -c 3 -s 2", PROGRAMS / "mistakes.py", "dist_sync", timeout_s=60))
+    assert re.match(r"ShapeMismatchError: .*'w' on worker 2", found["shape"][2])
+    assert re.match(r"ShapeMismatchError: .*client 2 .*client 0", found["init shape"][2])
+    assert re.match(r"DTypeMismatchError: .*float64.*float32", found["init dtype"][2])
+    for name in ("shape", "init shape", "init dtype"):
+        assert found[name][0] == found[name][1] == "nothing", found[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "store", "others", "named"),
+    [
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client"),
+        ("-n 4 -c 2 -s 1", "dist_sync_mpi", {2}, "MPI rank 1 of this client"),
+        ("-n 3 -c 3 -s 2", "dist_sync", {0, 1}, "waits for client 2"),
+    ],
+)
+def test_a_worker_that_never_comes_is_named(options, store, others, named):
+    done = run_job(options, PROGRAMS / "absent.py", store, timeout_s=60, settings={"timeout_s": 3})
+    assert done.returncode == 1
+    late = dict(re.findall(r"^\[worker (\d+)\] late after [0-9.]+ s: (.*)$", done.stdout, re.MULTILINE))
+    assert {int(worker) for worker in late} >= others, done.stdout + done.stderr
+    assert all(named in late[str(worker)] and "'w'" in late[str(worker)] for worker in others), late
+    seconds = [float(text) for text in re.findall(r"late after ([0-9.]+) s", done.stdout)]
+    assert max(seconds) < 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "status", "text"),
+    [
+        ("-n 2 -c 3", "sums.py", 2, "-c"),
+        ("-n 1", "no_such_program.py", 127, "no_such_program.py"),
+        ("-n 2 -s 0 -c 2", "sums.py", 1, "-s"),
+    ],
+)
+def test_jobs_that_cannot_be(options, program, status, text):
+    done = run_job(options, PROGRAMS / program, "dist_sync", timeout_s=30)
+    assert done.returncode == status, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr or status == 1
+
+
+def test_no_mpi_is_a_clear_error():
+    done = run_job("-n 2", PROGRAMS / "sums.py", "mpi", timeout_s=30, settings={"mpirun": "/nowhere/mpirun"})
+    assert done.returncode == 2
+    assert "kvmpi[mpi]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_scheduler_port_in_use_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_job("-n 1 -s 1", PROGRAMS / "sums.py", "dist_sync", timeout_s=30, settings={"scheduler_port": port})
+    assert done.returncode != 0
+    assert str(port) in done.stderr
+    assert "in use" in done.stderr
+
+
+def test_an_unknown_setting_is_a_clear_error():
+    done = run_job("-n 1", PROGRAMS / "sums.py", "mpi", timeout_s=30, settings={"time_out": 3})
+    assert done.returncode != 0
+    assert "KVMPI_TIME_OUT" in done.stderr
