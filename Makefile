@@ -1,0 +1,58 @@
+# Everything that a newcomer runs. Each target sets up what it needs in .venv, and starts at once the next time.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := pyproject.toml setup.py constraints.txt
+
+.PHONY: help demo test lint check docs bench clean
+
+help:
+	@echo "make demo    train on real images with 4 workers, 2 MPI clients and 2 servers; under a minute after set-up"
+	@echo "make test    formatting, types, architecture and all tests"
+	@echo "make bench   allreduce, parameter server and engine, with the peers that are installed"
+	@echo "make docs    the pages of docs/ that are generated from the code"
+	@echo "make clean   remove .venv and everything that was built"
+
+$(VENV)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("kvmpi needs Python 3.10 or newer; choose one with make PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo: $(VENV)/python $(SOURCES)
+	@$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[mpi,examples]'
+	@touch $@
+
+$(VENV)/test: $(VENV)/python $(SOURCES)
+	@$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[mpi,examples,test]'
+	@touch $@ $(VENV)/demo
+
+demo: $(VENV)/demo
+	@$(BIN)/python examples/compare.py --algorithms mpi-esgd,mpi-sgd -n 4 -c 2 -s 2 --data digits \
+		--target-accuracy 0.95 --out runs/demo
+
+test: lint check
+
+lint: $(VENV)/test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@# The import contract looks at the package as it is installed, with the launchers in their place.
+	@$(PIP) install --quiet --no-deps --target build/installed --upgrade .
+	@PYTHONPATH=build/installed $(BIN)/lint-imports --no-cache
+
+check: $(VENV)/test
+	@$(BIN)/python -m pytest
+
+docs: $(VENV)/test
+	@$(BIN)/python docs/generate.py
+
+bench: $(VENV)/demo
+	@$(BIN)/python benchmarks/engine_overhead.py
+	@$(BIN)/kvmpi run -n 2 benchmarks/allreduce.py
+	@$(BIN)/python benchmarks/ps.py
+
+clean:
+	@rm -rf $(VENV) build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,26 @@
+"""``import kvmpi`` is cheap: it starts nothing and loads nothing optional."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, threading
+import kvmpi
+assert threading.active_count() == 1
+loaded = {"mpi4py", "torch", "cupy", "zmq"} & set(sys.modules)
+assert not loaded, loaded
+kvmpi.create, kvmpi.optim.SGD, kvmpi.errors.KVError, kvmpi.KVStore, kvmpi.Work, kvmpi.register_store
+assert threading.active_count() == 1
+loaded = {"mpi4py", "torch", "cupy"} & set(sys.modules)
+assert not loaded, loaded
+kv = kvmpi.create("local")
+kv.close()
+assert not {"mpi4py", "torch", "cupy"} & set(sys.modules)
+"""
+
+
+def test_importing_starts_nothing_and_needs_nothing_optional():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
