@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from kvmpi.launchers import job as jobs
 from kvmpi.launchers import mpirun, processes, program
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.run import Runner
+from kvmpi.launchers.signals import SignalCatcher
 
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
@@ -68,16 +70,13 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
     args = options.parse_args(ours)
     try:
         return _run(args, words, commands)
-    except program.ProgramNotFoundError as error:
-        status = 127
-        print(f"kvmpi run: {error}", file=sys.stderr)
-    except (ConfigError, UnsupportedError) as error:
-        status = 2
-        print(f"kvmpi run: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # so early that no job was there to stop
+        return 128 + signal.SIGINT
     except KVError as error:
-        status = 1
         print(f"kvmpi run: {error}", file=sys.stderr)
-    return status
+        if isinstance(error, program.ProgramNotFoundError):
+            return 127
+        return 2 if isinstance(error, (ConfigError, UnsupportedError)) else 1
 
 
 def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands | None) -> int:
@@ -112,25 +111,24 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     if args.dry_run:
         print(described)
         return 0
-    job_id = secrets.token_hex(8)
-    job_dir = tempfile.mkdtemp(prefix="kvmpi-", dir=_short_tmpdir())
-    shm_dir = ""
-    if mpi is not None and mpi.kind == "openmpi" and os.access(SHM, os.W_OK):
-        shm_dir = tempfile.mkdtemp(prefix="kvmpi-", dir=SHM)
-    watchdog = processes.Watchdog(job_id, [job_dir, shm_dir, *(mpi.litter() if mpi is not None else ())])
-    signals: list[int] = []
+    signals = SignalCatcher()
     try:
-        output = Output(environ, args.log_dir, interrupted=lambda: bool(signals))
+        output = Output(environ, args.log_dir, interrupted=lambda: bool(signals.caught))
     except OSError as error:
-        watchdog.finish()
+        signals.close()
         raise ConfigError(f"--log-dir {args.log_dir}: {error.strerror}") from None
-    runner = Runner(plan(job_id, job_dir, shm_dir), output, watchdog)
-    runner.signals = signals
-    restore = runner.watch_signals()
+    job_id = secrets.token_hex(8)
+    job_dir = os.path.join(_short_tmpdir(), f"kvmpi-{job_id}")
+    uses_shm = mpi is not None and mpi.kind == "openmpi" and os.access(SHM, os.W_OK)
+    shm_dir = os.path.join(SHM, f"kvmpi-{job_id}") if uses_shm else ""
+    # The folders come after the watchdog, which removes them: so a kill -9 leaves none, whenever it comes.
+    watchdog = processes.Watchdog(job_id, [job_dir, shm_dir, *(mpi.litter() if mpi is not None else ())])
     try:
-        return runner.run()
+        for folder in filter(None, (job_dir, shm_dir)):
+            os.mkdir(folder, 0o700)
+        return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()
     finally:
-        restore()
+        signals.close()
         output.close()
 
 

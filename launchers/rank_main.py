@@ -14,6 +14,8 @@ import runpy
 import sys
 from types import TracebackType
 
+STARTED_AS = os.getpid()
+
 
 def main() -> None:
     """See the top of this file."""
@@ -52,7 +54,7 @@ def _users_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _failed(status: int) -> None:
-    if status == 0:
+    if status == 0 or os.getpid() != STARTED_AS:  # a child that the program has forked ends through here too
         return
     module = sys.modules.get("mpi4py.MPI")
     if module is not None:

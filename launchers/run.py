@@ -9,20 +9,20 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 
 from kvmpi.launchers import processes
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
+from kvmpi.launchers.signals import SignalCatcher
 
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
 #: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
 MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Suspect:
 class Runner:
     """One run of one job. A single thread does everything, because the parent-death signal follows threads."""
 
-    def __init__(self, job: Job, output: Output, watchdog: processes.Watchdog) -> None:
+    def __init__(self, job: Job, output: Output, watchdog: processes.Watchdog, signals: SignalCatcher) -> None:
         self._job = job
         self._output = output
         self._watchdog = watchdog
@@ -73,10 +73,12 @@ class Runner:
         self._failure: Failure | None = None
         self._suspect: Suspect | None = None
         self._writers: dict[str, list[int]] = {}
-        self._endpoint = b""
+        self._endpoint = b""  # what the scheduler has said about where it listens
+        self._ready_closed = False
         self._stopping = False
         self._env = dict(job.env)
-        self.signals: list[int] = []  # those that asked the launcher to end; a handler appends
+        self._signals = signals.caught
+        self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
 
     # ---- the course of a job
 
@@ -92,7 +94,7 @@ class Runner:
             self._drain()
         except OutputClosedError:
             self._blame(Failure("", 128 + signal.SIGPIPE, ""))
-        interrupted = self.signals[0] if self.signals and self._failure is None else 0
+        interrupted = self._signals[0] if self._signals and self._failure is None else 0
         self._stop()
         self._finish()
         if interrupted:
@@ -105,7 +107,7 @@ class Runner:
         return self._failure.status
 
     def _over(self) -> bool:
-        return bool(self.signals) or self._failure is not None
+        return bool(self._signals) or self._failure is not None
 
     def _working(self) -> bool:
         return any(self._alive(process) for process in self._job.of_role("worker", "client"))
@@ -124,13 +126,17 @@ class Runner:
         os.set_blocking(read_end, False)
         self._selector.register(read_end, selectors.EVENT_READ, "ready")
         deadline = time.monotonic() + HANDSHAKE_S
+        text = f"said nothing about where it listens for {HANDSHAKE_S:.0f} s"
         while not self._over() and not self._endpoint.endswith(b"\n"):
+            if self._ready_closed:
+                # Normally it is about to end with an error, and that says more than we could.
+                deadline = min(deadline, time.monotonic() + VERDICT_S)
+                text = "closed KVMPI_READY_FD without saying where it listens"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                text = f"said nothing about where it listens for {HANDSHAKE_S:.0f} s; its log may say why"
                 self._failure = Failure("scheduler", 1, text)
-                return
-            self._step(left_s)
+            else:
+                self._step(left_s)
         if self._over():
             return
         endpoint = self._endpoint.decode(errors="replace").strip()
@@ -198,7 +204,8 @@ class Runner:
             left_s = max(0.0, self._suspect.deadline - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         for key, _ in self._selector.select(timeout_s):
-            self._read(key.fd, key.data)
+            if key.fd in self._selector.get_map():  # reading another may have closed it
+                self._read(key.fd, key.data)
         self._reap()
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
@@ -215,8 +222,7 @@ class Runner:
             self._endpoint += chunk
             if not chunk:
                 self._close(fd)
-                if not self._endpoint.endswith(b"\n"):
-                    self._lost_scheduler()
+                self._ready_closed = True
             return bool(chunk)
         assert isinstance(what, Stream)
         if chunk:
@@ -225,14 +231,6 @@ class Runner:
             self._close(fd)
             self._show(what, what.splitter.close())
         return bool(chunk)
-
-    def _lost_scheduler(self) -> None:
-        """It closed the pipe without a word: normally it is about to end with an error, which says more."""
-        deadline = time.monotonic() + VERDICT_S
-        while not self._over() and time.monotonic() < deadline:
-            self._step(0.05)
-        if not self._over():
-            self._failure = Failure("scheduler", 1, "closed KVMPI_READY_FD without saying where it listens")
 
     def _close(self, fd: int) -> None:
         self._selector.unregister(fd)
@@ -283,7 +281,8 @@ class Runner:
         self._suspect = None
 
     def _reap(self) -> None:
-        for label, child in self._children.items():
+        # Workers first: one that has failed may have taken a server with it, and the last one ends the job.
+        for label, child in reversed(self._children.items()):
             if child.returncode is not None or child.poll() is None:
                 continue
             self._watchdog.discard(child.pid)
@@ -293,14 +292,14 @@ class Runner:
             if self._stopping:
                 self._judge_stopped(label, code)
             elif self._suspect is not None and self._suspect.client == label:
-                # Two bare signals: hydra reports them without the 128.
+                # hydra gives the number of a signal without the 128.
                 mute = {0, *(offset + n for n in (signal.SIGTERM, signal.SIGKILL) for offset in (0, 128))}
                 if not self._suspect.certain and processes.exit_status(code) not in mute:
                     self._suspect = None
                 self._blame(Failure.of(label, code))
             elif code != 0:
                 self._blame(Failure.of(label, code))
-            elif self._plans[label].role in ("scheduler", "server"):
+            elif self._plans[label].role in ("scheduler", "server") and self._working():
                 self._blame(Failure(label, 1, "ended with exit status 0 while workers were still running"))
 
     def _judge_stopped(self, label: str, code: int) -> None:
@@ -316,15 +315,18 @@ class Runner:
         """SIGTERM to all that is left, SIGKILL after the grace or at a second Ctrl-C; whole process groups."""
         self._stopping = True
         self._suspect = None
-        asked = len(self.signals)
+        asked = len(self._signals)
         for number in (signal.SIGTERM, signal.SIGKILL):
             alive = [child for child in self._children.values() if child.returncode is None]
+            if alive and number == signal.SIGKILL:
+                names = ", ".join(label for label, child in self._children.items() if child.returncode is None)
+                self._output.say(f"kvmpi run: SIGTERM did not end {names}; killed")
             for child in alive:
                 processes.signal_group(child, number)
             deadline = time.monotonic() + GRACE_S
             while any(child.returncode is None for child in alive):
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or (number == signal.SIGTERM and len(self.signals) > asked):
+                if left_s <= 0 or (number == signal.SIGTERM and len(self._signals) > asked):
                     break
                 try:
                     self._step(left_s)
@@ -374,33 +376,9 @@ class Runner:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Stream):
                 try:
-                    while key.fd in self._selector.get_map() and self._read(key.fd, key.data):
-                        pass
+                    for _ in range(DRAIN_READS):
+                        if key.fd not in self._selector.get_map() or not self._read(key.fd, key.data):
+                            break
                 except OutputClosedError:
                     if not self._stopping:
                         raise
-
-    def watch_signals(self) -> Callable[[], None]:
-        """Take over SIGINT, SIGTERM, SIGHUP and SIGCHLD; the result gives them back."""
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        os.set_blocking(write_end, False)
-        self._selector.register(read_end, selectors.EVENT_READ, "wakeup")
-
-        def asked(number: int, frame: FrameType | None) -> None:
-            self.signals.append(number)
-
-        # Under nohup SIGHUP is ignored, and shall stay so.
-        handled = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, asked) for number in handled}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-        def restore() -> None:
-            signal.set_wakeup_fd(wakeup_before)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(read_end)
-            os.close(write_end)
-
-        return restore

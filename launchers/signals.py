@@ -1,0 +1,41 @@
+"""Turns the signals that ask a launcher to end into entries of a list and bytes that wake its event loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalCatcher:
+    """While open, signals do not interrupt the launcher but are noted; SIGCHLD only wakes it.
+
+    Attributes:
+        caught: numbers of the ending signals, in the order in which they came.
+        wakeup_fd: becomes readable at every signal; whoever waits on it reads it empty.
+    """
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        self.wakeup_fd, self._write_end = os.pipe()
+        os.set_blocking(self.wakeup_fd, False)
+        os.set_blocking(self._write_end, False)
+        # Under nohup SIGHUP is ignored, and shall stay so. A shell's background job ignores SIGINT, but whoever
+        # sends it to us by number wants us to end.
+        handled = [n for n in ENDING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in handled}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.caught.append(number)
+
+    def close(self) -> None:
+        """Give the signals back to whom they belonged."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.wakeup_fd)
+        os.close(self._write_end)
