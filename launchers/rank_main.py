@@ -33,11 +33,14 @@ def main() -> None:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code:
+            sys.last_value = error  # exit handlers look there, to see how the program ended
         _failed(code & 0xFF)
         raise
     except BaseException as error:
         # Flushed before the report: the launcher shows the last lines of whom it holds responsible.
         error.__traceback__ = _users_part(error.__traceback__)
+        sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
         _failed(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -46,6 +46,7 @@ Buffer = npt.NDArray[Any]
 Updater = Callable[[Key, Any, Any], None]
 
 _CLOSE_TIMEOUT_S = 30.0
+_INLINE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -281,7 +282,7 @@ class KVStore:
         targets = {group.key: group.arrays for group in groups(key, out, "pushpull")}
         vectors = [[arrays.read(array) for array in group.arrays] for group in found]
         works = [
-            self._start_pushpull(state, parts, targets[state.key], priority, deadline, agreed)
+            self._start_pushpull(state, parts, targets[state.key], priority, deadline, agreed, async_op)
             for state, parts in zip(states, vectors, strict=True)
         ]
         return self._complete(works, "pushpull", async_op)
@@ -519,8 +520,9 @@ class KVStore:
         raise NotImplementedError
 
     def _start_pushpull(
-        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed
-    ) -> Work:
+        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed,
+        async_op: bool,
+    ) -> Work:  # fmt: skip
         raise NotImplementedError
 
     def _start_set_rule(self, rule: optim.Rule, agreed: Agreed, deadline: Deadline) -> Work:
@@ -668,7 +670,7 @@ class KVStore:
     # ---- pieces of operations
 
     def _reduce_op(
-        self, state: KeyState, vectors: list[Vector], op: str, deadline: Deadline, agreed: Agreed,
+        self, state: KeyState, vectors: list[Vector], op: str, deadline: Deadline, agreed: Agreed, async_op: bool,
         then: Callable[[], None] | None = None, writes: Sequence[Variable] = (),
     ) -> Work:  # fmt: skip
         """Push: sum ``vectors`` over the client into the key's host buffer, then call ``then``."""
@@ -682,8 +684,13 @@ class KVStore:
             if then is not None:
                 then()
 
+        lane = "reduce"
+        if self.mpi_size == 1:
+            # Nobody to keep in step with. A hand-over between threads costs more than to add up a small array here.
+            here = not async_op and sum(vector.nbytes for vector in vectors) <= _INLINE_BYTES
+            lane = "inline" if here else "cpu"
         return self._engine.push(
-            run, reads=agreed.done, writes=[state.sent, *writes], lane="reduce", name=label, no_skip=True
+            run, reads=agreed.done, writes=[state.sent, *writes], lane=lane, name=label, no_skip=True
         )
 
     def _tell_op(

@@ -117,7 +117,7 @@ class DistStore(KVStore):
                 state, "push", lambda ps: ps.push(state.key, lent, deadline, priority), agreed, priority=priority
             )
             return work if async_op else self._nothing()
-        local = self._sum_op(state, vectors, "push", deadline, agreed)
+        local = self._sum_op(state, vectors, "push", deadline, agreed, async_op)
         work = self._ask_op(
             state, "push", lambda ps: ps.push(state.key, state.host_buffer(), deadline, priority), agreed,
             reads_buffer=True, priority=priority,
@@ -135,12 +135,13 @@ class DistStore(KVStore):
         return self._spread_op(state, target, "pull", work, deadline, agreed)
 
     def _start_pushpull(
-        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed
-    ) -> Work:
+        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed,
+        async_op: bool,
+    ) -> Work:  # fmt: skip
         target = _Target(state, outs)
         source = self._lent(vectors, until_done=True)
         if source is None:
-            self._sum_op(state, vectors, "pushpull", deadline, agreed)
+            self._sum_op(state, vectors, "pushpull", deadline, agreed, async_op)
         work = self._ask_op(
             state, "pushpull",
             lambda ps: ps.pushpull(
@@ -157,13 +158,16 @@ class DistStore(KVStore):
             return buffer
         return None
 
-    def _sum_op(self, state: KeyState, vectors: list[Vector], op: str, deadline: Deadline, agreed: Agreed) -> Work:
+    def _sum_op(
+        self, state: KeyState, vectors: list[Vector], op: str, deadline: Deadline, agreed: Agreed, async_op: bool
+    ) -> Work:
         factor = self._mean_factor(vectors)
         if self._ps is None:
-            return self._reduce_op(state, vectors, op, deadline, agreed)
+            return self._reduce_op(state, vectors, op, deadline, agreed, async_op)
         return self._reduce_op(
-            state, vectors, op, deadline, agreed, then=lambda: scaled(state.host_buffer(), factor, state.dtype)
-        )
+            state, vectors, op, deadline, agreed, async_op,
+            then=lambda: scaled(state.host_buffer(), factor, state.dtype),
+        )  # fmt: skip
 
     def _ask_op(
         self, state: KeyState, op: str, ask: Callable[[PsClient], Work], agreed: Agreed, *,

@@ -136,18 +136,18 @@ _FACTORIES: dict[str, Factory] = {
 @atexit.register
 def _close_at_exit() -> None:
     """Close what is open; if this process ends with an error, do not wait for peers that wait for it."""
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     stores = list(_open_stores)
     for store in stores:
-        if not store.closed:
-            if failed:
-                store.abort()
-            else:
-                store.close()
-    if any(store.mpi_size > 1 and (failed or store.broken) for store in stores):
+        if error is not None:
+            store.abort()
+        else:
+            store.close()
+    if any(store.mpi_size > 1 and (error is not None or store.broken) for store in stores):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         sys.stdout.flush()
         sys.stderr.flush()
         from kvmpi.collectives import mpi_comm
 
-        mpi_comm.end_job(1)
+        code = error.code if isinstance(error, SystemExit) else 1
+        mpi_comm.end_job(code if isinstance(code, int) else 1)

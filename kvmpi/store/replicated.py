@@ -86,7 +86,7 @@ class ReplicatedStore(KVStore):
             with self._recorder.timed("update"):
                 self._apply(state)
 
-        return self._reduce_op(state, vectors, "push", deadline, agreed, then=apply, writes=[state.value])
+        return self._reduce_op(state, vectors, "push", deadline, agreed, async_op, then=apply, writes=[state.value])
 
     def _apply(self, state: KeyState) -> None:
         """The push rule: the host buffer holds the sum."""
@@ -121,8 +121,9 @@ class ReplicatedStore(KVStore):
         return self._engine.push(run, reads=[*agreed.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
 
     def _start_pushpull(
-        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed
-    ) -> Work:
+        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed,
+        async_op: bool,
+    ) -> Work:  # fmt: skip
         factor = self._mean_factor(vectors)
         rule = self._rule
 
@@ -134,7 +135,7 @@ class ReplicatedStore(KVStore):
             for out in outs:
                 arrays.write(out, self._replicas[state.key].value if met is None else met)
 
-        return self._reduce_op(state, vectors, "pushpull", deadline, agreed, then=apply, writes=[state.value])
+        return self._reduce_op(state, vectors, "pushpull", deadline, agreed, async_op, then=apply, writes=[state.value])
 
     def _start_set_rule(self, rule: optim.Rule, agreed: Agreed, deadline: Deadline) -> Work:
         def run() -> None:
