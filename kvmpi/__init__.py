@@ -34,6 +34,7 @@ _LAZY = {
     "Work": "kvmpi.engine",
     "optim": "",
     "errors": "",
+    "torch": "",
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,19 @@ import numpy.typing as npt
 from kvmpi.errors import DTypeMismatchError, UnsupportedError
 
 #: What kvmpi carries, and the NumPy dtype that holds it (bfloat16 as its raw bits).
-DTYPES: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "int8": np.dtype(np.int8),
-    "int16": np.dtype(np.int16),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "uint8": np.dtype(np.uint8),
-}
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "float32": np.dtype(np.float32),
+        "float64": np.dtype(np.float64),
+        "float16": np.dtype(np.float16),
+        "bfloat16": np.dtype(np.uint16),
+        "int8": np.dtype(np.int8),
+        "int16": np.dtype(np.int16),
+        "int32": np.dtype(np.int32),
+        "int64": np.dtype(np.int64),
+        "uint8": np.dtype(np.uint8),
+    }
+)
 
 Buffer = npt.NDArray[Any]
 
@@ -55,7 +59,7 @@ class Vector:
 
 def _library(array: Any) -> str:
     """ "numpy", "torch" or "cupy"; anything else is an error."""
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         return "numpy"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -93,14 +97,30 @@ def dtype_of(array: Any) -> str:
 
     Raises:
         DTypeMismatchError: no array, a dtype that kvmpi does not carry, or foreign byte order.
+        UnsupportedError: a torch tensor of a layout or on a device that kvmpi does not carry.
     """
     library = _library(array)
-    name = str(array.dtype).removeprefix("torch.") if library == "torch" else array.dtype.name
-    if name not in DTYPES or (library == "numpy" and not array.dtype.isnative):
+    if library == "torch":
+        _check_torch(array)
+        name = str(array.dtype).removeprefix("torch.")
+        carried = name in DTYPES
+    else:
+        # Equal dtypes, not equal names: ">f4" and packages that add a "bfloat16" to NumPy bear a name that we know.
+        name = array.dtype.name
+        carried = name in DTYPES and array.dtype == DTYPES[name]
+    if not carried:
         raise DTypeMismatchError(
-            f"dtype {array.dtype} is not carried; use one of {', '.join(DTYPES)}, native byte order"
+            f"dtype {array.dtype} of {library} is not carried; use one of {', '.join(DTYPES)} "
+            "(bfloat16 is torch's), native byte order"
         )
     return name
+
+
+def _check_torch(tensor: Any) -> None:
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise UnsupportedError(f"torch layout {tensor.layout} is not carried; call to_dense() first")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"torch device {tensor.device} is not carried; use cpu or cuda")
 
 
 def read(array: Any) -> Vector:
@@ -110,35 +130,42 @@ def read(array: Any) -> Vector:
         return _read_torch(array, dtype)
     contiguous = bool(array.flags.c_contiguous)
     if library == "numpy":
-        flat = array.reshape(-1) if contiguous else np.ascontiguousarray(array).reshape(-1)
+        plain = array.view(np.ndarray)  # a matrix stays two-dimensional, whatever one asks of it
+        flat = plain.reshape(-1) if contiguous else np.ascontiguousarray(plain).reshape(-1)
         return Vector(flat, dtype, "cpu", contiguous and bool(array.flags.writeable))
-    return Vector(array.reshape(-1), dtype, f"cuda:{array.device.id}", contiguous)
+    with array.device:
+        vector = Vector(array.reshape(-1), dtype, f"cuda:{array.device.id}", contiguous)
+        # The lane that sums it knows nothing of this thread's stream.
+        sys.modules["cupy"].cuda.get_current_stream().synchronize()
+    return vector
 
 
 def _read_torch(tensor: Any, dtype: str) -> Vector:
     torch = sys.modules["torch"]
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"torch layout {tensor.layout} is not carried; call to_dense() first")
     tensor = tensor.detach()
-    contiguous = tensor.is_contiguous()
-    flat = tensor.reshape(-1) if contiguous else tensor.contiguous().reshape(-1)
+    contiguous = tensor.is_contiguous() and not tensor.is_neg()
+    flat = tensor.resolve_neg().contiguous().reshape(-1)  # copies only where it must
     if dtype == "bfloat16":
         flat = flat.view(torch.int16)
     if tensor.device.type == "cpu":
         buffer = flat.numpy()
         return Vector(buffer.view(np.uint16) if dtype == "bfloat16" else buffer, dtype, "cpu", contiguous)
-    if tensor.device.type != "cuda":
-        raise UnsupportedError(f"torch device {tensor.device} is not carried; use cpu or cuda")
     import cupy
 
+    torch.cuda.current_stream(tensor.device).synchronize()  # the lane that sums it knows nothing of this stream
     buffer = cupy.asarray(flat)
     return Vector(buffer.view(cupy.uint16) if dtype == "bfloat16" else buffer, dtype, str(tensor.device), contiguous)
 
 
 def check_writable(array: Any) -> None:
     """Raise ``UnsupportedError`` if results cannot be written into ``array``."""
-    if _library(array) == "numpy" and not array.flags.writeable:
+    library = _library(array)
+    if library == "torch":
+        _check_torch(array)
+    if library == "numpy" and not array.flags.writeable:
         raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
+    if library == "torch" and any(step == 0 and n > 1 for n, step in zip(array.shape, array.stride(), strict=True)):
+        raise UnsupportedError("out is an expanded torch tensor, whose elements share memory; pass a clone() of it")
 
 
 def write(array: Any, flat: Buffer) -> None:
@@ -146,18 +173,16 @@ def write(array: Any, flat: Buffer) -> None:
     library = _library(array)
     if library == "numpy":
         np.copyto(array, flat.reshape(array.shape))
-        return
-    target = read(array)
-    if target.shared and target.on_host:
-        np.copyto(target.buffer, flat)
     elif library == "torch":
-        torch = sys.modules["torch"]
-        source = torch.from_numpy(flat.view(np.int16) if dtype_of(array) == "bfloat16" else flat)
-        if dtype_of(array) == "bfloat16":
-            source = source.view(torch.bfloat16)
-        array.detach().copy_(source.reshape(array.shape))
+        if array.device.type == "cpu" and array.is_contiguous() and not array.is_neg():
+            np.copyto(_read_torch(array, dtype_of(array)).buffer, flat)
+        else:
+            array.detach().copy_(wrap(flat, shape_of(array), dtype_of(array), "torch"))
     else:
-        array.reshape(-1)[...] = sys.modules["cupy"].asarray(flat)
+        cupy = sys.modules["cupy"]
+        with array.device:
+            array[...] = cupy.asarray(flat).reshape(array.shape)
+            cupy.cuda.get_current_stream().synchronize()  # from here on, flat belongs to the caller
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
@@ -167,16 +192,14 @@ def empty(shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
         DTypeMismatchError: a dtype that kvmpi does not carry.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(dtype, torch.dtype):
-        return torch.empty(shape, dtype=dtype, device=device or "cpu")
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    of_torch = torch is not None and isinstance(dtype, torch.dtype)
+    name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)
     if name not in DTYPES:
         raise DTypeMismatchError(f"dtype {dtype} is not carried; use one of {', '.join(DTYPES)}")
-    if name == "bfloat16":
-        from torch import bfloat16
-        from torch import empty as torch_empty
+    if of_torch or name == "bfloat16":
+        import torch as installed
 
-        return torch_empty(shape, dtype=bfloat16, device=device or "cpu")
+        return installed.empty(shape, dtype=getattr(installed, name), device=device or "cpu")
     if device not in (None, "cpu"):
         import cupy
 
@@ -185,8 +208,19 @@ def empty(shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
     return np.empty(shape, dtype=DTYPES[name])
 
 
+def _name_of(dtype: Any) -> str:
+    """The name that kvmpi has for what the caller calls a dtype; any other text if there is none."""
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        return str(dtype)
+    return found.name if found.isnative else str(dtype)
+
+
 def wrap(flat: Buffer, shape: tuple[int, ...], dtype: str, like: str) -> Any:
-    """A host buffer in storage dtype as an array of the library ``like`` ("torch", else NumPy) that shares its memory."""
+    """A host buffer in storage dtype as an array that shares its memory; NumPy's unless ``like`` is "torch"."""
     if like != "torch" and dtype != "bfloat16":
         return flat.reshape(shape)
     import torch

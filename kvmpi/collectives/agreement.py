@@ -9,20 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import DTypeMismatchError, KVError, KVTimeoutError, OrderMismatchError, ShapeMismatchError, rebuild
+from kvmpi.errors import (
+    BY_NAME,
+    ConfigError,
+    DTypeMismatchError,
+    KVError,
+    KVTimeoutError,
+    OrderMismatchError,
+    PeerLostError,
+    ShapeMismatchError,
+    rebuild,
+)
+
+Buffer = npt.NDArray[Any]
 
 _TAG = 1
 _DIGEST_BYTES = 16
-_TEXT_BYTES = 64 << 10
-_AGREED, _EXPLAIN, _LATE = b"\0", b"\1", b"\2"
+_LENGTH_BYTES = 8
+_AGREED, _EXPLAIN, _LATE = 0, 1, 2
+#: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,121 +58,122 @@ class Call:
     entries: tuple[Entry, ...] = ()
     failure: BaseException | None = None
 
-    def text(self) -> str:
+    def text(self, settings: str = "") -> str:
+        """The call, and the settings that it is made with, as JSON."""
         failure = None if self.failure is None else [type(self.failure).__name__, str(self.failure)]
-        return json.dumps([self.op, [[e.key, list(e.shape), e.dtype] for e in self.entries], failure])
-
-    def digest(self) -> bytes:
-        """16 bytes that differ when the calls do; all zero for a call that failed, so that it never agrees."""
-        if self.failure is not None:
-            return bytes(_DIGEST_BYTES)
-        return hashlib.blake2b(self.text().encode(), digest_size=_DIGEST_BYTES).digest()
+        return json.dumps([self.op, [[e.key, e.shape, e.dtype] for e in self.entries], failure, settings])
 
 
-def agree(comm: Comm, call: Call, deadline: Deadline) -> None:
-    """Return when every rank has made the same call.
+def agree(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> None:
+    """Return when every rank has made the same call; raise what ``verdict`` returns."""
+    error = verdict(comm, call, deadline, settings)
+    if error is not None:
+        raise error
 
+
+def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> BaseException | None:
+    """None when every rank has made the same call, with the same ``settings``.
+
+    Returns:
+        What this rank has to raise otherwise; the communicator is in order. If a rank reported that its call is
+        invalid: its own error there, one of the same class elsewhere. If the calls differ: ``OrderMismatchError``,
+        ``ShapeMismatchError`` or ``DTypeMismatchError``, naming the first difference, and ``ConfigError`` if only the
+        settings do.
     Raises:
-        OrderMismatchError, ShapeMismatchError, DTypeMismatchError: the calls differ; on every rank, naming the first
-            difference.
-        KVError: a rank reported that its call is invalid; that rank raises its own error, the others one of its class.
         KVTimeoutError: a rank did not come; names it. The communicator is then unusable.
+        PeerLostError: the transport says that a rank is gone. The communicator is then unusable.
     """
     if comm.size == 1:
-        if call.failure is not None:
-            raise call.failure
-        return
-    verdict = _judge(comm, call, deadline) if comm.rank == 0 else _ask(comm, call, deadline)
-    if verdict is not None:
-        raise verdict if call.failure is None else call.failure
+        return call.failure
+    text = call.text(settings).encode()
+    # All zero for a call that failed, so that it never agrees.
+    digest = bytes(_DIGEST_BYTES)
+    if call.failure is None:
+        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    error = (_judge if comm.rank == 0 else _ask)(comm, call, text, digest, deadline)
+    return error if error is None or call.failure is None else call.failure
 
 
-def _bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def _pack(text: bytes) -> np.ndarray:
-    """A text of at most 64 KiB with its length in front, in a buffer of fixed size."""
-    text = text[: _TEXT_BYTES - 4]
-    buffer = np.zeros(_TEXT_BYTES, dtype=np.uint8)
-    buffer[:4] = _bytes(len(text).to_bytes(4, "little"))
-    buffer[4 : 4 + len(text)] = _bytes(text)
-    return buffer
-
-
-def _unpack(buffer: np.ndarray) -> bytes:
-    length = int.from_bytes(buffer[:4].tobytes(), "little")
-    return buffer[4 : 4 + length].tobytes()
-
-
-def _judge(comm: Comm, call: Call, deadline: Deadline) -> KVError | None:
+def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) -> KVError | None:
     others = range(1, comm.size)
-    digests = {rank: np.empty(_DIGEST_BYTES, dtype=np.uint8) for rank in others}
+    digests = np.empty((comm.size, _DIGEST_BYTES), dtype=np.uint8)
     requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
     try:
         wait_all(requests.values(), deadline, lambda: "")
     except KVTimeoutError:
         missing = [rank for rank in others if not requests[rank].test()]
-        verdict = _LATE + ",".join(map(str, missing)).encode()
-        _send_verdict(comm, [rank for rank in others if rank not in missing], verdict)
+        _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
         raise _late(comm, call, missing, deadline) from None
-    own = call.digest()
-    if any(own) and all(digests[rank].tobytes() == own for rank in others):
-        _send_verdict(comm, others, _AGREED)
+    digests[0] = np.frombuffer(own, dtype=np.uint8)
+    agreed = any(own) and bool((digests == digests[0]).all())
+    answer = np.array([_AGREED if agreed else _EXPLAIN, 0], dtype=np.int64)
+    grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
+    what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
+    wait_all([comm.isend(answer, rank, _TAG) for rank in others], grace, lambda: what)
+    if agreed:
         return None
-    _send_verdict(comm, others, _EXPLAIN)
-    texts = {rank: np.empty(_TEXT_BYTES, dtype=np.uint8) for rank in others}
-    explained = [comm.irecv(texts[rank], rank, _TAG) for rank in others]
-    grace = Deadline(max(1.0, deadline.remaining_s()))
-    wait_all(explained, grace, lambda: f"{call.op}: rank 0 waits for other ranks to explain a mismatch")
-    calls = [call.text(), *(_unpack(texts[rank]).decode(errors="replace") for rank in others)]
-    error = first_difference(calls)
-    reply = _pack(json.dumps([type(error).__name__, str(error)]).encode())
-    wait_all([comm.isend(reply, rank, _TAG) for rank in others], grace, lambda: f"{call.op}: rank 0 reports a mismatch")
+    texts = _receive_texts(comm, others, grace, what)
+    error = first_difference([text.decode(), *(texts[rank].decode() for rank in others)])
+    _send_text(comm, others, json.dumps([type(error).__name__, str(error)]).encode(), grace, what)
     return error
 
 
-def _send_verdict(comm: Comm, ranks: Sequence[int], verdict: bytes) -> None:
-    buffer = np.zeros(256, dtype=np.uint8)
-    verdict = verdict[:255]
-    buffer[: len(verdict)] = _bytes(verdict)
-    sends = [comm.isend(buffer, rank, _TAG) for rank in ranks]
-    wait_all(sends, Deadline(5.0), lambda: "rank 0 could not send its verdict")
+def _report_missing(comm: Comm, ranks: Sequence[int], missing: Sequence[int], deadline: Deadline) -> None:
+    """Tell those who came who did not; in vain where they gave up before."""
+    answer = np.array([_LATE, len(missing)], dtype=np.int64)
+    names = np.array(missing, dtype=np.int64)
+    sends = [comm.isend(part, rank, _TAG) for rank in ranks for part in (answer, names)]
+    try:
+        wait_all(sends, Deadline(min(_GRACE_S, deadline.timeout_s / 2)), lambda: "")
+    except (KVTimeoutError, PeerLostError):
+        pass
 
 
-def _ask(comm: Comm, call: Call, deadline: Deadline) -> KVError | None:
-    send = comm.isend(_bytes(call.digest()), 0, _TAG)
-    verdict = np.empty(256, dtype=np.uint8)
-    receive = comm.irecv(verdict, 0, _TAG)
+def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline) -> KVError | None:
+    answer = np.empty(2, dtype=np.int64)
+    receive = comm.irecv(answer, 0, _TAG)
+    send = comm.isend(np.frombuffer(digest, dtype=np.uint8), 0, _TAG)
     # Rank 0 names who is missing when its own deadline passes, which may be a little after ours.
-    grace = Deadline(deadline.remaining_s() * 1.1 + 0.5)
+    grace = Deadline(deadline.remaining_s() + max(0.1 * deadline.timeout_s, min(0.5, 0.5 * deadline.timeout_s)))
+    what = f"{_at(comm, call)}: rank 0 does not explain its verdict; was it stopped?"
     wait_all(
         [receive, send],
         grace,
         lambda: (
-            f"{_at(comm, call)}: no answer from rank 0 in {grace.timeout_s:.1f} s; "
-            "is it in a call of its own, stopped, or dead? Look at rank 0, or raise KVMPI_TIMEOUT_S"
+            f"{_at(comm, call)}: no answer from MPI rank 0 of this client within {grace.timeout_s:.1f} s; "
+            "is it in another call, stopped, or dead? Look at rank 0, or raise KVMPI_TIMEOUT_S"
         ),
     )
-    kind = verdict[:1].tobytes()
+    kind, count = answer.tolist()
     if kind == _AGREED:
         return None
+    grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     if kind == _LATE:
-        missing = verdict[1:].tobytes().rstrip(b"\0").decode()
-        raise _late(comm, call, [int(rank) for rank in missing.split(",")], deadline)
-    text = _pack(call.text().encode())
-    reply = np.empty(_TEXT_BYTES, dtype=np.uint8)
-    requests = [comm.isend(text, 0, _TAG), comm.irecv(reply, 0, _TAG)]
-    wait_all(
-        requests, Deadline(max(1.0, deadline.remaining_s())), lambda: f"{_at(comm, call)}: rank 0 does not explain"
-    )
-    name, message = json.loads(_unpack(reply))
+        missing = np.empty(count, dtype=np.int64)
+        wait_all([comm.irecv(missing, 0, _TAG)], grace, lambda: what)
+        raise _late(comm, call, missing.tolist(), deadline)
+    _send_text(comm, [0], text, grace, what)
+    name, message = json.loads(_receive_texts(comm, [0], grace, what)[0])
     return rebuild(name, message)
 
 
+def _send_text(comm: Comm, ranks: Sequence[int], text: bytes, deadline: Deadline, what: str) -> None:
+    length = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), dtype=np.uint8)
+    body = np.frombuffer(text, dtype=np.uint8)
+    wait_all([comm.isend(part, rank, _TAG) for rank in ranks for part in (length, body)], deadline, lambda: what)
+
+
+def _receive_texts(comm: Comm, ranks: Sequence[int], deadline: Deadline, what: str) -> Mapping[int, bytes]:
+    """What each of ``ranks`` sends with ``_send_text``."""
+    lengths = {rank: np.empty(_LENGTH_BYTES, dtype=np.uint8) for rank in ranks}
+    wait_all([comm.irecv(lengths[rank], rank, _TAG) for rank in ranks], deadline, lambda: what)
+    texts = {rank: np.empty(int.from_bytes(lengths[rank].tobytes(), "little"), dtype=np.uint8) for rank in ranks}
+    wait_all([comm.irecv(texts[rank], rank, _TAG) for rank in ranks], deadline, lambda: what)
+    return {rank: texts[rank].tobytes() for rank in ranks}
+
+
 def _at(comm: Comm, call: Call) -> str:
-    keys = ", ".join(repr(entry.key) for entry in call.entries[:3]) + (", ..." if len(call.entries) > 3 else "")
-    return f"{call.op}({keys}) on MPI rank {comm.rank} of {comm.size}"
+    return f"{_brief(call.op, [[entry.key] for entry in call.entries])} on MPI rank {comm.rank} of {comm.size}"
 
 
 def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) -> KVTimeoutError:
@@ -169,18 +186,16 @@ def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) ->
 
 def first_difference(calls: Sequence[str]) -> KVError:
     """The error for calls that differ, given each rank's text: an invalid call first, else the first difference."""
-    parsed = []
-    for rank, text in enumerate(calls):
-        try:
-            parsed.append(json.loads(text))
-        except ValueError:  # a text that was cut at 64 KiB
-            return OrderMismatchError(f"the calls of the ranks differ, and rank {rank}'s is too long to compare")
-    for rank, (op, _, failure) in enumerate(parsed):
+    parsed = [json.loads(text) for text in calls]
+    for rank, (op, _, failure, _) in enumerate(parsed):
         if failure is not None:
-            return rebuild(failure[0], f"MPI rank {rank} of this client cannot {op}: {failure[1]}")
-    op, entries, _ = parsed[0]
+            name, reason = failure
+            if name not in BY_NAME:
+                name, reason = "KVError", f"{name}: {reason}"
+            return rebuild(name, f"MPI rank {rank} of this client cannot {op}: {reason}")
+    op, entries, _, settings = parsed[0]
     for rank in range(1, len(parsed)):
-        other_op, other_entries, _ = parsed[rank]
+        other_op, other_entries, _, other_settings = parsed[rank]
         if other_op != op:
             return OrderMismatchError(
                 f"workers of one client make different calls: MPI rank 0 {_brief(op, entries)}, "
@@ -191,6 +206,11 @@ def first_difference(calls: Sequence[str]) -> KVError:
             theirs = other_entries[i] if i < len(other_entries) else None
             if mine != theirs:
                 return _entry_difference(op, i, rank, mine, theirs)
+        if other_settings != settings:
+            return ConfigError(
+                f"workers of one client have different settings: {settings} on MPI rank 0, {other_settings} on "
+                f"MPI rank {rank}; give all of them the same KVMPI_* environment and arguments"
+            )
     return OrderMismatchError("the calls of the ranks differed in their digests but not in their texts")
 
 
@@ -200,12 +220,17 @@ def _brief(op: str, entries: Sequence[Sequence[object]]) -> str:
 
 
 def _entry_difference(
-    op: str, index: int, rank: int, mine: Sequence[object] | None, theirs: Sequence[object] | None
+    op: str, index: int, rank: int, mine: Sequence[Any] | None, theirs: Sequence[Any] | None
 ) -> KVError:
     where = f"{op}: the first difference between workers of one client is at position {index}: "
     if mine is None or theirs is None or mine[0] != theirs[0]:
         names = [("no key" if entry is None else f"key {entry[0]!r}") for entry in (mine, theirs)]
         return OrderMismatchError(f"{where}MPI rank 0 has {names[0]}, MPI rank {rank} has {names[1]}")
-    what, cls = ("shape", ShapeMismatchError) if mine[1] != theirs[1] else ("dtype", DTypeMismatchError)
-    i = 1 if what == "shape" else 2
-    return cls(f"{where}key {mine[0]!r} has {what} {mine[i]} on MPI rank 0 and {theirs[i]} on MPI rank {rank}")
+    if mine[1] != theirs[1]:
+        shapes = tuple(mine[1]), tuple(theirs[1])
+        return ShapeMismatchError(
+            f"{where}key {mine[0]!r} has shape {shapes[0]} on MPI rank 0 and {shapes[1]} on MPI rank {rank}"
+        )
+    return DTypeMismatchError(
+        f"{where}key {mine[0]!r} has dtype {mine[2]} on MPI rank 0 and {theirs[2]} on MPI rank {rank}"
+    )

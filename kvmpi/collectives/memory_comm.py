@@ -9,6 +9,9 @@ import numpy as np
 
 from kvmpi.collectives.comm import Bytes
 
+#: Which of several communicators of the same ranks: how often each ancestor had been duplicated.
+_Context = tuple[int, ...]
+
 
 class _Done:
     def test(self) -> bool:
@@ -38,19 +41,19 @@ class MemoryWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.lock = threading.Lock()
-        self.boxes: dict[tuple[int, int, int, int], deque[np.ndarray]] = defaultdict(deque)
-        self.queues: dict[tuple[int, int, int, int], deque[_Receive]] = defaultdict(deque)
+        self.lock = threading.Lock()  # guards the mailboxes
+        self.boxes: dict[tuple[_Context, int, int, int], deque[np.ndarray]] = defaultdict(deque)
+        self.queues: dict[tuple[_Context, int, int, int], deque[_Receive]] = defaultdict(deque)
 
     def comms(self) -> list[MemoryComm]:
         """One communicator for each rank."""
-        return [MemoryComm(self, rank, 0) for rank in range(self.size)]
+        return [MemoryComm(self, rank, ()) for rank in range(self.size)]
 
 
 class MemoryComm:
     """One rank's end of a ``MemoryWorld``. A sent message is copied at once, so a send is done when posted."""
 
-    def __init__(self, world: MemoryWorld, rank: int, context: int) -> None:
+    def __init__(self, world: MemoryWorld, rank: int, context: _Context) -> None:
         self._world, self.rank, self.size, self._context = world, rank, world.size, context
         self._duplicates = 0
 
@@ -73,7 +76,7 @@ class MemoryComm:
 
     def duplicate(self) -> MemoryComm:
         self._duplicates += 1
-        return MemoryComm(self._world, self.rank, self._context * 16 + self._duplicates)
+        return MemoryComm(self._world, self.rank, (*self._context, self._duplicates))
 
     def free(self) -> None:
         pass

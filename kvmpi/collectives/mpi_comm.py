@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvmpi.collectives.comm import Bytes
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, PeerLostError
 
 #: Variables by which the common MPI launchers say how many ranks they started.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS")
@@ -55,52 +55,71 @@ def end_job(status: int) -> None:
     MPI.COMM_WORLD.Abort(status)
 
 
+#: Requests that are under way, with their buffers. When a call gives up, MPI may still write into what it was given:
+#: that memory must live for as long as the process does.
+_under_way: set[_Request] = set()
+
+
 class _Request:
-    def __init__(self, test: Callable[[], bool], lock: threading.Lock | None, buffer: Bytes) -> None:
-        self._test, self._lock = test, lock
-        self._buffer = buffer  # MPI writes into it until the request is done
+    __slots__ = ("_buffer", "_done", "_lock", "_mpi", "_test")
+
+    def __init__(self, mpi: Any, test: Callable[[], bool], lock: threading.Lock | None, buffer: Bytes) -> None:
+        self._mpi, self._test, self._lock, self._buffer = mpi, test, lock, buffer
         self._done = False
+        _under_way.add(self)
 
     def test(self) -> bool:
-        if not self._done:
+        if self._done:
+            return True
+        try:
             if self._lock is None:
-                self._done = self._test()
+                done = self._test()
             else:
                 with self._lock:
-                    self._done = self._test()
-        return self._done
+                    done = self._test()
+        except self._mpi.Exception as error:
+            raise _lost(error) from None
+        if done:
+            self._done = True
+            _under_way.discard(self)
+        return done
 
 
 class MpiComm:
-    """One rank of an MPI communicator. All transfers are non-blocking; with less than THREAD_MULTIPLE a lock guards MPI."""
+    """One rank of an MPI communicator. No call blocks; with less than THREAD_MULTIPLE a lock guards MPI."""
 
     def __init__(self, mpi: Any, comm: Any, lock: threading.Lock | None) -> None:
         self._mpi, self._comm, self._lock = mpi, comm, lock
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
-    def _start(self, start: Callable[[], Any], buffer: Bytes) -> _Request:
-        if self._lock is None:
-            request = start()
-        else:
-            with self._lock:
-                request = start()
-        return _Request(request.Test, self._lock, buffer)
+    def _start(self, start: Callable[..., Any], buffer: Bytes, *arguments: Any) -> _Request:
+        try:
+            if self._lock is None:
+                request = start(*arguments)
+            else:
+                with self._lock:
+                    request = start(*arguments)
+        except self._mpi.Exception as error:
+            raise _lost(error) from None
+        return _Request(self._mpi, request.Test, self._lock, buffer)
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> _Request:
-        message = [buffer, buffer.nbytes, self._mpi.BYTE]
-        return self._start(lambda: self._comm.Isend(message, dest, tag), buffer)
+        return self._start(self._comm.Isend, buffer, [buffer, buffer.nbytes, self._mpi.BYTE], dest, tag)
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> _Request:
-        message = [buffer, buffer.nbytes, self._mpi.BYTE]
-        return self._start(lambda: self._comm.Irecv(message, source, tag), buffer)
+        return self._start(self._comm.Irecv, buffer, [buffer, buffer.nbytes, self._mpi.BYTE], source, tag)
 
     def iallreduce(self, buffer: Bytes) -> _Request:
         message = [buffer, buffer.size, self._mpi._typedict[np.dtype(buffer.dtype).char]]
-        return self._start(lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._mpi.SUM), buffer)
+        return self._start(self._comm.Iallreduce, buffer, self._mpi.IN_PLACE, message, self._mpi.SUM)
 
     def duplicate(self) -> MpiComm:
         return MpiComm(self._mpi, self._comm.Dup(), self._lock)
 
     def free(self) -> None:
         self._comm.Free()
+
+
+def _lost(error: Exception) -> PeerLostError:
+    return PeerLostError(f"MPI cannot go on: {error}; a worker of this client has probably ended")

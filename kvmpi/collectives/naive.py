@@ -1,4 +1,4 @@
-"""The slow, obvious collectives: gather, add in float64, send back. The oracle, selected by ``KVMPI_ALLREDUCE=naive``."""
+"""The slow, obvious collectives, the oracle: gather, add in float64, send back (``KVMPI_ALLREDUCE=naive``)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,51 @@ from kvmpi.deadline import Deadline
 Buffer = npt.NDArray[Any]
 
 _TAG = 4
+#: MPI counts in 32-bit integers, and rank 0 has memory for a part of every rank.
+MAX_PIECE_COUNT = 1 << 24
 
 
-def naive_allreduce(comm: Comm, buffer: Buffer, deadline: Deadline, label: str) -> None:
+def naive_allreduce(
+    comm: Comm, buffer: Buffer, deadline: Deadline, label: str, *, max_piece_count: int = MAX_PIECE_COUNT
+) -> None:
     """Sum ``buffer`` (shape ``(count,)``) over all ranks, in place, in rank order; floats in float64, rounded once."""
-    if comm.rank == 0:
-        parts = [np.empty_like(buffer) for _ in range(1, comm.size)]
-        requests = [comm.irecv(part, rank, _TAG) for rank, part in enumerate(parts, start=1)]
-        wait_all(requests, deadline, lambda: _late(comm, label, [r for r, q in enumerate(requests, 1) if not q.test()]))
-        wide = np.float64 if buffer.dtype.kind == "f" else buffer.dtype
-        total = buffer.astype(wide)
+    for start in range(0, buffer.size, max_piece_count):
+        piece = buffer[start : start + max_piece_count]
+        if comm.rank == 0:
+            _gather_sum(comm, piece, deadline, label)
+        else:
+            wait_all([comm.isend(piece, 0, _TAG)], deadline, lambda: _late(comm, label, [0]))
+        naive_broadcast(comm, piece, 0, deadline, label)
+
+
+def _gather_sum(comm: Comm, piece: Buffer, deadline: Deadline, label: str) -> None:
+    parts = [np.empty_like(piece) for _ in range(1, comm.size)]
+    requests = [comm.irecv(part, rank, _TAG) for rank, part in enumerate(parts, start=1)]
+    wait_all(requests, deadline, lambda: _late(comm, label, [r for r, q in enumerate(requests, 1) if not q.test()]))
+    total = piece.astype(np.float64 if piece.dtype.kind == "f" else piece.dtype)
+    with np.errstate(all="ignore"):
         for part in parts:
             total += part
-        buffer[...] = total.astype(buffer.dtype)
-    else:
-        wait_all([comm.isend(buffer, 0, _TAG)], deadline, lambda: _late(comm, label, [0]))
-    naive_broadcast(comm, buffer, 0, deadline, label)
+        piece[...] = total.astype(piece.dtype)
 
 
-def naive_broadcast(comm: Comm, buffer: Buffer, root: int, deadline: Deadline, label: str) -> None:
+def naive_broadcast(
+    comm: Comm, buffer: Buffer, root: int, deadline: Deadline, label: str, *, max_piece_count: int = MAX_PIECE_COUNT
+) -> None:
     """Send ``buffer`` of ``root`` to every other rank, one by one."""
-    if comm.rank == root:
-        others = [rank for rank in range(comm.size) if rank != root]
-        sends = [comm.isend(buffer, rank, _TAG) for rank in others]
-        wait_all(sends, deadline, lambda: _late(comm, label, others))
-    else:
-        wait_all([comm.irecv(buffer, root, _TAG)], deadline, lambda: _late(comm, label, [root]))
+    others = [rank for rank in range(comm.size) if rank != root]
+    for start in range(0, buffer.size, max_piece_count):
+        piece = buffer[start : start + max_piece_count]
+        if comm.rank == root:
+            sends = [comm.isend(piece, rank, _TAG) for rank in others]
+            wait_all(sends, deadline, lambda: _late(comm, label, others))
+        else:
+            wait_all([comm.irecv(piece, root, _TAG)], deadline, lambda: _late(comm, label, [root]))
 
 
 def _late(comm: Comm, label: str, missing: list[int]) -> str:
     names = ", ".join(map(str, missing))
-    return f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}"
+    return (
+        f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}; "
+        "look at that worker, or raise KVMPI_TIMEOUT_S"
+    )

@@ -8,8 +8,8 @@ t-1, so chunks flow around the ring without waiting for whole steps:
     gather, t = P-1 .. 2P-3:   send segment rank+1-u, receive rank-u,  u = t-(P-1)
 
 Cost per rank for S bytes: 2(P-1)/P * S bytes sent; 2(P-1) latencies plus one for each chunk of a segment.
-Every element is summed once, in ring order starting with its segment's owner, and copied from there: every rank gets
-the same bits, and the same bits in the next run.
+Every element is summed once, in ring order starting with its segment's owner (each rank adds its vectors one by one to
+what it receives), and copied from there: every rank gets the same bits, and the same bits in the next run.
 
 Source: Patarasuk & Yuan, JPDC 69(2):117-124, 2009, doi:10.1016/j.jpdc.2008.09.002.
 """
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ def segment_bounds(count: int, num_segments: int) -> list[Range]:
     """Half-open element ranges covering ``range(count)``; lengths differ by at most one, longer first."""
     base, extra = divmod(count, num_segments)
     starts = [i * base + min(i, extra) for i in range(num_segments + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def chunked_segments(count: int, num_segments: int, max_chunk_count: int) -> list[list[Range]]:
@@ -59,29 +60,42 @@ def segments_of_step(step: int, rank: int, size: int) -> tuple[int, int]:
     return (rank + 1 - gather) % size, (rank - gather) % size
 
 
+class Terms(Protocol):
+    """One rank's part of a ring's arithmetic, range by range. Every element is seen exactly once by one of the two."""
+
+    def own(self, start: int, stop: int) -> Buffer:
+        """This rank's contribution to a range, in memory that stays as it is until the ring has ended."""
+        ...
+
+    def add(self, incoming: Buffer, start: int, stop: int, last: bool) -> None:
+        """Add this rank's contribution to ``incoming``, which may be changed, and keep the sum.
+
+        It goes into ``out`` as a result if ``last``, else into ``accumulator`` for the next rank.
+        """
+        ...
+
+
 def ring_allreduce(
     comm: Comm,
+    terms: Terms,
     accumulator: Buffer,
     out: Buffer,
     *,
-    fold: Callable[[int, int], None],
-    narrow: Callable[[int, int], None],
     max_chunk_count: int,
     deadline: Deadline,
     label: str,
+    scratch: Callable[[int], Buffer] | None = None,
 ) -> None:
     """Sum over all ranks into ``out``.
 
     Args:
-        accumulator: shape ``(count,)``, where partial sums live and from which they are sent.
-        out: shape ``(count,)``, where the result goes; may be ``accumulator`` itself.
-        fold: ``fold(start, stop)`` writes this rank's own contribution into that range of ``accumulator``;
-            called exactly once for every element, just before it is needed.
-        narrow: ``narrow(start, stop)`` converts a finished range of ``accumulator`` into ``out``;
-            called exactly once for every element of the segment that this rank finishes.
+        terms: what this rank contributes.
+        accumulator: shape ``(count,)``, where partial sums live and from which they are sent; may be ``out``.
+        out: shape ``(count,)``, where the result goes, of any dtype.
         max_chunk_count: elements of a chunk at most; the same on every rank.
         deadline: for the whole call.
         label: what the call is for, in error messages.
+        scratch: ``scratch(count)`` gives memory of ``accumulator``'s dtype that is free during the call.
     Raises:
         KVTimeoutError: names the neighbour that was waited for; ``comm`` is then unusable.
     """
@@ -92,40 +106,34 @@ def ring_allreduce(
     reduce_steps = size - 1
     total = 2 * reduce_steps * num_chunks
     window = min(_WINDOW, total)
-    scratch = np.empty((window, segments[0][0][1] - segments[0][0][0]), dtype=accumulator.dtype)
+    longest = segments[0][0][1] - segments[0][0][0]
+    incoming = np.empty(window * longest, accumulator.dtype) if scratch is None else scratch(window * longest)
 
-    def sent_range(i: int) -> Range:
-        return segments[segments_of_step(i // num_chunks, rank, size)[0]][i % num_chunks]
-
-    def received_range(i: int) -> Range:
-        return segments[segments_of_step(i // num_chunks, rank, size)[1]][i % num_chunks]
+    def slot(i: int, length: int) -> Buffer:
+        first = i % window * longest
+        return incoming[first : first + length]
 
     def post_receive(i: int) -> Request | None:
-        start, stop = received_range(i)
+        step, chunk = divmod(i, num_chunks)
+        start, stop = segments[segments_of_step(step, rank, size)[1]][chunk]
         if start == stop:
             return None
-        if i // num_chunks >= reduce_steps:
-            return comm.irecv(out[start:stop], left, _TAG_RING)
-        request = comm.irecv(scratch[i % window, : stop - start], left, _TAG_RING)
-        fold(start, stop)  # while the neighbour's part is on its way
-        return request
+        return comm.irecv(out[start:stop] if step >= reduce_steps else slot(i, stop - start), left, _TAG_RING)
 
     def finish_receive(i: int) -> None:
-        start, stop = received_range(i)
-        if i // num_chunks < reduce_steps and start < stop:
-            part = accumulator[start:stop]
-            np.add(scratch[i % window, : stop - start], part, out=part)
-            if i // num_chunks == reduce_steps - 1:
-                narrow(start, stop)
+        step, chunk = divmod(i, num_chunks)
+        start, stop = segments[segments_of_step(step, rank, size)[1]][chunk]
+        if step < reduce_steps and start < stop:
+            terms.add(slot(i, stop - start), start, stop, step == reduce_steps - 1)
 
     def post_send(i: int) -> Request | None:
-        start, stop = sent_range(i)
+        step, chunk = divmod(i, num_chunks)
+        start, stop = segments[segments_of_step(step, rank, size)[0]][chunk]
         if start == stop:
             return None
-        if i < num_chunks:
-            fold(start, stop)
-        source = accumulator if i // num_chunks < reduce_steps else out
-        return comm.isend(source[start:stop], right, _TAG_RING)
+        if step == 0:
+            return comm.isend(terms.own(start, stop), right, _TAG_RING)
+        return comm.isend((accumulator if step < reduce_steps else out)[start:stop], right, _TAG_RING)
 
     receives: deque[Request | None] = deque()
     sends: deque[Request | None] = deque()
@@ -133,8 +141,9 @@ def ring_allreduce(
     patience = Patience(
         deadline,
         lambda: (
-            f"{label}: ring allreduce on MPI rank {rank} of {size}: no data from MPI rank {left} in "
-            f"{deadline.timeout_s:.1f} s, step {received // num_chunks + 1} of {2 * reduce_steps}; "
+            f"{label}: ring allreduce on MPI rank {rank} of {size}: "
+            f"{_stuck(received < total, left, right)} within {deadline.timeout_s:.1f} s, "
+            f"step {min(received // num_chunks, 2 * reduce_steps - 1) + 1} of {2 * reduce_steps}; "
             "look at that worker, or raise KVMPI_TIMEOUT_S"
         ),
     )
@@ -181,7 +190,7 @@ def chain_broadcast(
     patience = Patience(
         deadline,
         lambda: (
-            f"{label}: broadcast on MPI rank {rank} of {size}: no data from MPI rank {left} in "
+            f"{label}: broadcast on MPI rank {rank} of {size}: {_stuck(received < num_chunks, left, right)} within "
             f"{deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
         ),
     )
@@ -208,3 +217,7 @@ def chain_broadcast(
             patience.progress()
         else:
             patience.pause()
+
+
+def _stuck(receiving: bool, left: int, right: int) -> str:
+    return f"no data from MPI rank {left}" if receiving else f"MPI rank {right} does not take its data"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from kvmpi.deadline import Deadline
 from kvmpi.engine.base import Engine
 from kvmpi.engine.operation import RETURNED, Operation, outcome, stuck
 from kvmpi.engine.variable import Variable
-from kvmpi.engine.work import Deadline, Failure, Work, earliest, lock_timeout, sequence
+from kvmpi.engine.work import Failure, Work, earliest, lock_timeout, sequence
 from kvmpi.errors import KVError, KVTimeoutError
 
 

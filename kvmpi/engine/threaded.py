@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvmpi.deadline import Deadline
 from kvmpi.engine.base import Engine
 from kvmpi.engine.lanes import ThreadLane
 from kvmpi.engine.operation import Operation, outcome, stuck
 from kvmpi.engine.variable import Variable
-from kvmpi.engine.work import Deadline, Failure, Work, acquire_within, earliest, lock_timeout, sequence
+from kvmpi.engine.work import Failure, Work, acquire_within, earliest, lock_timeout, sequence
 from kvmpi.errors import KVError, KVTimeoutError
 
 

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from kvmpi.errors import KVError, KVTimeoutError
@@ -52,18 +51,6 @@ def earliest(first: Failure | None, second: Failure | None) -> Failure | None:
     if first is None or (second is not None and second.order < first.order):
         return second
     return first
-
-
-class Deadline:
-    """A point in time that one public call hands down to everything it waits for."""
-
-    __slots__ = ("_expires",)
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._expires = math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-    def remaining_s(self) -> float:
-        return self._expires - time.monotonic()
 
 
 def acquire_within(gate: threading.Lock, timeout_s: float | None) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import DTYPES
 from kvmpi.errors import DTypeMismatchError, ShapeMismatchError
 
 Array = npt.NDArray[Any]
@@ -34,19 +35,7 @@ Array = npt.NDArray[Any]
 BLOCK_BYTES = 128 << 10
 
 #: Name of a dtype -> NumPy dtype of the memory that holds it.
-STORAGE: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {
-        "float32": np.dtype(np.float32),
-        "float64": np.dtype(np.float64),
-        "float16": np.dtype(np.float16),
-        "bfloat16": np.dtype(np.uint16),
-        "int8": np.dtype(np.int8),
-        "int16": np.dtype(np.int16),
-        "int32": np.dtype(np.int32),
-        "int64": np.dtype(np.int64),
-        "uint8": np.dtype(np.uint8),
-    }
-)
+STORAGE: Mapping[str, np.dtype[Any]] = DTYPES
 
 HALF = frozenset({"float16", "bfloat16"})
 

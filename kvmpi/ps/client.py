@@ -1,11 +1,8 @@
-"""The master's link to scheduler and servers: one I/O thread that drives the session's state machine over sockets."""
+"""The master's view of the servers: where each key lives, how far it is, and what to ask whom."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,19 +15,22 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import KVError, ProtocolError, ServerLostError
+from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.ps import codec, placement
-from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.ps.link import Link
+from kvmpi.ps.session import SCHEDULER, Ask, Operation
 from kvmpi.trace import Recorder
-from kvmpi.wire import Connection, Message, Readiness, Waker, as_array, host_name, new_context
+from kvmpi.wire import Message, as_array, host_name
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
 Key = int | str
+Settle = Callable[[KVError | None], None]
 
-_BATCH = 8
-_TICK_S = 0.05
+#: Longest wait for the answers to a good-bye: a peer that is dead must not hold up the end of a program.
+_GOODBYE_S = 3.0
+_FOR_EVER_S = 10 * 365 * 86400.0
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class KeyLayout:
     chunks: list[placement.Part]
     steps: int = 0
     seen_version: int = 0
+    pushing: bool = False
 
 
 @dataclass(slots=True)
@@ -57,28 +58,25 @@ class SavedChunk:
 class PsClient:
     """Client ``client``'s conversation with all servers about one store. Operations return a ``Work`` at once.
 
-    Buffers that are passed to an operation must stay unchanged until its Work is done. Operations on one key must be
-    started one after the other; what is started for different keys runs side by side.
+    Buffers that are passed to an operation must stay unchanged until its Work is done. An operation on a key may be
+    started when the one before it on that key is done; different keys run side by side.
+
+    A push that fails is not counted: the next push of the key is taken as its repetition, and servers that had it
+    already add nothing. So a caller who tries again contributes once, and rounds of other clients stay in step.
     """
 
     def __init__(
-        self, config: Config, *, store: int, mode: str, client: int, num_clients: int, recorder: Recorder
-    ) -> None:
+        self, config: Config, *, store: int, mode: str, client: int, num_clients: int, recorder: Recorder,
+        link: Link | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._store, self._mode = config, store, mode
         self._client, self._num_clients, self._recorder = client, num_clients, recorder
-        self._session = ClientSession(config.window_bytes, config.retry_s)
+        self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
         self._layouts: dict[Key, KeyLayout] = {}
         self._placement = placement.create(config.placement, max(1, config.num_servers))
         self._codec = codec.get("none")
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._waker = Waker()
-        self._connections: dict[int, Connection] = {}
-        self._readiness: Readiness | None = None
-        self._stop = False
-        self._heartbeats = False
-        self._failed: KVError | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{store}", daemon=True)
+        self._num_joined = 0
         self.clock = 0
 
     # ---- life
@@ -88,62 +86,65 @@ class PsClient:
 
         Raises:
             KVTimeoutError: the scheduler or a server does not answer.
+            ConfigError: the job is not the one that this client was told of.
         """
-        self._thread.start()
-        incarnation = os.getpid()
-        roster: list[m.Roster] = []
+        try:
+            self._link.start()
+            incarnation = time.time_ns()  # later than that of a process which this one replaces
+            self.register(incarnation, deadline).wait()
+            self.open_sessions(incarnation, deadline).wait()
+        except BaseException:
+            self._link.stop()
+            raise
+
+    def register(self, incarnation: int, deadline: Deadline) -> Work:
+        """Join at the scheduler; done when all servers are there and connected to."""
 
         def on_roster(message: Message, payloads: list[memoryview]) -> None:
-            assert isinstance(message, m.Roster)
-            roster.append(message)
+            if not isinstance(message, m.Roster) or len(message.hosts) != len(message.endpoints):
+                raise ProtocolError(f"expected a roster of servers, got {type(message).__name__}")
+            if len(message.hosts) != self._config.num_servers:
+                raise ConfigError(
+                    f"the scheduler knows {len(message.hosts)} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
+                )
+            pairs = zip(message.hosts, message.endpoints, strict=True)
+            self._link.join_servers([self._choose(server_host, names) for server_host, names in pairs])
+            self._num_joined = len(message.hosts)
 
         fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])
-        register = Ask(SCHEDULER, m.Register, fields, on_reply=on_roster)
-        joining = self._start(f"client {self._client} joins the job at {self._config.scheduler}", [register], deadline)
-        self._heartbeats = True
-        joining.wait()
-        endpoints = [
-            self._choose(server_host, names)
-            for server_host, names in zip(roster[0].hosts, roster[0].endpoints, strict=True)
-        ]
-        connected = threading.Event()
-        self._do(lambda: self._connect_servers(endpoints, connected))
-        connected.wait(deadline.remaining_s())
+        ask = Ask(SCHEDULER, m.Register, fields, on_reply=on_roster)
+        return self._start(f"client {self._client} joins the job at {self._config.scheduler}", [ask], deadline)
+
+    def open_sessions(self, incarnation: int, deadline: Deadline) -> Work:
+        """Say to every server who this is."""
         hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
-        asks = [Ask(server, m.Hello, hello) for server in range(len(endpoints))]
-        self._start(f"client {self._client} opens its sessions", asks, deadline).wait()
+        asks = [Ask(server, m.Hello, hello) for server in range(self._num_joined)]
+        return self._start(f"client {self._client} opens its sessions", asks, deadline)
 
     def _choose(self, server_host: str, endpoints: Sequence[str]) -> str:
         ipc = [endpoint for endpoint in endpoints if endpoint.startswith("ipc://")]
         tcp = [endpoint for endpoint in endpoints if endpoint.startswith("tcp://")]
-        wanted = self._config.transport
-        if ipc and wanted != "tcp" and server_host == host_name():
+        if ipc and self._config.transport != "tcp" and server_host == host_name():
             return ipc[0]
+        if not tcp and not ipc:
+            raise ProtocolError(f"a server on {server_host} has no endpoint")
         return (tcp or ipc)[0]
-
-    def _connect_servers(self, endpoints: Sequence[str], connected: threading.Event) -> None:
-        for server, endpoint in enumerate(endpoints):
-            self._connections[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
-        self._readiness = None
-        connected.set()
 
     def close(self, deadline: Deadline) -> None:
         """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
-        if self._thread.is_alive() and not self._stop:
+        if self._link.is_open:
+            asks = [*(Ask(server, m.Bye, ()) for server in range(self._num_joined)), Ask(SCHEDULER, m.Leave, ())]
+            short = Deadline(min(deadline.remaining_s(), _GOODBYE_S))
             try:
-                asks = [Ask(server, m.Bye, ()) for server in self._connections if server != SCHEDULER]
-                self._start(f"client {self._client} leaves", asks, deadline).wait()
-                self._start(f"client {self._client} leaves", [Ask(SCHEDULER, m.Leave, ())], deadline).wait()
+                # Whatever is still queued goes first.
+                self._start(f"client {self._client} leaves", asks, short, priority=-(1 << 62)).wait()
             except KVError:
                 pass  # a peer is gone already; there is nobody left to tell
         self.abort()
 
     def abort(self) -> None:
         """End the I/O thread without a word to the peers."""
-        self._stop = True
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join(5.0)
+        self._link.stop()
 
     # ---- keys
 
@@ -154,8 +155,10 @@ class PsClient:
             for key, shape, dtype in described
         ]
         for (key, shape, dtype), size, parts in zip(described, sizes, self._placement.place(sizes), strict=True):
-            chunks = placement.cut(parts, size.itemsize, self._config.chunk_bytes)
-            self._layouts[key] = KeyLayout(shape, dtype, chunks)
+            # A rule's state is kept in the accumulation dtype: its frames must not be too large to travel either.
+            widened = DTYPES[host.ACCUMULATE[dtype]].itemsize
+            limit = min(self._config.chunk_bytes, self._config.max_message_bytes * size.itemsize // widened)
+            self._layouts[key] = KeyLayout(shape, dtype, placement.cut(parts, size.itemsize, limit))
 
     def forget_keys(self, keys: Sequence[Key]) -> None:
         """Undo ``add_keys`` of keys whose ``init`` failed."""
@@ -189,34 +192,37 @@ class PsClient:
 
     def _exchange(self, key: Key, value: Buffer, out: Buffer | None, deadline: Deadline, priority: int) -> Work:
         layout = self._layouts[key]
+        if layout.pushing:
+            raise KVError(
+                f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
+            )
+        layout.pushing = True
         encode, name, dtype = self._codec.encode, self._codec.name, layout.dtype
         step = layout.steps + 1
         asks = []
         for i, chunk in enumerate(layout.chunks):
             part = value[chunk.start : chunk.stop]
-            fields = (key, i, step, name, out is not None)
+            target = None if out is None else out[chunk.start : chunk.stop]
             asks.append(
                 Ask(
                     chunk.server,
                     m.Push,
-                    fields,
+                    (key, i, step, name, out is not None),
                     cost_bytes=part.nbytes,
                     payloads=lambda part=part: (encode(part, dtype),),  # type: ignore[misc]
-                    on_reply=self._on_value(
-                        layout, i, None if out is None else out[chunk.start : chunk.stop], pushed=True
-                    ),
-                )  # fmt: skip
+                    on_reply=self._on_value(layout, i, target, pushed=True),
+                )
             )
         op = "push" if out is None else "pushpull"
-        work = self._start(self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=value.nbytes)
 
-        def count(done: Work) -> None:
-            # A step that a server refused is not used up: the next push takes it again.
-            if done.error() is None:
+        def count(error: KVError | None) -> None:
+            layout.pushing = False
+            if error is None or any(ask.used for ask in asks):
                 layout.steps = step
 
-        work.add_done_callback(count)
-        return work
+        return self._start(
+            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=value.nbytes, settle=count
+        )
 
     def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
@@ -256,29 +262,34 @@ class PsClient:
     # ---- commands to all servers
 
     def set_rule(self, rule: optim.Rule, deadline: Deadline) -> Work:
-        """Make ``rule`` the update rule; done when every server has it."""
-        self._ordinals["rule"] += 1
-        fields = (self._ordinals["rule"], rule.name, rule.hyperparams())
+        """Make ``rule`` the update rule; done when every server has it. To be called when no push is under way."""
+        fields = (rule.name, rule.hyperparams())
         return self._command("set_optimizer", m.SetRule, fields, deadline, counts="rule")
 
     def set_hyperparams(self, hyperparams: dict[str, Any], deadline: Deadline) -> Work:
-        """Change hyperparameters from this client's next push on; done when every server has them."""
-        self._ordinals["hyper"] += 1
-        fields = (self._ordinals["hyper"], hyperparams, self.clock)
-        return self._command("set_hyperparams", m.SetHyperparams, fields, deadline, counts="hyper")
+        """Change hyperparameters from this client's next push on; done when every server has them.
+
+        To be called when no push is under way: the servers count the rounds that this client has contributed to.
+        """
+        return self._command("set_hyperparams", m.SetHyperparams, (hyperparams, self.clock), deadline, counts="hyper")
 
     def _command(
         self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
     ) -> Work:
-        asks = [Ask(server, kind, fields) for server in sorted(self._connections) if server != SCHEDULER]
-        work = self._start(f"{name} on client {self._client}", asks, deadline)
+        ordinal, settle = self._next_ordinal(counts)
+        asks = [Ask(server, kind, (ordinal, *fields)) for server in range(self._num_joined)]
+        return self._start(f"{name} on client {self._client}", asks, deadline, settle=settle)
 
-        def take_back(done: Work) -> None:
-            if done.error() is not None:  # refused: the number was not used
-                self._ordinals[counts] -= 1
+    def _next_ordinal(self, counts: str) -> tuple[int, Settle]:
+        """The number of a call that all clients make, and what has to run when the call is over."""
+        ordinal = self._ordinals[counts] + 1
+        self._ordinals[counts] = ordinal
 
-        work.add_done_callback(take_back)
-        return work
+        def settle(error: KVError | None) -> None:
+            if error is not None:  # not used up: the next call is the repetition of this one
+                self._ordinals[counts] = ordinal - 1
+
+        return ordinal, settle
 
     def imbalance(self) -> float:
         """The most loaded server's bytes over the mean."""
@@ -296,7 +307,10 @@ class PsClient:
                 into.updates = message.updates
                 for name, payload in zip(message.names, payloads, strict=True):
                     dtype = layout.dtype if name == "value" else host.ACCUMULATE[layout.dtype]
-                    into.arrays[name] = as_array(payload, DTYPES[dtype])
+                    array = as_array(payload, DTYPES[dtype])
+                    if array.size != into.stop - into.start:
+                        raise ProtocolError(f"state {name!r} of key {key!r}: {array.size} elements in a chunk")
+                    into.arrays[name] = array
 
             return on_reply
 
@@ -323,120 +337,46 @@ class PsClient:
 
     def barrier(self, deadline: Deadline) -> Work:
         """Done when every client of the store has reached it."""
-        self._ordinals["barrier"] += 1
-        ask = Ask(SCHEDULER, m.Barrier, (self._ordinals["barrier"],))
-        return self._start(f"barrier {self._ordinals['barrier']} on client {self._client}", [ask], deadline)
+        ordinal, settle = self._next_ordinal("barrier")
+        ask = Ask(SCHEDULER, m.Barrier, (ordinal,))
+        return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:
-        """Ranks of clients that have been silent for ``timeout_s``, in a list that is complete when the Work is done."""
+        """Ranks of clients that have been silent for ``timeout_s``, complete when the Work is done."""
         dead: list[int] = []
 
         def keep(message: Message, payloads: list[memoryview]) -> None:
-            assert isinstance(message, m.Dead)
+            if not isinstance(message, m.Dead):
+                raise ProtocolError(f"expected the dead clients, got {type(message).__name__}")
             dead.extend(message.clients)
 
         ask = Ask(SCHEDULER, m.QueryDead, (timeout_s,), on_reply=keep)
         return self._start(f"num_dead on client {self._client}", [ask], deadline), dead
 
-    # ---- the I/O thread
+    # ---- operations
 
     def _label(self, op: str, key: Key, step: int | None = None) -> str:
         at = "" if step is None else f" at step {step}"
         return f"{op} of key {key!r} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
 
     def _start(
-        self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0
-    ) -> Work:
+        self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
+        settle: Settle | None = None,
+    ) -> Work:  # fmt: skip
+        """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
         work = Work(label)
         started_s = time.perf_counter()
 
         def on_done(error: KVError | None) -> None:
+            if settle is not None:
+                settle(error)
             if phase:
                 self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
             work.finish(error)
 
-        timeout_s = min(deadline.remaining_s(), 10 * 365 * 86400.0)
-        operation = Operation(label, timeout_s, time.monotonic(), on_done)
-        self._do(lambda: self._submit(operation, asks, priority))
+        timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
+        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done), asks, priority)
         return work
-
-    def _submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
-        if self._failed is not None:
-            operation.error = self._failed
-            operation.on_done(self._failed)
-        else:
-            self._session.submit(operation, asks, priority)
-
-    def _do(self, run: Callable[[], None]) -> None:
-        self._inbox.append(run)
-        if self._thread.is_alive() and not self._stop:
-            self._waker.wake()
-        else:
-            self._failed = self._failed or ServerLostError("the link to the servers is closed")
-            self._drain_inbox()
-
-    def _drain_inbox(self) -> None:
-        while self._inbox:
-            try:
-                run = self._inbox.popleft()
-            except IndexError:
-                return
-            run()
-
-    def _run(self) -> None:
-        self._context = new_context()
-        try:
-            scheduler = Connection(self._context, self._config.scheduler, self._config.max_message_bytes)
-            self._connections[SCHEDULER] = scheduler
-            self._loop(scheduler)
-        except Exception as error:  # a defect of ours must not leave callers waiting
-            self._failed = KVError(f"the I/O thread of client {self._client} failed: {type(error).__name__}: {error}")
-            self._failed.__cause__ = error
-        finally:
-            self._stop = True
-            self._failed = self._failed or ServerLostError("the link to the servers is closed")
-            self._session.fail_all(self._failed)
-            self._drain_inbox()
-            for connection in self._connections.values():
-                connection.close()
-            self._context.term()
-            self._waker.close()
-
-    def _loop(self, scheduler: Connection) -> None:
-        next_tick_s = time.monotonic()
-        next_heartbeat_s = next_tick_s + self._config.heartbeat_s
-        while not self._stop:
-            self._drain_inbox()
-            self._pump()
-            if self._readiness is None:
-                self._readiness = Readiness([self._waker, *self._connections.values()])
-            busy = not self._session.idle
-            self._readiness.wait(_TICK_S if busy else max(0.0, next_heartbeat_s - time.monotonic()))
-            self._waker.clear()
-            for connection in list(self._connections.values()):
-                self._receive(connection)
-            now_s = time.monotonic()
-            if now_s >= next_tick_s:
-                self._session.tick(now_s)
-                next_tick_s = now_s + _TICK_S
-            if now_s >= next_heartbeat_s and self._heartbeats:
-                scheduler.send(m.Heartbeat(self.clock))
-                next_heartbeat_s = now_s + self._config.heartbeat_s
-
-    def _receive(self, connection: Connection) -> None:
-        for _ in range(_BATCH):
-            try:
-                received = connection.recv()
-            except ProtocolError:
-                continue  # not ours to answer; the request that it belonged to will time out
-            if received is None:
-                return
-            self._session.receive(*received)
-            self._pump()
-
-    def _pump(self) -> None:
-        for peer, message, payloads in self._session.sendable(time.monotonic()):
-            self._connections[peer].send(message, payloads)
 
 
 def _one(part: Buffer) -> Callable[[], Sequence[Buffer]]:

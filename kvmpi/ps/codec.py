@@ -13,7 +13,7 @@ Buffer = npt.NDArray[Any]
 
 
 class Codec:
-    """Encodes chunks on the master and tells the server what arrives. Subclass it, set ``name``, and ``register`` it."""
+    """Encodes chunks on the master, tells the server what arrives. Subclass it, set ``name``, and ``register`` it."""
 
     name = ""
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, ServerLostError
+from kvmpi.errors import ConfigError, KVError, ServerLostError
+from kvmpi.ps.reply import Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.shard import Reply
 from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, host_name, keep_large_buffers
 from kvmpi.wire import messages as m
 
 #: Messages taken from one socket before others, and the clock, get their turn.
 _BATCH = 16
 _POLL_S = 0.2
+
+_log = logging.getLogger(__name__)
 
 
 class Daemon:
@@ -32,6 +35,15 @@ class Daemon:
     def stop(self) -> None:
         self._stopped = True
         self._waker.wake()
+
+    @staticmethod
+    def _send(listener: Listener, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            try:
+                listener.send(*reply)
+            except KVError as error:  # a defect, but one peer's answer must not end the service of all
+                _log.exception("a %s could not be sent", type(reply.message).__name__)
+                listener.send(*failure(reply.route, getattr(reply.message, "request", -1), error))
 
 
 class SchedulerDaemon(Daemon):
@@ -68,8 +80,7 @@ class SchedulerDaemon(Daemon):
                 if now_s >= next_tick_s:
                     replies += self._state.tick(now_s)
                     next_tick_s = now_s + _POLL_S
-                for reply in replies:
-                    listener.send(*reply)
+                self._send(listener, replies)
         finally:
             listener.close()
             self._waker.close()
@@ -82,10 +93,9 @@ class ServerDaemon(Daemon):
         super().__init__(config)
         self._rank = rank
         self._state = ServerState(rank)
-        self._joined = False
 
-    def run(self, context: Context[Any]) -> None:
-        """Serve until stopped.
+    def run(self, context: Context[Any], on_listening: Callable[[], None] = lambda: None) -> None:
+        """Serve until stopped. ``on_listening`` is called when clients can connect.
 
         Raises:
             ConfigError: an address cannot be had, or a module of ``--import`` cannot be imported.
@@ -97,22 +107,28 @@ class ServerDaemon(Daemon):
             except ImportError as error:
                 raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
         keep_large_buffers()
-        listener = Listener(context, self._config.max_message_bytes)
         scheduler = Connection(context, self._config.scheduler, self._config.max_message_bytes)
+        listener = Listener(context, self._config.max_message_bytes)
         try:
+            self._listen(listener)
+            on_listening()
             self._serve(listener, scheduler)
         finally:
             listener.close()
             scheduler.close()
             self._waker.close()
 
-    def _serve(self, listener: Listener, scheduler: Connection) -> None:
+    def _listen(self, listener: Listener) -> None:
         if self._config.job_dir:
             listener.bind_ipc(os.path.join(self._config.job_dir, f"server-{self._rank}"))
         if not self._config.scheduler.startswith("ipc://"):
             listener.bind_tcp(self._config.host)
+
+    def _serve(self, listener: Listener, scheduler: Connection) -> None:
+        # A later process in this one's place has a later time.
+        incarnation = time.time_ns()
         register = m.Register(
-            1, "server", self._rank, -1, self._config.num_servers, os.getpid(), host_name(), listener.endpoints
+            1, "server", self._rank, -1, self._config.num_servers, incarnation, host_name(), listener.endpoints
         )
         scheduler.send(register)
         readiness = Readiness([listener, scheduler, self._waker])
@@ -124,8 +140,7 @@ class ServerDaemon(Daemon):
                 received = listener.recv()
                 if received is None:
                     break
-                for reply in self._state.handle(*received):
-                    listener.send(*reply)
+                self._send(listener, self._state.handle(*received))
             while (notice := scheduler.recv()) is not None:
                 self._hear(listener, notice[0])
             now_s = time.monotonic()
@@ -137,5 +152,4 @@ class ServerDaemon(Daemon):
         if isinstance(message, m.Failure):
             raise ServerLostError(f"server {self._rank} is out of the job: {message.text}")
         if isinstance(message, m.Lost):
-            for reply in self._state.handle(b"", message, []):
-                listener.send(*reply)
+            self._send(listener, self._state.lose(message))

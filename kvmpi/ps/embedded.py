@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import tempfile
 import threading
@@ -14,37 +15,66 @@ from kvmpi.errors import KVTimeoutError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.wire import new_context
 
+#: The path of a Unix socket may have about 100 bytes.
+_MAX_FOLDER_BYTES = 80
+
 
 class EmbeddedJob:
-    """A job of one worker; ``config`` tells its store where to find the servers."""
+    """A job of one worker; ``config`` tells its store where to find the servers.
+
+    Raises:
+        ConfigError: a module of ``KVMPI_IMPORTS`` cannot be imported, or an address cannot be had.
+    """
 
     def __init__(self, config: Config) -> None:
-        self._folder = tempfile.mkdtemp(prefix="kvmpi-")  # mode 0700
+        self._folder = _private_folder()
         self.config = replace(
             config, num_servers=1, job_dir=self._folder, scheduler=f"ipc://{os.path.join(self._folder, 'scheduler')}"
         )
         self._context = new_context()
+        # What each thread says first: that it listens, or why it cannot.
+        self._news: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         scheduler = SchedulerDaemon(self.config)
         server = ServerDaemon(self.config, 0)
         self._daemons = (server, scheduler)
-        listening = threading.Event()
         self._threads = [
-            self._start("scheduler", lambda: scheduler.run(self._context, lambda _: listening.set())),
-            self._start("server", lambda: server.run(self._context)),
+            self._start("scheduler", lambda: scheduler.run(self._context, lambda _: self._news.put(None))),
+            self._start("server", lambda: server.run(self._context, lambda: self._news.put(None))),
         ]
-        if not listening.wait(config.timeout_s):
-            raise KVTimeoutError(f"the embedded scheduler did not start in {config.timeout_s:.1f} s")
+        for _ in self._threads:
+            try:
+                error = self._news.get(timeout=config.timeout_s)
+            except queue.Empty:
+                error = KVTimeoutError(f"the embedded servers did not start in {config.timeout_s:.1f} s")
+            if error is not None:
+                self.close()
+                raise error
 
     def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=run, name=f"kvmpi-{name}", daemon=True)
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:
+                self._news.put(error)
+
+        thread = threading.Thread(target=guarded, name=f"kvmpi-{name}", daemon=True)
         thread.start()
         return thread
 
     def close(self) -> None:
-        """Stop both threads and remove their sockets."""
+        """Stop both threads and remove their sockets. Idempotent."""
         for daemon in self._daemons:
             daemon.stop()
         for thread in self._threads:
             thread.join(5.0)
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    """A new folder of mode 0700."""
+    folder = tempfile.mkdtemp(prefix="kvmpi-")
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="kvmpi-", dir="/tmp")
+    return folder

@@ -145,11 +145,15 @@ class Uniform(Placement):
 
 
 def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:
-    """The chunks of a key, in element order: each part in near-equal pieces of at most ``chunk_bytes``."""
+    """The chunks of a key, in element order: each part in near-equal pieces of at most ``chunk_bytes``.
+
+    A piece has at least one element, even where that is larger than ``chunk_bytes``; an empty part is one empty piece.
+    """
     chunks = []
+    longest = max(1, chunk_bytes // itemsize)
     for part in parts:
         count = part.stop - part.start
-        num_chunks = max(1, -(-count * itemsize // chunk_bytes))
+        num_chunks = max(1, -(-count // longest))
         base, extra = divmod(count, num_chunks)
         start = part.start
         for i in range(num_chunks):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
-from kvmpi.ps.shard import Reply
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -14,6 +16,10 @@ _log = logging.getLogger(__name__)
 
 MemberName = tuple[str, int, int]
 """(role, store, rank); servers belong to store -1."""
+
+#: A roster of all servers' endpoints must fit into one header.
+_MAX_ENDPOINT_BYTES = 1000
+_CLOSED = "has closed the store"
 
 
 @dataclass(slots=True)
@@ -49,62 +55,77 @@ class SchedulerState:
         self.members: dict[MemberName, Member] = {}
         self._names: dict[bytes, MemberName] = {}
         self._stores: dict[int, _Store] = {}
-        self._waiting_for_roster: list[tuple[bytes, int]] = []
+        self._waiting_for_roster: dict[bytes, int] = {}
+        self.rejected = 0
 
     def handle(self, route: bytes, message: Message | ProtocolError, now_s: float) -> list[Reply]:
         """The replies to one message. Never raises."""
+        request = getattr(message, "request", -1)
         try:
             if isinstance(message, ProtocolError):
                 raise message
             if isinstance(message, m.Register):
                 return self._register(route, message, now_s)
             name = self._names.get(route)
-            if name is None or name not in self.members:
+            if name is None:
+                if isinstance(message, m.Leave):  # said again, because the answer was lost
+                    return [Reply(route, m.Ack(message.request, 0))]
                 raise ProtocolError(f"scheduler: begin with Register, not {type(message).__name__}")
             self.members[name].last_seen_s = now_s
             return self._from_member(name, route, message, now_s)
         except KVError as error:
             if isinstance(error, ProtocolError):
-                _log.warning("scheduler: refused a message: %s", error)
-            return [Reply(route, m.Failure(getattr(message, "request", -1), type(error).__name__, str(error)))]
+                self.rejected += 1
+                if self.rejected <= 10 or self.rejected % 1000 == 0:  # a flood must not fill a disk
+                    _log.warning("scheduler: refused a message (%d so far): %s", self.rejected, error)
+            return [failure(route, request, error)]
+        except Exception as error:
+            _log.exception("scheduler: a request failed")
+            text = f"the scheduler failed on a {type(message).__name__}: {type(error).__name__}: {error}"
+            return [failure(route, request, KVError(text))]
 
     def _from_member(self, name: MemberName, route: bytes, message: Message, now_s: float) -> list[Reply]:
         match message:
             case m.Heartbeat():
                 self.members[name].clock = message.clock
                 return []
-            case m.Barrier():
+            case m.Barrier() if name[0] == "client":
                 return self._barrier(name, route, message)
-            case m.QueryDead():
+            case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
                 self._remove(name)
-                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, "has closed the store")]
-        raise ProtocolError(f"a {type(message).__name__} is no request to the scheduler")
+                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, _CLOSED)]
+        raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
     def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
-        if message.role not in ("server", "client") or not 0 <= message.rank < message.num_members:
-            raise ProtocolError(f"scheduler: {message.role} {message.rank} of {message.num_members} cannot register")
+        if message.role not in ("server", "client") or not 0 <= message.rank < message.num_members <= MAX_CLIENTS:
+            raise ProtocolError(
+                f"scheduler: {message.role[:20]} {message.rank} of {message.num_members} cannot register"
+            )
+        if sum(map(len, message.endpoints), len(message.host)) > _MAX_ENDPOINT_BYTES:
+            raise ProtocolError(f"scheduler: the endpoints of {message.role} {message.rank} are too long")
         if message.role == "server" and message.num_members != self.num_servers:
             raise ConfigError(f"a server says there are {message.num_members} servers, the job has {self.num_servers}")
-        store = -1 if message.role == "server" else message.store
-        if message.role == "client":
-            known = self._stores.setdefault(store, _Store(message.num_members))
-            if known.num_clients != message.num_members:
-                raise ConfigError(
-                    f"client {message.rank} creates a store for {message.num_members} clients, another client for "
-                    f"{known.num_clients}; all workers must create the same stores in the same order"
-                )
-        name = (message.role, store, message.rank)
+        name = (message.role, -1 if message.role == "server" else message.store, message.rank)
+        if self._names.get(route, name) != name:
+            raise ProtocolError(f"scheduler: {self._names[route]} cannot register as {name} too")
         old = self.members.get(name)
         if old is not None and old.incarnation > message.incarnation:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
+        if message.role == "client":
+            store = self._stores.setdefault(message.store, _Store(message.num_members))
+            if store.num_clients != message.num_members:
+                raise ConfigError(
+                    f"client {message.rank} creates a store for {message.num_members} clients, another client for "
+                    f"{store.num_clients}; all workers must create the same stores in the same order"
+                )
+            store.dead.pop(message.rank, None)
         if old is not None:
-            self._names.pop(old.route, None)
+            self._remove(name)
         self.members[name] = Member(route, message.incarnation, now_s, message.host, message.endpoints)
         self._names[route] = name
-        self._waiting_for_roster = [(r, q) for r, q in self._waiting_for_roster if r != route]
-        self._waiting_for_roster.append((route, message.request))
+        self._waiting_for_roster[route] = message.request
         return self._complete_roster()
 
     def _complete_roster(self) -> list[Reply]:
@@ -113,22 +134,26 @@ class SchedulerState:
         if len(present) < self.num_servers:
             return []
         hosts, endpoints = [server.host for server in present], [server.endpoints for server in present]
-        waiting, self._waiting_for_roster = self._waiting_for_roster, []
-        return [Reply(route, m.Roster(request, hosts, endpoints)) for route, request in waiting]
+        waiting, self._waiting_for_roster = self._waiting_for_roster, {}
+        return [Reply(route, m.Roster(request, hosts, endpoints)) for route, request in waiting.items()]
 
     def _barrier(self, name: MemberName, route: bytes, message: m.Barrier) -> list[Reply]:
         _, store_id, client = name
         store = self._stores[store_id]
         if message.ordinal <= store.barriers_done:
             return [Reply(route, m.Ack(message.request, store.barriers_done))]
+        if message.ordinal != store.barriers_done + 1:
+            raise ProtocolError(
+                f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {store.barriers_done}"
+            )
         if store.dead:
-            blame = ", ".join(f"client {rank} {why}" for rank, why in sorted(store.dead.items()))
+            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(store.dead.items()), MAX_NAMED))
             raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
         known = client in store.waiting
         store.waiting[client] = (route, message.request)
         if len(store.waiting) < store.num_clients:
-            missing = [rank for rank in range(store.num_clients) if rank not in store.waiting]
-            return [Reply(route, m.Waiting(message.request, missing))] if known else []
+            missing = islice((rank for rank in range(store.num_clients) if rank not in store.waiting), MAX_NAMED)
+            return [Reply(route, m.Waiting(message.request, list(missing)))] if known else []
         waiting, store.waiting = store.waiting, {}
         store.barriers_done += 1
         return [Reply(r, m.Ack(request, store.barriers_done)) for r, request in waiting.values()]
@@ -140,7 +165,7 @@ class SchedulerState:
             for (role, of_store, rank), member in self.members.items()
             if role == "client" and of_store == store_id and now_s - member.last_seen_s > timeout_s
         }
-        lost = {rank for rank, why in store.dead.items() if why != "has closed the store"}
+        lost = {rank for rank, why in store.dead.items() if why != _CLOSED}
         return sorted(silent | lost)
 
     def tick(self, now_s: float) -> list[Reply]:
@@ -156,14 +181,15 @@ class SchedulerState:
         """``name`` is gone without having said so."""
         role, store, rank = name
         _log.warning("scheduler: %s %d %s", role, rank, why)
+        notice = m.Lost(role, rank, store, self.members[name].incarnation, why)
         self._remove(name)
-        notice = m.Lost(role, rank, store, why)
         told = [Reply(member.route, notice) for member in self.members.values()]
         return told + self._fail_barrier(name, why)
 
     def _remove(self, name: MemberName) -> None:
         member = self.members.pop(name)
         self._names.pop(member.route, None)
+        self._waiting_for_roster.pop(member.route, None)
 
     def _fail_barrier(self, name: MemberName, why: str) -> list[Reply]:
         role, store_id, rank = name

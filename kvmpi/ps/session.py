@@ -14,17 +14,20 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.errors import KVError, KVTimeoutError, ServerLostError, rebuild
+from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
 Reply = Callable[[Message, list[memoryview]], None]
+Outgoing = tuple[int, Message, Sequence[Buffer]]
 
 #: The scheduler's number among the peers; servers have theirs, from 0.
 SCHEDULER = -1
 #: After this part of an operation's time without an answer a request is repeated, to learn whom it waits for.
 _RETRY_FRACTION = 0.25
+#: Answers that end a request; anything else in their place is a mistake of the peer.
+_ANSWERS = (m.Ack, m.Value, m.State, m.Roster, m.Dead)
 
 
 class Operation:
@@ -36,10 +39,11 @@ class Operation:
         on_done: called once with the first error, or None.
     """
 
-    __slots__ = ("error", "expires_s", "finished", "label", "on_done", "pending", "timeout_s")
+    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_done", "pending", "timeout_s")
 
     def __init__(self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None]) -> None:
         self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
+        self.asks: Sequence[Ask] = ()
         self.pending = 0
         self.error: KVError | None = None
         self.finished = False
@@ -53,8 +57,8 @@ class Ask:
         reads: it takes from the window of values asked for.
     """
 
-    __slots__ = ("accepted", "cost_bytes", "fields", "kind", "missing", "number", "on_reply", "operation", "payloads",
-                 "peer", "reads", "sent_s")  # fmt: skip
+    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "missing", "number", "on_reply", "operation",
+                 "payloads", "peer", "reads", "sent_s", "used")  # fmt: skip
 
     def __init__(
         self,
@@ -70,10 +74,17 @@ class Ask:
         self.peer, self.kind, self.fields, self.payloads = peer, kind, fields, payloads
         self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
         self.number = -1
-        self.sent_s = 0.0
-        self.accepted = False
+        self.sent_s: float | None = None
+        self.accepted = False  # a fused push that is in its round, and no longer takes from its window
+        self.used = False  # a push that failed, and whose step is used up nevertheless
+        self.ended = False
         self.missing: list[int] | None = None
         self.operation: Operation
+
+    @property
+    def where(self) -> tuple[int, bool]:
+        """The window that it takes from."""
+        return self.peer, self.reads
 
 
 class ClientSession:
@@ -82,41 +93,47 @@ class ClientSession:
     def __init__(self, window_bytes: int, retry_s: float) -> None:
         self._window_bytes, self._retry_s = window_bytes, retry_s
         self._numbers = itertools.count(1)
+        # What has not left yet; requests of finished operations stay until they come to the front.
         self._queues: dict[tuple[int, bool], list[tuple[int, int, Ask]]] = {}
-        self._in_flight: dict[tuple[int, bool], int] = {}
+        self._ready: dict[tuple[int, bool], None] = {}
+        # What has left and is not answered, and what of the windows it takes.
         self._outstanding: dict[int, Ask] = {}
+        self._in_flight: dict[tuple[int, bool], int] = {}
         self._repeats: list[Ask] = []
+        self._unfinished: dict[int, Operation] = {}
         self._lost: dict[int, str] = {}
-        self._ready: set[tuple[int, bool]] = set()
 
     @property
     def idle(self) -> bool:
-        return not self._outstanding and not any(self._queues.values())
+        """Whether nothing waits for time to pass or for an answer."""
+        return not self._unfinished
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int = 0) -> None:
         """Queue all requests of an operation; larger ``priority`` leaves first. No requests: it is done at once."""
-        operation.pending = len(asks)
+        operation.asks, operation.pending = asks, len(asks)
         if not asks:
             self._finish(operation)
             return
+        self._unfinished[id(operation)] = operation
         for ask in asks:
             ask.operation = operation
             ask.number = next(self._numbers)
-            if ask.peer in self._lost:
-                self._end(ask, ServerLostError(f"{operation.label}: {self._lost[ask.peer]}"))
-                continue
-            where = (ask.peer, ask.reads)
-            heapq.heappush(self._queues.setdefault(where, []), (-priority, ask.number, ask))
-            self._ready.add(where)
+        lost = next((ask.peer for ask in asks if ask.peer in self._lost), None)
+        if lost is not None:
+            self._cancel(operation, self._lost_error(operation, lost))
+            return
+        for ask in asks:
+            heapq.heappush(self._queues.setdefault(ask.where, []), (-priority, ask.number, ask))
+            self._ready[ask.where] = None
 
-    def sendable(self, now_s: float) -> Iterator[tuple[int, Message, Sequence[Buffer]]]:
+    def sendable(self, now_s: float) -> Iterator[Outgoing]:
         """What may leave now: (peer, message, payloads)."""
         while self._repeats:
             ask = self._repeats.pop()
-            if ask.number in self._outstanding:
-                yield self._emit(ask)
+            if ask.number in self._outstanding and (outgoing := self._emit(ask)) is not None:
+                yield outgoing
         for where in list(self._ready):
-            queue = self._queues[where]
+            queue = self._queues.get(where, [])
             while queue:
                 ask = queue[0][2]
                 if ask.operation.finished:
@@ -129,13 +146,24 @@ class ClientSession:
                 self._in_flight[where] = in_flight + ask.cost_bytes
                 self._outstanding[ask.number] = ask
                 ask.sent_s = now_s
-                yield self._emit(ask)
-            self._ready.discard(where)
+                if (outgoing := self._emit(ask)) is not None:
+                    yield outgoing
+            self._ready.pop(where, None)
 
-    def _emit(self, ask: Ask) -> tuple[int, Message, Sequence[Buffer]]:
-        if ask.accepted:  # the push is in; only ask whom its round waits for
-            return ask.peer, m.Query(ask.number, ask.fields[0], ask.fields[1]), ()
-        return ask.peer, ask.kind(ask.number, *ask.fields), ask.payloads() if ask.payloads else ()
+    def _emit(self, ask: Ask) -> Outgoing | None:
+        if ask.accepted:  # the push is in; only its answer is missing
+            return ask.peer, m.Query(ask.number, *ask.fields[:3]), ()
+        try:
+            return ask.peer, ask.kind(ask.number, *ask.fields), ask.payloads() if ask.payloads else ()
+        except Exception as error:  # a codec may be a user's own
+            self._end(ask, _as_kv_error(ask, error))
+            return None
+
+    def reject(self, number: int, error: KVError) -> None:
+        """The request with this number could not be sent at all."""
+        ask = self._outstanding.get(number)
+        if ask is not None:
+            self._end(ask, _as_kv_error(ask, error))
 
     def receive(self, message: Message, payloads: list[memoryview]) -> None:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
@@ -148,92 +176,111 @@ class ClientSession:
             return
         match message:
             case m.Failure():
+                ask.used = message.used
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
                 ask.missing = message.clients
-            case m.Ack() if isinstance(ask.kind, type) and ask.kind is m.Push and ask.fields[-1]:
+            case m.Ack() if ask.kind is m.Push and ask.fields[-1]:
                 if not ask.accepted:  # in its round; the value follows
-                    ask.accepted = True
                     self._release(ask)
+                    ask.accepted = True
             case _:
+                error: KVError | None = None
                 try:
+                    if not isinstance(message, _ANSWERS):
+                        raise ProtocolError(f"a {type(message).__name__} is no answer")
                     if ask.on_reply is not None:
                         ask.on_reply(message, payloads)
-                except KVError as error:
-                    self._end(ask, error)
-                else:
-                    self._end(ask, None)
+                except Exception as caught:  # one bad answer must not end the others' thread
+                    error = _as_kv_error(ask, caught)
+                self._end(ask, error)
 
     def tick(self, now_s: float) -> None:
         """Repeat what has waited long without an answer; end what has passed its deadline."""
-        late: dict[int, list[Ask]] = {}
-        operations: dict[int, Operation] = {}
-        queued = [entry[2] for queue in self._queues.values() for entry in queue]
-        for ask in [*self._outstanding.values(), *queued]:
-            if now_s >= ask.operation.expires_s:
-                operations[id(ask.operation)] = ask.operation
-                late.setdefault(id(ask.operation), []).append(ask)
+        for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
+            self._cancel(operation, KVTimeoutError(_explain(operation)))
         for ask in self._outstanding.values():
             interval_s = min(self._retry_s, _RETRY_FRACTION * ask.operation.timeout_s)
-            if now_s - ask.sent_s > interval_s:
+            if ask.sent_s is not None and now_s - ask.sent_s > interval_s:
                 ask.sent_s = now_s
                 self._repeats.append(ask)
-        for number, asks in late.items():
-            self._abort(operations[number], asks)
-
-    def _abort(self, operation: Operation, asks: list[Ask]) -> None:
-        peer = asks[0].peer
-        name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
-        missing = sorted({client for ask in asks for client in ask.missing or []})
-        if missing:
-            why = f"{name} still waits for client {', '.join(map(str, missing))}; look at that client's workers"
-        else:
-            why = f"no answer from {name}; check that process"
-        operation.error = KVTimeoutError(
-            f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
-        )
-        for ask in asks:
-            if self._outstanding.pop(ask.number, None) is not None and not ask.accepted:
-                self._release(ask)
-        self._finish(operation)
 
     def lose_peer(self, peer: int, why: str) -> None:
-        """A server is gone: everything that waits for it fails, and everything sent to it from now on."""
+        """A server is gone: everything that needs it fails at once, and everything sent to it from now on."""
         self._lost[peer] = why
-        queued = [entry[2] for (to, _), queue in self._queues.items() if to == peer for entry in queue]
-        for where in [where for where in self._queues if where[0] == peer]:
-            self._queues[where] = []
-        for ask in [*self._outstanding.values(), *queued]:
-            if ask.peer == peer and not ask.operation.finished:
-                self._end(ask, ServerLostError(f"{ask.operation.label}: {why}; its part of the values is lost"))
+        for operation in list(self._unfinished.values()):
+            if any(ask.peer == peer and not ask.ended for ask in operation.asks):
+                self._cancel(operation, self._lost_error(operation, peer))
+
+    def _lost_error(self, operation: Operation, peer: int) -> ServerLostError:
+        return ServerLostError(f"{operation.label}: {self._lost[peer]}; its part of the values is lost")
 
     def fail_all(self, error: KVError) -> None:
         """End everything with ``error``."""
-        asks = [*self._outstanding.values(), *(entry[2] for queue in self._queues.values() for entry in queue)]
-        for ask in asks:
-            if not ask.operation.finished:
-                ask.operation.error = error
-                self._finish(ask.operation)
-        self._outstanding.clear()
-        self._queues.clear()
-        self._ready.clear()
+        for operation in list(self._unfinished.values()):
+            self._cancel(operation, error)
 
     def _release(self, ask: Ask) -> None:
-        where = (ask.peer, ask.reads)
-        self._in_flight[where] -= ask.cost_bytes
-        if self._queues.get(where):
-            self._ready.add(where)
+        self._in_flight[ask.where] -= ask.cost_bytes
+        self._ready[ask.where] = None
 
-    def _end(self, ask: Ask, error: KVError | None) -> None:
+    def _close(self, ask: Ask) -> None:
+        """Whatever comes for ``ask`` from now on is dropped."""
+        ask.ended = True
         if self._outstanding.pop(ask.number, None) is not None and not ask.accepted:
             self._release(ask)
+        self._ready[ask.where] = None  # so that what is still queued goes
+
+    def _end(self, ask: Ask, error: KVError | None) -> None:
+        self._close(ask)
         operation = ask.operation
         operation.pending -= 1
         operation.error = operation.error or error
         if operation.pending == 0:
             self._finish(operation)
 
+    def _cancel(self, operation: Operation, error: KVError) -> None:
+        """End an operation before all of its requests are answered. An error that came earlier is the cause."""
+        operation.error = operation.error or error
+        for ask in operation.asks:
+            if not ask.ended:
+                self._close(ask)
+        self._finish(operation)
+
     def _finish(self, operation: Operation) -> None:
+        self._unfinished.pop(id(operation), None)
         if not operation.finished:
             operation.finished = True
             operation.on_done(operation.error)
+
+
+def _as_kv_error(ask: Ask, error: Exception) -> KVError:
+    """``error`` with the operation that it hit; a defect keeps its type in the message and its traceback as cause."""
+    label = ask.operation.label
+    if isinstance(error, KVError):
+        wrapped: KVError = type(error)(f"{label}: {error}")
+    else:
+        wrapped = KVError(f"{label}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _explain(operation: Operation) -> str:
+    """Whom an operation still waits for."""
+    reasons = []
+    open_asks = [ask for ask in operation.asks if not ask.ended]
+    for peer in sorted({ask.peer for ask in open_asks}):
+        asks = [ask for ask in open_asks if ask.peer == peer]
+        name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
+        missing = sorted({client for ask in asks for client in ask.missing or []})
+        if missing:
+            shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+            reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
+        elif any(ask.accepted for ask in asks):
+            reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
+        elif all(ask.sent_s is None for ask in asks):
+            reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
+        else:
+            reasons.append(f"no answer from {name}; check that process")
+    why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
+    return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"

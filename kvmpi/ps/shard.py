@@ -7,9 +7,9 @@ arrival; a push whose turn has not come is held unacknowledged, which is what st
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi import optim
@@ -26,24 +26,13 @@ from kvmpi.errors import (
 )
 from kvmpi.kernels import host
 from kvmpi.ps import codec, consistency
-from kvmpi.ps.slot import Contribution, RuleChange, Slot
+from kvmpi.ps.calls import SharedCalls
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.slot import Contribution, Reader, RuleChange, Slot
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
-
-
-class Reply(NamedTuple):
-    """A message to send to the peer at ``route``."""
-
-    route: bytes
-    message: Message
-    payloads: tuple[Buffer, ...] = ()
-
-
-class _Waiting(NamedTuple):
-    route: bytes
-    message: m.Init
 
 
 class Shard:
@@ -59,11 +48,13 @@ class Shard:
         self._discipline = consistency.get(mode)
         self._slots: dict[tuple[m.Key, int], Slot] = {}
         self._layouts: dict[m.Key, m.Init] = {}
-        self._uninitialised: dict[tuple[m.Key, int], dict[int, _Waiting]] = {}
+        # Clients that wait for client 0 to give a key its value.
+        self._early: dict[m.Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
         self._rule: optim.Rule | None = None
         self._generation = 0
-        self._rule_calls: list[tuple[str, dict[str, Any]]] = []
-        self._hyper_calls: list[dict[str, Any]] = []
+        self._rule_calls = SharedCalls("set_optimizer", server)
+        self._hyper_calls = SharedCalls("set_hyperparams", server)
+        self._incarnations: dict[int, int] = {}
         self._gone: dict[int, str] = {}
 
     # ---- dispatch
@@ -80,8 +71,8 @@ class Shard:
             case m.Pull():
                 return self._pull(client, route, message)
             case m.Query():
-                self._slot(message.key, message.chunk, client)
-                return [self._waiting(message, route)]
+                slot = self._slot(message.key, message.chunk, client)
+                return self._answer_fused(client, slot, message, route)
             case m.Init():
                 return self._init(client, route, message, payloads)
             case m.SetRule():
@@ -98,6 +89,37 @@ class Shard:
                 return [*self.lose(client, "has closed the store"), Reply(route, m.Ack(message.request, 0))]
         raise ProtocolError(f"server {self.server}: a {type(message).__name__} is no request to a server")
 
+    # ---- clients that come and go
+
+    def join(self, client: int, incarnation: int) -> list[Reply]:
+        """``client`` opens a session; what others have to be told.
+
+        Raises:
+            ProtocolError: a later process of this client is here already.
+        """
+        before = self._incarnations.get(client, incarnation)
+        if incarnation < before:
+            raise ProtocolError(f"server {self.server}: client {client} has a later incarnation already")
+        self._incarnations[client] = incarnation
+        if incarnation > before:
+            if self._discipline.in_rounds:
+                return [] if client in self._gone else self.lose(client, "was lost and started again")
+            # It counts its steps from the beginning; nothing of the process before it can still come.
+            for slot in self._slots.values():
+                slot.steps.pop(client, None)
+        if not self._discipline.in_rounds:
+            self._gone.pop(client, None)
+        return []
+
+    def refusal(self, client: int) -> ClientLostError | None:
+        """Why ``client`` cannot take part (any more)."""
+        if client not in self._gone:
+            return None
+        return ClientLostError(
+            f"client {client} {self._gone[client]}, and the rounds of a synchronous store cannot go on with it; "
+            "start the job again"
+        )
+
     @property
     def deserted(self) -> bool:
         """Whether every client has left."""
@@ -106,71 +128,91 @@ class Shard:
     def lose(self, client: int, why: str) -> list[Reply]:
         """``client`` will push no more: whoever waits for it is told."""
         self._gone[client] = why
-        if not self._discipline.in_rounds:
-            return []
         replies: list[Reply] = []
-        for (key, _), slot in self._slots.items():
-            slot.held = {where: held for where, held in slot.held.items() if where[1] != client}
-            slot.fused.pop(client, None)
-            for readers in slot.readers.values():
-                readers.pop(client, None)
-            replies += self._fail_stuck(key, slot)
-        for (key, chunk), waiting in list(self._uninitialised.items()):
-            waiting.pop(client, None)
+        for key, early in list(self._early.items()):
+            for where in [where for where in early if where[1] == client]:
+                del early[where]
             if client == 0:
-                error = ClientLostError(f"key {key!r}: client 0, which has its value, {why}")
-                replies += [_failure(w.route, w.message.request, error) for w in waiting.values()]
-                del self._uninitialised[key, chunk]
+                replies += [failure(route, init.request, self._no_value(key)) for route, init in early.values()]
+            if client == 0 or not early:
+                del self._early[key]
+        if self._discipline.in_rounds:
+            for (key, _), slot in self._slots.items():
+                slot.held.pop(client, None)
+                slot.fused.pop(client, None)
+                slot.readers.pop(client, None)
+                replies += self._fail_stuck(key, slot)
         return replies
 
     def _fail_stuck(self, key: m.Key, slot: Slot) -> list[Reply]:
         """Errors for all who wait for the open round, if a client that is gone has not contributed to it."""
         if not any(slot.steps.get(gone, 0) <= slot.rounds for gone in self._gone):
             return []
-        error = ClientLostError(self._blame(key, slot.rounds + 1))
+        error = ClientLostError(
+            f"key {key!r} on server {self.server}: round {slot.rounds + 1} cannot be completed, because {self._blame()}"
+        )
         waiting = [(held.route, held.request) for held in slot.held.values()]
         waiting += slot.fused.values()
-        waiting += [reader for readers in slot.readers.values() for reader in readers.values()]
+        waiting += [(reader.route, reader.request) for reader in slot.readers.values()]
         slot.held, slot.fused, slot.readers = {}, {}, {}
-        return [_failure(route, request, error) for route, request in waiting]
+        return [failure(route, request, error) for route, request in waiting]
 
-    def _blame(self, key: m.Key, round_: int) -> str:
-        gone = ", ".join(f"client {client} {why}" for client, why in sorted(self._gone.items()))
-        return f"key {key!r} on server {self.server}: round {round_} cannot be completed, because {gone}"
+    def _blame(self) -> str:
+        named = [f"client {client} {why}" for client, why in islice(sorted(self._gone.items()), MAX_NAMED)]
+        return ", ".join(named)
+
+    def _no_value(self, key: m.Key) -> ClientLostError:
+        return ClientLostError(f"key {key!r}: client 0, which has its value, {self._gone[0]}")
 
     def _slot(self, key: m.Key, chunk: int, client: int) -> Slot:
         slot = self._slots.get((key, chunk))
         if slot is None:
             raise KeyNotInitializedError(
-                f"key {key!r} (chunk {chunk}) is not on server {self.server}, asked for by client {client}; call init first"
+                f"key {key!r} (chunk {chunk}) is not on server {self.server}, asked for by client {client}; "
+                "call init first"
             )
         return slot
 
     # ---- init
 
     def _init(self, client: int, route: bytes, message: m.Init, payloads: list[memoryview]) -> list[Reply]:
-        where = (message.key, message.chunk)
+        key, where = message.key, (message.key, message.chunk)
         if message.dtype not in DTYPES:
-            raise DTypeMismatchError(f"key {message.key!r}: dtype {message.dtype!r} is not carried")
+            raise DTypeMismatchError(f"key {key!r}: dtype {message.dtype!r} is not carried")
+        if key in self._layouts:
+            self._check_same(client, message)
         slot = self._slots.get(where)
         if slot is not None:
-            self._check_same(client, message)
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         if client != 0:
-            waiting_here = self._uninitialised.setdefault(where, {})
-            known = client in waiting_here
-            waiting_here[client] = _Waiting(route, message)
+            if 0 in self._gone:
+                raise self._no_value(key)
+            early = self._early.setdefault(key, {})
+            known = (message.chunk, client) in early
+            early[message.chunk, client] = (route, message)
             return [Reply(route, m.Waiting(message.request, [0]))] if known else []
-        value = self._array(message.key, payloads, message.dtype, message.count, "init").copy()
+        if not 0 <= message.chunk < message.num_chunks:
+            raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
+        value = self._array(key, payloads, message.dtype, message.count, "init").copy()
         self._slots[where] = Slot(message.count, message.dtype, value, self._rule, self._generation)
-        self._layouts.setdefault(message.key, message)
-        replies = [Reply(route, m.Ack(message.request, 0))]
-        for other, early in self._uninitialised.pop(where, {}).items():
+        self._layouts.setdefault(key, message)
+        return [Reply(route, m.Ack(message.request, 0)), *self._answer_early(key, message.chunk)]
+
+    def _answer_early(self, key: m.Key, chunk: int) -> list[Reply]:
+        """Client 0 has given ``chunk`` its value: who was here before it is done, or sees that it meant another key."""
+        replies = []
+        early = self._early.pop(key, {})
+        for (of_chunk, client), (route, message) in list(early.items()):
             try:
-                self._check_same(other, early.message)
-                replies.append(Reply(early.route, m.Ack(early.message.request, 0)))
+                self._check_same(client, message)
+                if of_chunk != chunk:
+                    continue
+                replies.append(Reply(route, m.Ack(message.request, 0)))
             except KVError as error:
-                replies.append(_failure(early.route, early.message.request, error))
+                replies.append(failure(route, message.request, error))
+            del early[of_chunk, client]
+        if early:
+            self._early[key] = early
         return replies
 
     def _check_same(self, client: int, message: m.Init) -> None:
@@ -180,9 +222,12 @@ class Shard:
             raise ShapeMismatchError(text.format("shape", tuple(message.shape), tuple(mine.shape)))
         if message.dtype != mine.dtype:
             raise DTypeMismatchError(text.format("dtype", message.dtype, mine.dtype))
+        cut = "KVMPI_CHUNK_BYTES, KVMPI_MAX_MESSAGE_BYTES or KVMPI_PLACEMENT other than client 0, giving"
         if message.num_chunks != mine.num_chunks:
-            raise ConfigError(text.format("KVMPI_CHUNK_BYTES or KVMPI_PLACEMENT other than client 0, giving chunks:",
-                                          message.num_chunks, mine.num_chunks))  # fmt: skip
+            raise ConfigError(text.format(f"{cut} chunks:", message.num_chunks, mine.num_chunks))
+        slot = self._slots.get((message.key, message.chunk))
+        if slot is not None and message.count != slot.count:
+            raise ConfigError(text.format(f"{cut} elements in chunk {message.chunk}:", message.count, slot.count))
 
     def _array(self, key: m.Key, payloads: list[memoryview], dtype: str, count: int, what: str) -> Buffer:
         if len(payloads) != 1:
@@ -198,150 +243,149 @@ class Shard:
         slot = self._slot(message.key, message.chunk, client)
         wire_dtype = codec.get(message.codec).wire_dtype(slot.dtype)
         wire = self._array(message.key, payloads, wire_dtype, slot.count, "push")
+        done = slot.steps.get(client, 0)
+        if message.step <= done:
+            if message.fused:
+                return self._answer_fused(client, slot, message, route)
+            return [Reply(route, m.Ack(message.request, slot.rounds))]
+        if message.step != done + 1:
+            raise ProtocolError(
+                f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
+            )
         contribution = Contribution(route, message.request, message.fused, wire, wire_dtype)
         if self._discipline.in_rounds:
-            return self._push_in_round(client, slot, message, contribution)
-        if message.step <= slot.steps.get(client, 0):
-            return [self._value(slot, contribution) if message.fused else self._ack(slot, contribution)]
+            known = client in slot.held
+            slot.held[client] = contribution
+            replies = self._drain(message.key, slot)
+            return replies if replies or not known else [self._waiting(slot, message.request, route)]
         if slot.rules[-1].rule is None:
             raise UnsupportedError(
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        value = slot.apply_alone(contribution)
+        answer = slot.apply_alone(contribution)
         slot.steps[client] = message.step
         if not message.fused:
-            return [self._ack(slot, contribution)]
-        return [self._value(slot, contribution, value)]
-
-    def _push_in_round(self, client: int, slot: Slot, message: m.Push, contribution: Contribution) -> list[Reply]:
-        if message.step <= slot.steps.get(client, 0):
-            if not message.fused:
-                return [self._ack(slot, contribution)]
-            if message.step <= slot.rounds:
-                return [self._value(slot, contribution)]
-            slot.fused[client] = (contribution.route, contribution.request)
-            return [self._ack(slot, contribution)]
-        known = (message.step, client) in slot.held
-        slot.held[message.step, client] = contribution
-        if known:
-            return [self._waiting(message, contribution.route)]
-        return self._drain(message.key, slot)
+            return [Reply(route, m.Ack(message.request, slot.rounds))]
+        return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
 
     def _drain(self, key: m.Key, slot: Slot) -> list[Reply]:
         """Add the held pushes whose turn has come; close rounds that are complete."""
         replies: list[Reply] = []
         while True:
-            round_ = slot.rounds + 1
-            while (contribution := slot.held.pop((round_, slot.cursor), None)) is not None:
+            # A client has at most one push held, its next: at the cursor, that is its push of the open round.
+            while (contribution := slot.held.get(slot.cursor)) is not None:
                 slot.add(contribution)
-                slot.steps[slot.cursor] = round_
+                del slot.held[slot.cursor]
+                slot.steps[slot.cursor] = slot.rounds + 1
                 if contribution.fused:
                     slot.fused[slot.cursor] = (contribution.route, contribution.request)
                 slot.cursor += 1
                 if not (contribution.fused and slot.cursor == self.num_clients):
-                    replies.append(self._ack(slot, contribution))
+                    replies.append(Reply(contribution.route, m.Ack(contribution.request, slot.rounds)))
             if not self._discipline.complete(slot.cursor, self.num_clients):
                 return replies + self._fail_stuck(key, slot)
-            met = slot.close_round(slot.cursor)
-            slot.cursor = 0
-            for route, request in slot.fused.values():
-                payload = slot.lend() if met is slot.value else met
-                replies.append(Reply(route, m.Value(request, slot.rounds), (payload,)))
-            slot.fused = {}
-            replies += self._release_readers(slot)
+            replies += self._close_round(slot)
 
-    def _release_readers(self, slot: Slot) -> list[Reply]:
-        replies = []
-        for min_round in [r for r in slot.readers if self._discipline.readable(slot.rounds, r)]:
-            for route, request in slot.readers.pop(min_round).values():
-                replies.append(Reply(route, m.Value(request, slot.rounds), (slot.lend(),)))
+    def _close_round(self, slot: Slot) -> list[Reply]:
+        """Update the value with the whole round, and answer all who wait for it."""
+        count, slot.cursor = slot.cursor, 0
+        fused, slot.fused = slot.fused, {}
+        try:
+            slot.close_round(count)
+        except Exception as error:  # a rule that does not fit this key, or a user's own
+            slot.skip_round(error)
+        replies = [self._round_answer(slot, route, request) for route, request in fused.values()]
+        for client, reader in list(slot.readers.items()):
+            if self._discipline.readable(slot.rounds, reader.min_round):
+                del slot.readers[client]
+                replies.append(self._read(slot, reader))
         return replies
+
+    def _round_answer(self, slot: Slot, route: bytes, request: int) -> Reply:
+        """What the fused pushes of the last round get."""
+        if slot.failed is not None:
+            return failure(route, request, slot.failed, used=True)
+        return Reply(route, m.Value(request, slot.rounds), (slot.lend() if slot.met is None else slot.met,))
+
+    def _answer_fused(self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes) -> list[Reply]:
+        """A fused push that is in its round asks again."""
+        if message.step > slot.steps.get(client, 0):
+            raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
+        if not self._discipline.in_rounds or message.step < slot.rounds:
+            return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
+        if message.step == slot.rounds:
+            return [self._round_answer(slot, route, message.request)]
+        slot.fused[client] = (route, message.request)
+        replies = [Reply(route, m.Ack(message.request, slot.rounds)), self._waiting(slot, message.request, route)]
+        return replies + self._fail_stuck(message.key, slot)
 
     def _pull(self, client: int, route: bytes, message: m.Pull) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
+        reader = Reader(route, message.request, message.min_round)
         if self._discipline.readable(slot.rounds, message.min_round):
-            return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
-        readers = slot.readers.setdefault(message.min_round, {})
-        known = client in readers
-        readers[client] = (route, message.request)
-        return [self._waiting(message, route)] if known else self._fail_stuck(message.key, slot)
+            return [self._read(slot, reader)]
+        known = slot.readers.get(client) == reader
+        slot.readers[client] = reader
+        replies = self._fail_stuck(message.key, slot)
+        return replies if replies or not known else [self._waiting(slot, message.request, route)]
 
-    def _waiting(self, message: m.Push | m.Pull | m.Query, route: bytes) -> Reply:
-        """Tell a sender that repeats itself whom its round still lacks."""
-        slot = self._slots[message.key, message.chunk]
-        round_ = slot.rounds + 1
-        missing = [
-            client
-            for client in range(self.num_clients)
-            if slot.steps.get(client, 0) < round_ and (round_, client) not in slot.held
-        ]
-        return Reply(route, m.Waiting(message.request, missing))
+    def _read(self, slot: Slot, reader: Reader) -> Reply:
+        if slot.failed is not None and reader.min_round == slot.rounds:
+            return failure(reader.route, reader.request, slot.failed)
+        return Reply(reader.route, m.Value(reader.request, slot.rounds), (slot.lend(),))
 
-    def _ack(self, slot: Slot, to: Contribution) -> Reply:
-        return Reply(to.route, m.Ack(to.request, slot.rounds))
-
-    def _value(self, slot: Slot, to: Contribution, value: Buffer | None = None) -> Reply:
-        payload = slot.lend() if value is None or value is slot.value else value
-        return Reply(to.route, m.Value(to.request, slot.rounds), (payload,))
+    def _waiting(self, slot: Slot, request: int, route: bytes) -> Reply:
+        """Tell a sender that repeats itself whom the open round still lacks."""
+        missing = (client for client in range(slot.cursor, self.num_clients) if client not in slot.held)
+        return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
 
     # ---- rules
 
     def _set_rule(self, client: int, route: bytes, message: m.SetRule) -> list[Reply]:
-        call = (message.rule, dict(message.hyperparams))
-        if self._repeated(client, "set_optimizer", message.ordinal, call, self._rule_calls):
-            return [Reply(route, m.Ack(message.request, self._generation))]
-        rule = optim.create(message.rule, message.hyperparams)
-        self._rule_calls.append(call)
-        self._generation += 1
-        self._install(client, rule)
+        call = (message.rule, message.hyperparams)
+        if not self._rule_calls.is_repeat(client, message.ordinal, call):
+            rule = optim.create(message.rule, message.hyperparams)
+            self._generation += 1
+            self._install(client, rule)
+        self._rule_calls.note(client, message.ordinal, call, self._present())
         return [Reply(route, m.Ack(message.request, self._generation))]
 
     def _set_hyperparams(self, client: int, route: bytes, message: m.SetHyperparams) -> list[Reply]:
-        call = dict(message.hyperparams)
-        if not self._repeated(client, "set_hyperparams", message.ordinal, call, self._hyper_calls):
+        call = message.hyperparams
+        if not self._hyper_calls.is_repeat(client, message.ordinal, call):
             if self._rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
-            rule = self._rule.with_hyperparams(**call)
-            self._hyper_calls.append(call)
-            self._install(client, rule)
+            self._install(client, self._rule.with_hyperparams(**call))
+        self._hyper_calls.note(client, message.ordinal, call, self._present())
         return [Reply(route, m.Ack(message.request, self._generation))]
 
-    def _repeated(self, client: int, what: str, ordinal: int, call: Any, calls: list[Any]) -> bool:
-        """Whether this is another client's, or a repeated, copy of a call that is already in force."""
-        if ordinal == len(calls) + 1:
-            return False
-        if not 1 <= ordinal <= len(calls):
-            raise ProtocolError(f"{what} number {ordinal} of client {client} on server {self.server} skips a number")
-        if calls[ordinal - 1] != call:
-            raise ConfigError(
-                f"{what} call {ordinal}: client {client} says {call}, an earlier client said {calls[ordinal - 1]}; "
-                "all clients must make the same calls"
-            )
-        return True
+    def _present(self) -> list[int]:
+        return [client for client in range(self.num_clients) if client not in self._gone]
 
     def _install(self, client: int, rule: optim.Rule) -> None:
         """Put ``rule`` in force, in rounds from the one after this client's last push of each chunk."""
         self._rule = rule
         for slot in self._slots.values():
-            from_round = slot.steps.get(client, 0) + 1 if self._discipline.in_rounds else 0
-            slot.rules.append(RuleChange(from_round, self._generation, rule))
+            pushed = slot.steps.get(client, 0) + (client in slot.held)
+            from_round = pushed + 1 if self._discipline.in_rounds else 0
+            slot.change_rule(RuleChange(from_round, self._generation, rule))
 
     # ---- checkpoints
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        if len(message.names) != len(payloads):
+        if len(message.names) != len(payloads) or len(set(message.names)) != len(message.names) or message.updates < 0:
             raise ProtocolError(
-                f"state of key {message.key!r}: {len(payloads)} payloads for {len(message.names)} names"
+                f"state of key {message.key!r}: {len(payloads)} payloads for the names {message.names} "
+                f"after {message.updates} updates"
             )
         arrays = {}
         for name, payload in zip(message.names, payloads, strict=True):
             dtype = slot.dtype if name == "value" else host.ACCUMULATE[slot.dtype]
             arrays[name] = self._array(message.key, [payload], dtype, slot.count, f"state {name!r}")
-        slot.restore(message.updates, arrays)
+        # The copy of a request that was repeated may come after other clients have gone on from what it restored.
+        if slot.restored is None or slot.restored[0] != route or slot.restored[1] < message.request:
+            slot.restore(message.updates, arrays)
+            slot.restored = (route, message.request)
         return [Reply(route, m.Ack(message.request, slot.rounds))]
-
-
-def _failure(route: bytes, request: int, error: KVError) -> Reply:
-    return Reply(route, m.Failure(request, type(error).__name__, str(error)))

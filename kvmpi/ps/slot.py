@@ -28,6 +28,15 @@ class Contribution:
     wire_dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One client's pull, held until the round ``min_round`` is in the value."""
+
+    route: bytes
+    request: int
+    min_round: int
+
+
 @dataclass(slots=True)
 class RuleChange:
     """An update rule and the first round it is in force. A new ``generation`` starts with empty state."""
@@ -38,7 +47,10 @@ class RuleChange:
 
 
 class Slot:
-    """The arithmetic of one chunk. Holds at most the value, one accumulator of its size, and the rule's state."""
+    """The arithmetic of one chunk. Holds at most the value, one accumulator of its size, and the rule's state.
+
+    A synchronous slot whose rule answers with the old value also keeps that one, for a client that asks again.
+    """
 
     def __init__(self, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int) -> None:
         self.count, self.dtype = count, dtype
@@ -53,11 +65,15 @@ class Slot:
         self.cursor = 0
         self.accumulator: Buffer | None = None
         self._spare: Buffer | None = None
-        # What each client has contributed up to, and what waits.
+        # What became of the last round: the error if it had no effect, the old value if that is the answer.
+        self.failed: Exception | None = None
+        self.met: Buffer | None = None
+        # What each client has contributed up to, and what waits: at most one push and one pull of each client.
         self.steps: dict[int, int] = {}
-        self.held: dict[tuple[int, int], Contribution] = {}
+        self.held: dict[int, Contribution] = {}
         self.fused: dict[int, tuple[bytes, int]] = {}
-        self.readers: dict[int, dict[int, tuple[bytes, int]]] = {}
+        self.readers: dict[int, Reader] = {}
+        self.restored: tuple[bytes, int] | None = None
         self._loans: list[weakref.ref[Buffer]] = []
 
     # ---- values
@@ -90,48 +106,70 @@ class Slot:
     def add(self, contribution: Contribution) -> None:
         """Add one push to the open round."""
         if self.accumulator is None:
-            self.accumulator = self._take_spare()
-            self._widen(contribution, self.accumulator)
+            accumulator = self._take_spare()
+            self._widen(contribution, accumulator)
+            self.accumulator = accumulator
         else:
             host.add_widened(self.accumulator, host.ACCUMULATE[self.dtype], contribution.wire, contribution.wire_dtype)
 
     def apply_alone(self, contribution: Contribution) -> Buffer:
-        """Apply one push as an update of its own; returns the value that a fused reader gets."""
+        """Apply one push as an update of its own; returns the value that a fused reader gets.
+
+        A rule that raises leaves no trace: the push does not count.
+        """
         if contribution.wire_dtype == host.ACCUMULATE[self.dtype]:
-            return self._update(contribution.wire, 1, recycle=None)
-        self.add(contribution)
-        return self.close_round(1)
+            answer = self._update(contribution.wire, 1, recycle=None)
+        else:
+            self.add(contribution)
+            answer = self.close_round(1)
+        self.met = None  # clients do not step together here: one old value would not be right for all
+        return answer
 
     def close_round(self, count: int) -> Buffer:
-        """Apply the sum of ``count`` pushes; returns the value that a fused reader gets."""
+        """Apply the sum of ``count`` pushes; returns the value that a fused reader gets.
+
+        If the rule raises, the sum is dropped, and it is for the caller to ``skip_round``.
+        """
         pushed = self.accumulator
         assert pushed is not None
         self.accumulator = None
         return self._update(pushed, count, recycle=pushed)
 
+    def skip_round(self, error: Exception) -> None:
+        """The open round is over without effect: its clients have gone on and cannot push it again."""
+        self.rounds += 1
+        self.failed, self.met = error, None
+
     def _update(self, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
         """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
+        answer = self._apply(self._rule_of_round(self.rounds + 1), pushed, count, recycle)
         self.rounds += 1
-        rule = self._rule_of_round()
+        self.failed = None
+        self.met = answer if answer is not self.value else None
+        return answer
+
+    def _apply(self, rule: optim.Rule | None, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
         if rule is None:
             self._assign(pushed, recycle)
             return self.value
-        self.updates += 1
-        if rule.multi_precision and self.dtype in host.HALF and self.master is None:
-            self.master = host.empty(self.count, "float32")
-            host.widen(self.value, self.dtype, self.master)
+        step = self.updates + 1
+        if not rule.multi_precision:
+            self.master = None
+        elif self.dtype in host.HALF and self.master is None:
+            self.master = optim.make_master(self.value, self.dtype)
         if not rule.replies_old:
             value = self.own_value()
-            optim.update(rule, value, self.dtype, pushed, self.state, self.updates, count, master=self.master)
+            optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master)
             if recycle is not None:
                 self._spare = recycle
-            return value
-        met = self.value
-        out = self._out_buffer(recycle)
-        optim.update(rule, met, self.dtype, pushed, self.state, self.updates, count, master=self.master, out=out)
-        # The fused readers are still to be sent the old value, so its memory is free only after that.
-        self.value, self._loans = out, []
-        return met
+        else:
+            value = self.value
+            out = self._out_buffer(recycle)
+            optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master, out=out)
+            # The fused readers are still to be sent the old value, so its memory is not used again.
+            self.value, self._loans = out, []
+        self.updates = step
+        return value
 
     def _out_buffer(self, recycle: Buffer | None) -> Buffer:
         if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
@@ -148,8 +186,14 @@ class Slot:
         else:
             np.copyto(self.own_value(), pushed)
 
-    def _rule_of_round(self) -> optim.Rule | None:
-        while len(self.rules) > 1 and self.rules[1].from_round <= self.rounds:
+    def change_rule(self, change: RuleChange) -> None:
+        """Put a rule in force from a round on."""
+        while self.rules and self.rules[-1].from_round >= change.from_round:
+            self.rules.pop()  # never in force: otherwise a chunk that nobody pushes would collect them
+        self.rules.append(change)
+
+    def _rule_of_round(self, round_: int) -> optim.Rule | None:
+        while len(self.rules) > 1 and self.rules[1].from_round <= round_:
             self.rules.popleft()
         current = self.rules[0]
         if current.generation != self.generation:

@@ -23,7 +23,7 @@ _LOCAL = ("local", "device")
 
 
 class Trainer:
-    """Data-parallel training in one line of the loop: ``trainer.step(batch_size)`` in the place of ``optimizer.step()``.
+    """Data-parallel training with one line of the loop changed: ``trainer.step(batch_size)`` for ``optimizer.step()``.
 
     ::
 
@@ -77,6 +77,7 @@ class Trainer:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._zeros: dict[int, torch.Tensor] = {}
             self._warned = False
+            self._sent: Any = None
             if self._kv is not None:
                 self._params.create_in(self._kv)
         except BaseException:
@@ -198,8 +199,8 @@ class Trainer:
         ``kv.num_workers`` instead, for a mean over workers. An asynchronous store applies the gradients of each client
         by themselves: there it is the batch of one client (or ``kv.mpi_size``).
 
-        A change of ``batch_size`` after the first step costs the store's optimizer one more pass over the gradients,
-        which ``p.grad`` shows; the first time a ``UserWarning`` says so, since it is often an unwanted short last batch.
+        Where the store updates, a change of ``batch_size`` after the first step multiplies every ``p.grad`` before it
+        is pushed; the first time a ``UserWarning`` says so, since it is often a short last batch that nobody wanted.
         """
         self._check_batch(batch_size)
         if self._update_on_kvstore:
@@ -276,20 +277,31 @@ class Trainer:
 
     def _rule_in_force(self, kv: KVStore, batch_size: float) -> optim.Rule:
         """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ."""
-        mine = self._own_rule()
+        options = self._options()
         if kv.optimizer is None:
-            if hasattr(mine, "rescale_grad"):
-                mine = mine.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
-            kv.set_optimizer(mine)
-        else:
-            now = kv.optimizer.hyperparams()
-            changed = {n: v for n, v in mine.hyperparams().items() if n != "rescale_grad" and now.get(n) != v}
+            rule = self._own_rule()
+            if hasattr(rule, "rescale_grad"):
+                rule = rule.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
+            kv.set_optimizer(rule)
+        elif options != self._sent:
+            mine, now = self._own_rule(), kv.optimizer.hyperparams()
             if type(kv.optimizer) is not type(mine):
                 raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")
+            changed = {n: v for n, v in mine.hyperparams().items() if n != "rescale_grad" and now[n] != v}
             if changed:
                 kv.set_hyperparams(**changed)
+        self._sent = options
         assert kv.optimizer is not None
         return kv.optimizer
+
+    def _options(self) -> Any:
+        """What the user's optimizer says at the moment, to see whether it has changed."""
+        if self._torch is None:
+            return [self._rule]
+        return [
+            {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
+            for group in self._torch.param_groups
+        ]
 
     def _own_rule(self) -> optim.Rule:
         if self._torch is None:
@@ -348,6 +360,7 @@ class Trainer:
             self._kv.load_optimizer_states(path)
             if self._kv.optimizer is not None:
                 self._adopt(self._kv.optimizer)
+            self._sent = None
             return
         assert self._torch is not None
         self._torch.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

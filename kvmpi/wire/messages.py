@@ -8,18 +8,16 @@ protocol version, and one msgpack array whose first element names the message. N
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from kvmpi.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
-MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_BYTES = 256 << 10
 _MAGIC = b"KVM" + bytes([PROTOCOL_VERSION])
 
-Key = Union[int, str]
-Number = Union[bool, int, float, list[float]]
+Key = int | str
+Number = bool | int | float | list[float]
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -70,11 +68,12 @@ class Pull(Message, tag="pull"):
 
 
 class Query(Message, tag="query"):
-    """Ask whom an accepted, unanswered push of a chunk waits for."""
+    """Ask again for the answer to a fused push that is in its round: the value, or whom the round waits for."""
 
     request: int
     key: Key
     chunk: int
+    step: int
 
 
 class SetRule(Message, tag="rule"):
@@ -149,11 +148,15 @@ class State(Message, tag="state"):
 
 
 class Failure(Message, tag="failure"):
-    """The request could not be served: the name of an exception of ``kvmpi.errors`` and its message."""
+    """The request could not be served: the name of an exception of ``kvmpi.errors`` and its message.
+
+    ``used``: the push was part of a round that is over, so that its step is used up; it must not be repeated.
+    """
 
     request: int
     error: str
     text: str
+    used: bool = False
 
 
 class Register(Message, tag="register"):
@@ -216,21 +219,29 @@ class Lost(Message, tag="lost"):
     role: str
     rank: int
     store: int
+    incarnation: int
     text: str
 
 
-_ANY = Union[
-    Hello, Init, Push, Pull, Query, SetRule, SetHyperparams, GetState, PutState, Bye,
-    Ack, Value, Waiting, State, Failure,
-    Register, Roster, Heartbeat, Barrier, QueryDead, Dead, Leave, Lost,
-]  # fmt: skip
+_ANY = (
+    Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Bye
+    | Ack | Value | Waiting | State | Failure
+    | Register | Roster | Heartbeat | Barrier | QueryDead | Dead | Leave | Lost
+)  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_ANY)
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``."""
-    header = _MAGIC + _encoder.encode(message)
+    """The header frame of ``message``.
+
+    Raises:
+        ProtocolError: too large, or not to be encoded: an integer of more than 64 bits, a lone surrogate.
+    """
+    try:
+        header = _MAGIC + _encoder.encode(message)
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {type(message).__name__} has {len(header)} bytes, limit {MAX_HEADER_BYTES}")
     return header

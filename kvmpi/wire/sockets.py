@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ class Listener(_Socket):
 
     def __init__(self, context: zmq.Context[Any], max_message_bytes: int) -> None:
         super().__init__(context, zmq.ROUTER, max_message_bytes)
+        # A peer whose link broke comes back under the same name, maybe before this side has noticed.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.endpoints: list[str] = []
 
     def bind_tcp(self, host: str, port: int = 0) -> str:
@@ -100,7 +103,11 @@ class Listener(_Socket):
         return bound
 
     def send(self, route: bytes, message: Message, payloads: Sequence[Payload] = ()) -> None:
-        """Send to the peer at ``route``; a peer that is gone is no error. Large payloads are lent, not copied."""
+        """Send to the peer at ``route``; a peer that is gone is no error. Large payloads are lent, not copied.
+
+        Raises:
+            ProtocolError: the message cannot be encoded; nothing was sent.
+        """
         self._send([route, encode(message)], payloads)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
@@ -118,15 +125,25 @@ class Listener(_Socket):
 
 
 class Connection(_Socket):
-    """A DEALER socket: one connection to one listener."""
+    """A DEALER socket: one connection to one listener, under the same route there when it breaks and is made anew."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, max_message_bytes: int) -> None:
         super().__init__(context, zmq.DEALER, max_message_bytes)
         self.endpoint = endpoint
-        self._socket.connect(endpoint)
+        # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
+        self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
 
     def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
-        """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered."""
+        """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered.
+
+        Raises:
+            ProtocolError: the message cannot be encoded; nothing was sent.
+        """
         self._send([encode(message)], payloads)
 
     def recv(self) -> tuple[Message, list[memoryview]] | None:
@@ -184,7 +201,7 @@ class Readiness:
 
 
 def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:
-    """A payload frame as a read-only array that keeps the frame alive.
+    """A payload frame as an array that keeps the frame alive; nothing else refers to its memory.
 
     Raises:
         ProtocolError: the frame's length is no multiple of the item size.

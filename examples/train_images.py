@@ -1,0 +1,243 @@
+"""Train a classifier of small images with any of kvmpi's algorithms: ``kvmpi run -n 4 -c 2 -s 2 train_images.py``.
+
+The same program is all of them: ALGORITHMS says which store type each needs, what the servers run, and what the loop
+does after ``loss.backward()``. Started with plain ``python`` it runs as a job of one worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import image_data
+import image_models
+import numpy as np
+import torch
+from report import Report
+from torch import Tensor, nn
+
+import kvmpi
+from kvmpi.config import Config
+from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer
+
+
+class GradientExchange:
+    """Every batch: gradients to the store, which updates the weights; new weights back."""
+
+    def __init__(self, kv: kvmpi.KVStore, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> None:
+        self._trainer = Trainer(model.named_parameters(), optimizer, kv)
+        # A store sums; the loss is a mean over this worker's batch. So what is left is to divide by the number of
+        # workers in one update: all of them, or in an asynchronous store those of one client.
+        self._divisor = kv.mpi_size if kv.is_capable("async") else kv.num_workers
+
+    def step(self) -> None:
+        self._trainer.step(self._divisor)
+
+    def center(self, out: Iterable[Tensor]) -> bool:
+        """Put the weights of the center into ``out``, if this algorithm has a center."""
+        return False
+
+
+class ElasticExchange:
+    """Synchronous SGD inside the client; every INTERVAL batches its weights and a center pull at each other."""
+
+    def __init__(self, kv: kvmpi.KVStore, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> None:
+        self._client_size = kv.mpi_size
+        self._inside = Trainer(model.named_parameters(), optimizer, kv.client)
+        self._outside = self._make(kv, model, args)
+
+    def _make(self, kv: kvmpi.KVStore, model: nn.Module, args: Any) -> ElasticAveraging | DiLoCo:
+        return ElasticAveraging(model.named_parameters(), kv, args.alpha, args.interval)
+
+    def step(self) -> None:
+        self._inside.step(self._client_size)
+        self._outside.step()
+
+    def center(self, out: Iterable[Tensor]) -> bool:
+        self._outside.pull_center(out)
+        return True
+
+
+class DiLoCoExchange(ElasticExchange):
+    """Synchronous SGD inside the client; every INTERVAL batches the servers do an outer step on all changes."""
+
+    def _make(self, kv: kvmpi.KVStore, model: nn.Module, args: Any) -> ElasticAveraging | DiLoCo:
+        return DiLoCo(model.named_parameters(), kv, args.interval, args.outer_lr, args.outer_momentum)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    store: str  # the store type
+    server: str  # what the servers run
+    loop: type[GradientExchange | ElasticExchange]  # what a worker does after each backward
+    optimizer: str = "sgd"  # default of --optimizer
+
+
+ALGORITHMS = {
+    "local": Algorithm("local", "nothing: one worker", GradientExchange),
+    "dist-sgd": Algorithm("dist_sync", "SGD, once per round of all workers", GradientExchange),
+    "mpi-sgd": Algorithm("dist_sync_mpi", "SGD, once per round of all clients", GradientExchange),
+    "dist-asgd": Algorithm("dist_async", "SGD, for each worker's gradients as they come", GradientExchange),
+    "mpi-asgd": Algorithm("dist_async_mpi", "SGD, for each client's gradients as they come", GradientExchange),
+    "dist-esgd": Algorithm("dist_async", "Elastic, for each worker's weights", ElasticExchange),
+    "mpi-esgd": Algorithm("dist_async_mpi", "Elastic, for each client's weights", ElasticExchange),
+    "diloco": Algorithm("dist_sync_mpi", "Outer, once per round of all clients", DiLoCoExchange, "adamw"),
+}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    table = "\n".join(f"  {name:<10} {a.store:<15} {a.server}" for name, a in ALGORITHMS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"algorithms, their store types, and what the servers run:\n{table}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--algorithm", choices=list(ALGORITHMS), default="mpi-esgd", metavar="NAME", help="default mpi-esgd; see below")
+    add(
+        "--data",
+        default="digits",
+        help="digits (default), or a folder or tar of train/CLASS/*.jpg and test/CLASS/*.jpg",
+    )
+    add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
+    add("--epochs", type=int, default=10, help="default 10")
+    add("--batch-size", type=int, default=16, help="of each worker (default 16)")
+    add("--optimizer", choices=("sgd", "adamw"), help="default sgd; diloco: adamw")
+    add("--lr", type=float, help="learning rate (default: sgd 0.1, asynchronous 0.2, adamw 0.006)")
+    add("--momentum", type=float, help="of sgd (default 0.9, asynchronous 0)")
+    add("--weight-decay", type=float, default=1e-4, help="default 0.0001")
+    add("--schedule", choices=("cosine", "constant"), default="cosine", help="of the learning rate (default cosine)")
+    add("--interval", type=int, help="batches between exchanges of weights (default 64, at most half an epoch)")
+    add("--alpha", type=float, help="of elastic averaging (default 0.9 / number of clients)")
+    add("--outer-lr", type=float, default=0.7, help="of DiLoCo (default 0.7)")
+    add("--outer-momentum", type=float, default=0.9, help="of DiLoCo (default 0.9)")
+    add("--augment", action="store_true", help="mirror and move training images at random")
+    add("--limit", type=int, default=0, metavar="N", help="use N training images only")
+    add("--seed", type=int, default=0, help="of weights and order (default 0)")
+    add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
+    add("--target-accuracy", type=float, default=0.0, metavar="A", help="exit with status 1 below it, e.g. 0.95")
+    args = parser.parse_args(argv)
+    for name in ("epochs", "batch_size", "interval"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
+
+
+def fill_in(args: argparse.Namespace, kv: kvmpi.KVStore, num_batches: int) -> None:
+    """Defaults that depend on the algorithm and on the job."""
+    algorithm = ALGORITHMS[args.algorithm]
+    if args.optimizer is None:
+        args.optimizer = algorithm.optimizer
+    # Between reading weights and applying its gradients, an asynchronous client misses about one step of each other
+    # client. That acts like momentum by itself (Mitliagkas et al. 2016), and bounds the step that is stable.
+    stale = algorithm.loop is GradientExchange and kv.is_capable("async")
+    if args.momentum is None:
+        args.momentum = 0.0 if stale else 0.9
+    if args.lr is None:
+        args.lr = 0.006 if args.optimizer == "adamw" else min(0.2, 0.8 / kv.num_clients) if stale else 0.1
+    if args.alpha is None:
+        args.alpha = 0.9 / kv.num_clients
+    if args.interval is None:
+        args.interval = min(64, max(1, num_batches // 2))
+
+
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """What applies gradients: in this process, or in the store, which has the same ones."""
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
+    return torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+
+
+def accuracy(model: nn.Module, images: image_data.Images) -> float:
+    """The share of ``images`` that ``model`` recognises."""
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for start in range(0, len(images), 500):
+            x, y = images.batch(np.arange(start, min(start + 500, len(images))))
+            right += int((model(x).argmax(1) == y).sum())
+    model.train()
+    return right / len(images)
+
+
+def refresh_norms(model: nn.Module, images: image_data.Images, batch_size: int) -> None:
+    """Batch-norm statistics for weights that no worker has trained with, from some of the training images."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        some = [np.arange(i, i + batch_size) % len(images) for i in range(0, 32 * batch_size, batch_size)]
+        torch.optim.swa_utils.update_bn((images.batch(chosen)[0] for chosen in some), model)
+
+
+def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
+    """All epochs; the last accuracy on worker 0, 1.0 on the others."""
+    data = image_data.load(args.data, kv.rank, kv.num_workers, with_test=kv.rank == 0, limit=args.limit)
+    _, channels, size, _ = data.train.pixels.shape
+    num_batches = max(1, data.train_count // kv.num_workers // args.batch_size)  # the same for every worker
+    fill_in(args, kv, num_batches)
+    model = image_models.create(args.model, channels, size, len(data.classes), args.seed)
+    optimizer = make_optimizer(args, model)
+    loop = ALGORITHMS[args.algorithm].loop(kv, model, optimizer, args)
+    deployed = copy.deepcopy(model)
+    steps = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs) if args.schedule == "cosine" else None
+
+    job = {"workers": kv.num_workers, "clients": kv.num_clients, "servers": kv.num_servers, "store": kv.type}
+    report.header(
+        f"{args.algorithm}: {kv.num_workers} workers, {kv.num_clients} clients, {kv.num_servers} servers ({kv.type}); "
+        f"{data.train_count} images, {num_batches} batches of {args.batch_size} per worker and epoch",
+        {**vars(args), **job},
+    )
+    elapsed_s = result = 0.0
+    for epoch in range(1, args.epochs + 1):
+        rng = np.random.default_rng([args.seed, epoch, kv.rank, 1])
+        kv.barrier()
+        start_s, total_loss = time.perf_counter(), 0.0
+        report.start(epoch, num_batches)
+        for chosen in image_data.batches(data.train, args.batch_size, num_batches, epoch, args.seed, kv.rank):
+            x, y = data.train.batch(chosen)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(image_data.augment(x, rng) if args.augment else x), y)
+            loss.backward()
+            loop.step()
+            kv.clock()
+            total_loss += loss.item()
+            report.advance(loss.item())
+        kv.barrier()
+        epoch_s = time.perf_counter() - start_s
+        elapsed_s += epoch_s
+        report.finish()
+        has_center = loop.center(deployed.parameters())  # all workers ask for it, worker 0 looks at it
+        if data.test is not None:
+            if has_center:
+                refresh_norms(deployed, data.train, args.batch_size)
+            result = accuracy(deployed if has_center else model, data.test)
+            report.epoch(epoch, total_loss / num_batches, result, epoch_s, elapsed_s)
+        if steps is not None:
+            steps.step()
+    return result if kv.rank == 0 else 1.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status."""
+    args = arguments(argv)
+    config = Config.from_env()
+    if args.algorithm == "local" and config.num_workers > 1:
+        print("--algorithm local is for one worker: start it with plain python, or with -n 1", file=sys.stderr)
+        return 2
+    with kvmpi.create(ALGORITHMS[args.algorithm].store) as kv:
+        with contextlib.closing(Report(active=kv.rank == 0, tty=config.tty, log=args.log)) as report:
+            result = train(args, kv, report)
+    if result < args.target_accuracy:
+        print(f"accuracy {result:.2%} is below --target-accuracy {args.target_accuracy:.2%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

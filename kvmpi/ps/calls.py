@@ -1,0 +1,48 @@
+"""Calls that every client makes, in the same order: the first copy takes effect, the others must equal it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvmpi.errors import ConfigError, ProtocolError
+
+
+class SharedCalls:
+    """The calls of one kind on one server, numbered from 1. Forgets a call when every client has made it."""
+
+    def __init__(self, name: str, server: int) -> None:
+        self._name, self._server = name, server
+        self._made = 0
+        self._calls: dict[int, Any] = {}
+        self._seen: dict[int, int] = {}
+
+    def is_repeat(self, client: int, ordinal: int, call: Any) -> bool:
+        """Whether this is another client's, or a repeated, copy of a call that has taken effect.
+
+        Raises:
+            ProtocolError: the client skips a number.
+            ConfigError: another client's call of this number was different.
+        """
+        if ordinal == self._made + 1:
+            return False
+        if not 1 <= ordinal <= self._made:
+            raise ProtocolError(
+                f"{self._name} number {ordinal} of client {client} on server {self._server} is out of turn"
+            )
+        if ordinal in self._calls and self._calls[ordinal] != call:
+            raise ConfigError(
+                f"{self._name} call {ordinal}: client {client} says {call}, an earlier client said "
+                f"{self._calls[ordinal]}; all clients must make the same calls"
+            )
+        return True
+
+    def note(self, client: int, ordinal: int, call: Any, clients: Iterable[int]) -> None:
+        """``client`` has made this call, which is valid. ``clients`` are those of whom more calls are expected."""
+        if ordinal > self._made:
+            self._made = ordinal
+            self._calls[ordinal] = call
+        self._seen[client] = max(ordinal, self._seen.get(client, 0))
+        done = min((self._seen.get(other, 0) for other in clients), default=ordinal)
+        for number in [number for number in self._calls if number <= done]:
+            del self._calls[number]

@@ -1,0 +1,162 @@
+"""The I/O thread of a master: drives the session's state machine over sockets to the scheduler and the servers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvmpi.config import Config
+from kvmpi.errors import KVError, ProtocolError, ServerLostError
+from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.wire import Connection, Readiness, Waker, new_context
+from kvmpi.wire import messages as m
+
+_log = logging.getLogger(__name__)
+
+#: Messages taken from one connection before the others get their turn.
+_BATCH = 8
+_TICK_S = 0.05
+
+
+class Link:
+    """Runs one ``ClientSession`` in a thread of its own, the only one that touches the session and the sockets.
+
+    Args:
+        name: of the thread and in messages.
+        clock: the training clock, for heartbeats.
+    """
+
+    def __init__(self, config: Config, name: str, clock: Callable[[], int]) -> None:
+        self._config, self._name, self._clock = config, name, clock
+        self._session = ClientSession(config.window_bytes, config.retry_s)
+        self._inbox: deque[tuple[Operation, Sequence[Ask], int]] = deque()
+        self._waker = Waker()
+        self._connections: dict[int, Connection] = {}
+        self._readiness: Readiness | None = None
+        self._joined = False
+        self._stop = False
+        self._failed: KVError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be answered."""
+        return self._thread.is_alive() and not self._stop
+
+    def start(self) -> None:
+        """Start the thread, and the connection to the scheduler."""
+        self._context = new_context()
+        self._thread.start()
+
+    def join_servers(self, endpoints: Sequence[str]) -> None:
+        """Connect to every server and begin with heartbeats. Only to be called in this link's thread, by a reply.
+
+        Raises:
+            ConfigError: an endpoint is malformed.
+        """
+        for server, endpoint in enumerate(endpoints):
+            if server not in self._connections:
+                self._connections[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
+        self._readiness = None
+        self._joined = True
+
+    def now_s(self) -> float:
+        """The time on the clock of deadlines."""
+        return time.monotonic()
+
+    def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
+        """Start an operation, from any thread. On a link that is closed it fails at once."""
+        self._inbox.append((operation, asks, priority))
+        if self.is_open:
+            self._waker.wake()  # if the thread ends just now, it empties the inbox as its last act
+        else:
+            self._drain_inbox()
+
+    def stop(self) -> None:
+        """End the thread without a word to the peers; what is under way fails. Idempotent."""
+        self._stop = True
+        self._waker.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    # ---- what runs in the thread
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            try:
+                operation, asks, priority = self._inbox.popleft()
+            except IndexError:
+                return  # another thread was faster
+            if not self.is_open:
+                operation.finished = True
+                operation.on_done(
+                    self._failed or ServerLostError(f"{operation.label}: the link to the servers is not open")
+                )
+            else:
+                self._session.submit(operation, asks, priority)
+
+    def _run(self) -> None:
+        try:
+            scheduler = Connection(self._context, self._config.scheduler, self._config.max_message_bytes)
+            self._connections[SCHEDULER] = scheduler
+            self._loop(scheduler)
+        except KVError as error:
+            self._failed = error
+        except Exception as error:  # a defect of ours must not leave callers waiting
+            _log.exception("the I/O thread of %s failed", self._name)
+            self._failed = KVError(f"the I/O thread of {self._name} failed: {type(error).__name__}: {error}")
+            self._failed.__cause__ = error
+        finally:
+            self._failed = self._failed or ServerLostError(f"the link of {self._name} to the servers is closed")
+            self._stop = True
+            self._session.fail_all(self._failed)
+            self._drain_inbox()
+            for connection in self._connections.values():
+                connection.close()
+            self._context.term()
+            self._waker.close()
+
+    def _loop(self, scheduler: Connection) -> None:
+        next_tick_s = self.now_s()
+        next_heartbeat_s = next_tick_s + self._config.heartbeat_s
+        while not self._stop:
+            self._drain_inbox()
+            self._pump()
+            if self._readiness is None:
+                self._readiness = Readiness([self._waker, *self._connections.values()])
+            idle_s = max(_TICK_S, next_heartbeat_s - self.now_s()) if self._session.idle else _TICK_S
+            self._readiness.wait(idle_s)
+            self._waker.clear()
+            for connection in list(self._connections.values()):
+                self._receive(connection)
+            now_s = self.now_s()
+            if now_s >= next_tick_s:
+                self._session.tick(now_s)
+                next_tick_s = now_s + _TICK_S
+            if now_s >= next_heartbeat_s:
+                next_heartbeat_s = now_s + self._config.heartbeat_s
+                if self._joined:
+                    scheduler.send(m.Heartbeat(self._clock()))
+
+    def _receive(self, connection: Connection) -> None:
+        for _ in range(_BATCH):
+            try:
+                received = connection.recv()
+            except ProtocolError as error:
+                # Nobody can say which request it answers: that one is repeated, and times out in the end.
+                _log.warning("%s cannot read a message from %s: %s", self._name, connection.endpoint, error)
+                continue
+            if received is None:
+                return
+            self._session.receive(*received)
+            self._pump()
+
+    def _pump(self) -> None:
+        for peer, message, payloads in self._session.sendable(self.now_s()):
+            try:
+                self._connections[peer].send(message, payloads)
+            except ProtocolError as error:
+                self._session.reject(getattr(message, "request", -1), error)

@@ -1,0 +1,32 @@
+"""What a state machine answers: a message and where it goes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from kvmpi.errors import KVError
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+#: Of a longer list only the beginning is named: a message must stay small whatever a peer claims.
+MAX_NAMED = 64
+_MAX_TEXT = 4000
+
+
+class Reply(NamedTuple):
+    """A message to send to the peer at ``route``."""
+
+    route: bytes
+    message: Message
+    payloads: tuple[npt.NDArray[Any], ...] = ()
+
+
+def failure(route: bytes, request: int, error: Exception, *, used: bool = False) -> Reply:
+    """``error`` as a reply. What is no ``KVError`` is a defect, and says its type."""
+    known = isinstance(error, KVError)
+    # What repr could not print comes back to us in error messages, and must be encoded once more.
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = text[:_MAX_TEXT].encode(errors="backslashreplace").decode()
+    return Reply(route, m.Failure(request, type(error).__name__ if known else "KVError", text, used))

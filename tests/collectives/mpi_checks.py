@@ -1,0 +1,207 @@
+"""Run under mpirun by ``test_mpi.py``: checks of the collectives over a real MPI. Any failure ends the whole job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on_host, vectors
+from mpi4py import MPI
+
+from kvmpi.arrays import DTYPES
+from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
+from kvmpi.collectives.naive import naive_allreduce, naive_broadcast
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVTimeoutError, OrderMismatchError, PeerLostError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TIMEOUT_S = 60.0
+
+digest = hashlib.sha256()  # of all results: must be equal on all ranks
+
+
+def sums() -> None:
+    comm = mpi_comm.world()
+    for algorithm in ("ring", "mpi", "naive", "auto"):
+        for dtype in DTYPES:
+            for count, num_vectors, in_place in (
+                (0, 1, False),
+                (1, 1, True),
+                (5, 2, False),
+                (4097, 1, False),
+                (999, 3, True),
+            ):
+                own = vectors(RANK, num_vectors, count, dtype)
+                out = allreduce(comm, algorithm, own, dtype, in_place=in_place, chunk_bytes=512, timeout_s=TIMEOUT_S)
+                assert_is_sum(out, all_vectors(SIZE, num_vectors, count, dtype), dtype)
+                digest.update(out.tobytes())
+    comm.free()
+
+
+def large_sums() -> None:
+    """40 MB: real chunks, a full window, and messages that MPI does not send until they are received."""
+    comm = mpi_comm.world()
+    count = 10_000_003
+    index = np.arange(count, dtype="f4") % 1000
+    expected = SIZE * index + sum(range(SIZE))  # exact
+    for algorithm in ("ring", "mpi", "naive"):
+        out = np.empty(count, "f4")
+        own = on_host([index + RANK], "float32")
+        Collectives(comm, algorithm).allreduce(own, out, "float32", Deadline(TIMEOUT_S), "large")
+        np.testing.assert_array_equal(out, expected, err_msg=algorithm)
+    out = index + RANK
+    Collectives(comm).broadcast(out, SIZE - 1, Deadline(TIMEOUT_S), "large")
+    np.testing.assert_array_equal(out, index + SIZE - 1)
+    comm.free()
+
+
+def pieces() -> None:
+    comm = mpi_comm.world()
+    buffer = np.arange(1000, dtype="i8") + RANK
+    naive_allreduce(comm, buffer, Deadline(TIMEOUT_S), "pieces", max_piece_count=300)
+    np.testing.assert_array_equal(buffer, SIZE * np.arange(1000) + sum(range(SIZE)))
+    buffer += RANK
+    naive_broadcast(comm, buffer, 1, Deadline(TIMEOUT_S), "pieces", max_piece_count=300)
+    np.testing.assert_array_equal(buffer, SIZE * np.arange(1000) + sum(range(SIZE)) + 1)
+    comm.free()
+
+
+def broadcasts() -> None:
+    comm = mpi_comm.world()
+    collectives = Collectives(comm, "ring", 512)
+    for root in range(SIZE):
+        for count in (0, 1, 4097):
+            buffer = vectors(RANK, 1, count, "float32")[0]
+            collectives.broadcast(buffer, root, Deadline(TIMEOUT_S), "cast")
+            np.testing.assert_array_equal(buffer, vectors(root, 1, count, "float32")[0])
+        text = bytes([root]) * 100_000
+        assert collectives.tell(text if root == RANK else b"", root, Deadline(TIMEOUT_S), "tell") == text
+        assert collectives.tell(b"", root, Deadline(TIMEOUT_S), "tell") == b""
+    comm.free()
+
+
+def disagreements() -> None:
+    comm = mpi_comm.world()
+    collectives = Collectives(comm, "ring", 512)
+    entries = tuple(Entry(f"layer{i}", (i,), "float32") for i in range(3000))
+    for _ in range(3):
+        collectives.agree(Call("push", entries), Deadline(TIMEOUT_S))
+    mine = entries if RANK else (*entries[:2000], Entry("other", (), "float32"), *entries[2001:])
+    with pytest.raises(OrderMismatchError, match="position 2000") as caught:
+        collectives.agree(Call("push", mine), Deadline(TIMEOUT_S))
+    digest.update(str(caught.value).encode())
+    failure = PeerLostError("on purpose") if RANK == 1 else None
+    with pytest.raises(PeerLostError, match="on purpose"):
+        collectives.agree(Call("push", entries, failure), Deadline(TIMEOUT_S))
+    collectives.agree(Call("pull", entries), Deadline(TIMEOUT_S))
+    out = vectors(RANK, 1, 999, "float32")[0]
+    collectives.allreduce(on_host([out], "float32"), out, "float32", Deadline(TIMEOUT_S), "after")
+    assert_is_sum(out, all_vectors(SIZE, 1, 999, "float32"), "float32")
+    comm.free()
+
+
+def two_threads() -> None:
+    """As the reduce and broadcast lanes do: two communicators, two threads, no order between them."""
+    comms = [mpi_comm.world(), mpi_comm.world()]
+    errors: list[BaseException] = []
+
+    def reduce_lane() -> None:
+        collectives = Collectives(comms[0], "ring", 4096)
+        for i in range(40):
+            count = [10, 30_000, 3000][i % 3]
+            out = np.empty(count, "i8")
+            own = on_host([np.arange(count) + 100 * RANK + i], "int64")
+            collectives.allreduce(own, out, "int64", Deadline(TIMEOUT_S), "reduce")
+            np.testing.assert_array_equal(out, SIZE * (np.arange(count) + i) + 100 * sum(range(SIZE)))
+
+    def broadcast_lane() -> None:
+        collectives = Collectives(comms[1], "ring", 4096)
+        for i in range(40):
+            buffer = np.arange(20_000) + 7 * RANK + i
+            collectives.tell(b"", 0, Deadline(TIMEOUT_S), "tell")
+            collectives.broadcast(buffer, i % SIZE, Deadline(TIMEOUT_S), "cast")
+            np.testing.assert_array_equal(buffer, np.arange(20_000) + 7 * (i % SIZE) + i)
+
+    def guarded(lane: Callable[[], None]) -> None:
+        try:
+            lane()
+        except BaseException as error:
+            errors.append(error)
+
+    lanes = [reduce_lane, broadcast_lane] if RANK % 2 else [broadcast_lane, reduce_lane]
+    threads = [threading.Thread(target=guarded, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for comm in comms:
+        comm.free()
+
+
+def silence(folder: Path) -> None:
+    """The last rank is stopped by SIGSTOP: all others say so in time. It is woken when they have."""
+    agreeing, ring = mpi_comm.world(), mpi_comm.world()
+    timeout_s, silent = 1.0, SIZE - 1
+    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    WORLD.Barrier()
+    if silent == RANK:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    large = np.ones(3_000_000, "f4")
+
+    def agree(collectives: Collectives) -> None:
+        collectives.agree(Call("barrier"), Deadline(timeout_s))
+
+    def allreduce_large(collectives: Collectives) -> None:
+        collectives.allreduce(on_host([large], "float32"), large, "float32", Deadline(timeout_s), "push of key 1")
+
+    for comm, act in ((agreeing, agree), (ring, allreduce_large)):
+        collectives = Collectives(comm, "ring")
+        for expected, at_most_s in ((KVTimeoutError, 2 * timeout_s), (PeerLostError, timeout_s / 2)):
+            # In the ring a neighbour is named, which may be waiting itself.
+            named = silent if act is agree or SIZE == 2 else ""
+            start_s = time.monotonic()
+            with pytest.raises(expected, match=f"MPI rank {named}"):
+                act(collectives)
+            assert time.monotonic() - start_s < at_most_s, f"{act.__name__}: {expected.__name__} came too late"
+    (folder / f"done{RANK}").touch()
+    if RANK == 0:
+        deadline = Deadline(TIMEOUT_S)
+        while not all((folder / f"done{rank}").exists() for rank in range(silent)):
+            assert not deadline.expired(), "other ranks did not get their errors"
+            time.sleep(0.02)
+        os.kill(int((folder / f"pid{silent}").read_text()), signal.SIGCONT)
+
+
+def main(folder: Path) -> None:
+    checks = [sums, pieces, broadcasts, disagreements, two_threads, large_sums, lambda: silence(folder)]
+    for check in checks:
+        check()
+    found = WORLD.gather(digest.hexdigest())
+    if RANK == 0:
+        assert len(set(found)) == 1, "ranks got different bits"
+        assert set(FLOATS) < set(DTYPES)
+        library = MPI.Get_library_version().split()[0]
+        print(f"all {len(checks)} checks passed on {SIZE} ranks of {library}: {found[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException:
+        # One write, so that the ranks' texts do not mix.
+        sys.stderr.write(f"rank {RANK} of {SIZE}:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        WORLD.Abort(1)

@@ -1,0 +1,90 @@
+"""The arithmetic of the ring, by itself: who sends which elements when, and what is added where."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmpi.collectives.ring import chunked_segments, segment_bounds, segments_of_step
+
+SIZES = range(2, 18)
+
+
+@given(count=st.integers(0, 1 << 40), num_segments=st.integers(1, 300))
+def test_segments_cover_everything_once_longer_ones_first(count: int, num_segments: int) -> None:
+    bounds = segment_bounds(count, num_segments)
+    lengths = [stop - start for start, stop in bounds]
+    assert len(bounds) == num_segments
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == count
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@given(count=st.integers(0, 5000), size=st.integers(1, 9), max_chunk_count=st.integers(1, 700))
+def test_chunks_cover_every_segment_once_and_are_equally_many(count: int, size: int, max_chunk_count: int) -> None:
+    segments = chunked_segments(count, size, max_chunk_count)
+    assert [(chunks[0][0], chunks[-1][1]) for chunks in segments] == segment_bounds(count, size)
+    assert len({len(chunks) for chunks in segments}) == 1
+    longest = segments[0][0][1] - segments[0][0][0]
+    for chunks in segments:
+        assert all(left[1] == right[0] for left, right in pairwise(chunks))
+        assert all(0 <= stop - start <= min(longest, max_chunk_count) for start, stop in chunks)
+
+
+@given(count=st.integers(1, 5000), size=st.integers(1, 9), max_chunk_count=st.integers(1, 700))
+def test_no_more_chunks_than_needed(count: int, size: int, max_chunk_count: int) -> None:
+    longest_segment = -(-count // size)
+    assert len(chunked_segments(count, size, max_chunk_count)[0]) == -(-longest_segment // max_chunk_count)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_send_is_what_the_right_neighbour_receives(size: int) -> None:
+    for step in range(2 * (size - 1)):
+        for rank in range(size):
+            sent, _ = segments_of_step(step, rank, size)
+            _, expected = segments_of_step(step, (rank + 1) % size, size)
+            assert sent == expected, f"step {step}, rank {rank} of {size}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_step_sends_what_the_step_before_received(size: int) -> None:
+    for rank in range(size):
+        assert segments_of_step(0, rank, size)[0] == rank
+        for step in range(1, 2 * (size - 1)):
+            assert segments_of_step(step, rank, size)[0] == segments_of_step(step - 1, rank, size)[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_segment_is_summed_over_every_rank_once_and_reaches_every_rank(size: int) -> None:
+    """The ring with lists of ranks in place of numbers: a sum is the list of those who contributed, in order."""
+    held: list[dict[int, list[int]]] = [{} for _ in range(size)]  # of each rank: segment -> partial sum
+    contributed: list[list[int]] = [[] for _ in range(size)]
+    results: list[dict[int, list[int]]] = [{} for _ in range(size)]
+    for step in range(2 * (size - 1)):
+        messages = []
+        for rank in range(size):
+            segment, _ = segments_of_step(step, rank, size)
+            if step == 0:
+                contributed[rank].append(segment)
+                held[rank][segment] = [rank]
+            messages.append(held[rank][segment] if step < size - 1 else results[rank][segment])
+        for rank in range(size):
+            _, segment = segments_of_step(step, rank, size)
+            incoming = messages[(rank - 1) % size]
+            if step < size - 1:
+                contributed[rank].append(segment)
+                held[rank][segment] = [*incoming, rank]
+                if step == size - 2:
+                    results[rank][segment] = held[rank][segment]
+            else:
+                assert segment not in results[rank], "received twice"
+                results[rank][segment] = incoming
+    for rank in range(size):
+        assert sorted(contributed[rank]) == list(range(size)), f"rank {rank} contributes to every segment once"
+        # In ring order, starting with the owner: the same on every rank, so the same bits.
+        assert results[rank] == {s: [(s + i) % size for i in range(size)] for s in range(size)}

@@ -1,0 +1,86 @@
+"""Waiting ends soon after what it waits for, or at the deadline, and leaves the core to others meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvmpi.collectives.waiting import Patience, wait_all
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVTimeoutError
+
+
+class Flag:
+    """A request that is done from a point in time on."""
+
+    def __init__(self, after_s: float) -> None:
+        self.due_s, self.polls = time.monotonic() + after_s, 0
+
+    def test(self) -> bool:
+        self.polls += 1
+        return time.monotonic() >= self.due_s
+
+
+def test_waits_for_every_request() -> None:
+    flags = [Flag(0.05), Flag(0.0), Flag(0.1)]
+    wait_all(flags, Deadline(10), lambda: "never")
+    assert time.monotonic() >= flags[2].due_s
+
+
+def test_nothing_to_wait_for_is_no_wait() -> None:
+    wait_all([], Deadline(0), lambda: "never")
+    wait_all([Flag(0.0)], Deadline(0), lambda: "what is done is done, whatever the time")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02, 0.3])
+def test_gives_up_at_the_deadline_with_the_text_of_that_moment(timeout_s: float) -> None:
+    flags = [Flag(0.0), Flag(3600)]
+    start_s = time.monotonic()
+    with pytest.raises(KVTimeoutError, match="1 of 2 came"):
+        wait_all(flags, Deadline(timeout_s), lambda: f"{sum(flag.test() for flag in flags)} of 2 came")
+    assert timeout_s <= time.monotonic() - start_s < timeout_s + 0.5
+
+
+def test_a_long_wait_polls_seldom() -> None:
+    flag = Flag(1.0)
+    start_s = time.thread_time()
+    wait_all([flag], Deadline(10), lambda: "never")
+    assert flag.polls < 20_000
+    assert time.thread_time() - start_s < 0.25, "waited with the core in use"
+
+
+def test_progress_begins_the_wait_anew() -> None:
+    """After progress come polls again, not the long naps that the wait before had reached."""
+    patience = Patience(Deadline(None), lambda: "never")
+    end_s = time.monotonic() + 0.1
+    while time.monotonic() < end_s:
+        patience.pause()
+    patience.progress()
+    fastest_s = min(_seconds_of_ten(patience) for _ in range(5))
+    assert fastest_s < 0.5e-3
+
+
+def _seconds_of_ten(patience: Patience) -> float:
+    patience.progress()
+    start_s = time.perf_counter()
+    for _ in range(10):
+        patience.pause()
+    return time.perf_counter() - start_s
+
+
+def test_a_waiting_rank_lets_other_threads_run() -> None:
+    """A training thread makes progress while two others wait."""
+    waiters = [threading.Thread(target=wait_all, args=([Flag(0.6)], Deadline(10), str)) for _ in range(2)]
+    for waiter in waiters:
+        waiter.start()
+    counted, end_s = 0, time.monotonic() + 0.5
+    while time.monotonic() < end_s:
+        counted += 1
+    for waiter in waiters:
+        waiter.join()
+    alone, end_s = 0, time.monotonic() + 0.5
+    while time.monotonic() < end_s:
+        alone += 1
+    assert counted > alone / 10

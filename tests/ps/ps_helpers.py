@@ -1,0 +1,121 @@
+"""A server's state machine with clients that a test moves by hand, and contributions that depend on everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvmpi import optim
+from kvmpi.arrays import DTYPES
+from kvmpi.errors import KVError, rebuild
+from kvmpi.ps.reply import Reply
+from kvmpi.ps.server import ServerState
+from kvmpi.ps.slot import Slot
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+STORE = 1
+
+
+def route(client: int) -> bytes:
+    return f"client {client}".encode()
+
+
+def whole_numbers(count: int, *seeds: int) -> np.ndarray:
+    """float32 whole numbers of which many can be added exactly."""
+    return np.random.default_rng([count, *seeds]).integers(-1000, 1000, count).astype("f4")
+
+
+def random_floats(count: int, *seeds: int) -> np.ndarray:
+    return np.random.default_rng([count, *seeds]).standard_normal(count).astype("f4")
+
+
+class Machine:
+    """One store on one server. ``send`` returns the request's number, ``replies`` keeps all that came for it."""
+
+    def __init__(self, mode: str, num_clients: int, *, hello: bool = True) -> None:
+        self.state = ServerState(0)
+        self.mode, self.num_clients = mode, num_clients
+        self.numbers = itertools.count(1)
+        self.replies: dict[int, list[Reply]] = {}
+        if hello:
+            for client in range(num_clients):
+                assert self.ok(self.hello(client))
+
+    def hello(self, client: int, incarnation: int = 1, **fields: Any) -> int:
+        values = {"store": STORE, "mode": self.mode, "num_clients": self.num_clients, "at": route(client), **fields}
+        return self.send(values["at"], m.Hello, values["store"], values["mode"], client, values["num_clients"], incarnation)
+
+    def send(
+        self, client: int | bytes, kind: type[Message], *fields: Any, payloads: Sequence[Any] = (), request: int = 0
+    ) -> int:
+        request = request or next(self.numbers)
+        at = client if isinstance(client, bytes) else route(client)
+        frames = [memoryview(np.asarray(p).tobytes() if not isinstance(p, bytes) else p) for p in payloads]
+        self.take(self.state.handle(at, kind(request, *fields), frames))
+        return request
+
+    def take(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self.replies.setdefault(reply.message.request, []).append(reply)  # type: ignore[attr-defined]
+
+    # ---- requests
+
+    def init(self, client: int, key: Any, value: np.ndarray, dtype: str = "float32", **changes: Any) -> int:
+        fields = {"chunk": 0, "num_chunks": 1, "count": value.size, "shape": [value.size], "dtype": dtype, **changes}
+        return self.send(client, m.Init, key, *fields.values(), payloads=[value] if client == 0 else ())
+
+    def init_all(self, key: Any, value: np.ndarray, dtype: str = "float32") -> None:
+        for client in range(self.num_clients):
+            assert self.ok(self.init(client, key, value, dtype))
+
+    def push(
+        self, client: int, key: Any, step: int, value: Any, *, fused: bool = False, codec: str = "none", request: int = 0
+    ) -> int:
+        return self.send(client, m.Push, key, 0, step, codec, fused, payloads=[value], request=request)
+
+    def pull(self, client: int, key: Any, min_round: int, request: int = 0) -> int:
+        return self.send(client, m.Pull, key, 0, min_round, request=request)
+
+    def rule(self, rule: optim.Rule, ordinal: int = 1, clients: Sequence[int] | None = None) -> None:
+        for client in range(self.num_clients) if clients is None else clients:
+            assert self.ok(self.send(client, m.SetRule, ordinal, rule.name, rule.hyperparams()))
+
+    # ---- answers
+
+    def last(self, request: int) -> Message | None:
+        replies = self.replies.get(request)
+        return replies[-1].message if replies else None
+
+    def ok(self, request: int) -> bool:
+        """Whether the last answer is neither missing, nor a failure, nor that others are missing."""
+        last = self.last(request)
+        if isinstance(last, m.Failure):
+            raise rebuild(last.error, last.text)
+        return last is not None and not isinstance(last, m.Waiting)
+
+    def error(self, request: int) -> KVError | None:
+        last = self.last(request)
+        return rebuild(last.error, last.text) if isinstance(last, m.Failure) else None
+
+    def value(self, request: int, dtype: str = "float32") -> np.ndarray | None:
+        """The value that was answered: the very memory that the server hands to its socket."""
+        if not self.ok(request) or not isinstance(self.last(request), m.Value):
+            return None
+        (payload,) = self.replies[request][-1].payloads
+        assert payload.dtype == DTYPES[dtype]
+        return payload
+
+    def read(self, key: Any, min_round: int = 0, client: int = 0, dtype: str = "float32") -> np.ndarray:
+        value = self.value(self.pull(client, key, min_round), dtype)
+        assert value is not None, f"key {key!r} cannot be read at round {min_round}"
+        return value
+
+    def slot(self, key: Any, chunk: int = 0) -> Slot:
+        return self.state._shards[STORE]._slots[key, chunk]
+
+    def lose(self, client: int, incarnation: int = 1, why: str = "was lost") -> None:
+        self.take(self.state.lose(m.Lost("client", client, STORE, incarnation, why)))

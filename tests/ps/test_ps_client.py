@@ -1,0 +1,421 @@
+"""Clients in threads, servers in threads, real sockets between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from conftest import TIMEOUT_S, ThreadJob
+from ps_helpers import random_floats, whole_numbers
+
+from kvmpi import optim
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.errors import (
+    ClientLostError,
+    ConfigError,
+    KeyNotInitializedError,
+    KVError,
+    KVTimeoutError,
+    ProtocolError,
+    ServerLostError,
+    ShapeMismatchError,
+)
+from kvmpi.ps import EmbeddedJob, PsClient
+from kvmpi.trace import Recorder
+from kvmpi.wire import encode
+from kvmpi.wire import messages as m
+
+StartJob = Callable[..., ThreadJob]
+InThreads = Callable[..., list[Any]]
+COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
+
+
+def deadline() -> Deadline:
+    return Deadline(TIMEOUT_S)
+
+
+def initialise(clients: list[PsClient], counts: dict[Any, int], rule: optim.Rule | None = None) -> None:
+    for rank, client in enumerate(clients):
+        client.add_keys([(key, (count,), "float32") for key, count in counts.items()])
+        works = [client.init(k, whole_numbers(n) if rank == 0 else None, deadline()) for k, n in counts.items()]
+        if rule is not None:
+            works.append(client.set_rule(rule, deadline()))
+        for work in works:
+            work.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize("placement", ["uniform", "lpt"])
+def test_rounds_of_every_size_over_two_servers(
+    start_job: StartJob, in_threads: InThreads, transport: str, placement: str
+) -> None:
+    clients = start_job(2, placement=placement, chunk_bytes=300_000).connect(3, transport=transport)
+    initialise(clients, COUNTS, optim.Test(lr=-1.0))
+
+    def work(rank: int) -> None:
+        ps = clients[rank]
+        outs = {key: np.full(count, np.nan, "f4") for key, count in COUNTS.items()}
+        expected = {key: whole_numbers(count).astype("f8") for key, count in COUNTS.items()}
+        for step in range(1, 4):
+            values = {key: whole_numbers(count, rank, step) for key, count in COUNTS.items()}
+            if (step + rank) % 2:
+                works = [ps.pushpull(key, values[key], outs[key], deadline()) for key in COUNTS]
+            elif rank == 2:  # in place: what is pushed is overwritten with the answer
+                outs = values
+                works = [ps.pushpull(key, values[key], values[key], deadline()) for key in COUNTS]
+            else:
+                for push in [ps.push(key, values[key], deadline(), priority=-i) for i, key in enumerate(COUNTS)]:
+                    push.wait()
+                works = [ps.pull(key, outs[key], deadline()) for key in COUNTS]
+            for done in works:
+                done.wait()
+            for key, count in COUNTS.items():
+                total = sum(whole_numbers(count, client, step).astype("f8") for client in range(3))
+                expected[key] = expected[key] + total
+                np.testing.assert_array_equal(outs[key], expected[key], err_msg=f"{key}, client {rank}, step {step}")
+
+    in_threads(work, range(3))
+
+
+def test_async_clients_at_their_own_pace(start_job: StartJob, in_threads: InThreads) -> None:
+    clients = start_job(2, chunk_bytes=1000).connect(3, "async")
+    counts = {"k": 4097, 5: 3}
+    initialise(clients, counts, optim.Test(lr=-1.0))
+
+    def work(rank: int) -> None:
+        for step in range(10 + 5 * rank):
+            works = [clients[rank].push(key, whole_numbers(n, rank, step), deadline()) for key, n in counts.items()]
+            for done in works:
+                done.wait()
+        clients[rank].barrier(deadline()).wait()
+
+    in_threads(work, range(3))
+    for key, count in counts.items():
+        out = np.empty(count, "f4")
+        clients[1].pull(key, out, deadline()).wait()
+        pushes = [whole_numbers(count, rank, step) for rank in range(3) for step in range(10 + 5 * rank)]
+        np.testing.assert_array_equal(out, np.sum([whole_numbers(count), *pushes], axis=0, dtype="f8"))
+
+
+def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob) -> None:
+    """The step is counted before the waiter wakes: otherwise the next push would pass for a copy, and be dropped."""
+    (ps,) = start_job(1).connect(1)
+    initialise([ps], {"k": 2}, optim.Test(lr=-1.0))
+    one, out = np.ones(2, "f4"), np.empty(2, "f4")
+    for _ in range(400):
+        ps.push("k", one, deadline()).wait()
+    ps.pull("k", out, deadline()).wait()
+    np.testing.assert_array_equal(out, whole_numbers(2) + 400)
+
+
+def test_compression_halves_the_bytes_of_pushes_only(start_job: StartJob) -> None:
+    (ps,) = start_job(2).connect(1)
+    initialise([ps], {"k": 20_000})
+    ps.set_codec("fp16")
+    out, value = np.empty(20_000, "f4"), random_floats(20_000)
+    ps.pushpull("k", value, out, deadline()).wait()
+    np.testing.assert_array_equal(out, value.astype("f2").astype("f4"))
+
+
+def test_state_is_saved_and_restored_over_chunks_and_servers(start_job: StartJob) -> None:
+    (ps,) = start_job(2, chunk_bytes=70_000).connect(1)
+    count = 50_001
+    initialise([ps], {"k": count}, optim.Adam(lr=0.01))
+
+    def go_on(step: int) -> np.ndarray:
+        out = np.empty(count, "f4")
+        ps.pushpull("k", random_floats(count, step), out, deadline()).wait()
+        return out
+
+    go_on(1)
+    work, chunks = ps.get_state("k", deadline())
+    work.wait()
+    assert [(chunk.start, chunk.updates) for chunk in chunks][0] == (0, 1)
+    assert len(chunks) >= 3
+    arrays = {name: np.concatenate([chunk.arrays[name] for chunk in chunks]) for name in chunks[0].arrays}
+    assert set(arrays) == {"value", "exp_avg", "exp_avg_sq"}
+    first = [go_on(2), go_on(3)]
+    ps.put_state("k", 1, arrays, deadline()).wait()
+    assert [out.tobytes() for out in (go_on(2), go_on(3))] == [out.tobytes() for out in first]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_state_of_half_types_fits_into_messages_that_just_hold_a_chunk(start_job: StartJob, dtype: str) -> None:
+    (ps,) = start_job(1, chunk_bytes=40_000, max_message_bytes=40_000).connect(1)
+    value = np.zeros(33_000, "u2" if dtype == "bfloat16" else "f2")
+    ps.add_keys([("k", (33_000,), dtype)])
+    ps.init("k", value, deadline()).wait()
+    ps.set_rule(optim.SGD(lr=1.0, momentum=0.5, multi_precision=True), deadline()).wait()
+    ps.pushpull("k", value, value, deadline()).wait()
+    work, chunks = ps.get_state("k", deadline())
+    work.wait()
+    assert sum(chunk.arrays["master"].size for chunk in chunks) == 33_000
+
+
+# ---- errors
+
+
+def test_errors_come_back_with_their_types_and_the_store_goes_on(start_job: StartJob) -> None:
+    clients = start_job(2).connect(2)
+    initialise(clients[:1], {"k": 3})
+    clients[1].add_keys([("k", (3, 1), "float32")])
+    with pytest.raises(ShapeMismatchError, match="client 1 has shape"):
+        clients[1].init("k", None, deadline()).wait()
+    clients[1].forget_keys(["k"])
+    clients[0].add_keys([("not there", (3,), "float32")])
+    with pytest.raises(KeyNotInitializedError, match="'not there'"):
+        clients[0].pull("not there", np.empty(3, "f4"), deadline()).wait()
+    with pytest.raises(ConfigError, match="no update rule"):
+        clients[0]._command("set_optimizer", m.SetRule, ("no such rule", {}), deadline(), counts="rule").wait()
+    with pytest.raises(ConfigError, match="no optimizer yet"):
+        clients[0].set_hyperparams({"lr": 1.0}, deadline()).wait()
+    clients[1].add_keys([("k", (3,), "float32")])
+    clients[1].init("k", None, deadline()).wait()
+    for client in clients:
+        client.set_rule(optim.SGD(lr=2.0), deadline()).wait()
+        client.set_hyperparams({"lr": 1.0}, deadline()).wait()
+    outs = [np.empty(3, "f4"), np.empty(3, "f4")]
+    works = [client.pushpull("k", np.ones(3, "f4"), out, deadline()) for client, out in zip(clients, outs, strict=True)]
+    for work, out in zip(works, outs, strict=True):
+        work.wait()
+        np.testing.assert_array_equal(out, whole_numbers(3) - 2)
+
+
+@pytest.mark.parametrize("key", [1 << 70, "x" * 300_000], ids=["int of 71 bits", "str of 300 kB"])
+def test_a_key_that_cannot_be_sent_is_an_error_and_the_link_survives(start_job: StartJob, key: Any) -> None:
+    (ps,) = start_job(1).connect(1)
+    ps.add_keys([(key, (3,), "float32")])
+    with pytest.raises(ProtocolError, match="Init"):
+        ps.init(key, np.zeros(3, "f4"), deadline()).wait()
+    initialise([ps], {"k": 3})
+
+
+def test_a_second_push_before_the_first_is_done_is_refused(start_job: StartJob) -> None:
+    clients = start_job(1).connect(2)
+    initialise(clients, {"k": 3})
+    first = clients[1].push("k", np.ones(3, "f4"), deadline())  # held until client 0 pushes
+    with pytest.raises(KVError, match="its last push is not done"):
+        clients[1].push("k", np.ones(3, "f4"), deadline())
+    clients[0].push("k", np.ones(3, "f4"), deadline()).wait()
+    first.wait()
+
+
+def test_a_push_that_timed_out_may_be_tried_again_and_counts_once(start_job: StartJob) -> None:
+    clients = start_job(2).connect(3)
+    initialise(clients, {"k": 20_000}, optim.Test(lr=-1.0))
+    values = [whole_numbers(20_000, rank) for rank in range(3)]
+    clients[0].push("k", values[0], deadline()).wait()
+    out = np.empty(20_000, "f4")
+    for _ in range(2):
+        with pytest.raises(KVTimeoutError) as caught:
+            clients[1].pushpull("k", values[1], out, Deadline(0.5)).wait()
+    for part in ("'k'", "client 1 of 3 at step 1", "server 0 still waits for client 2", "server 1 still waits"):
+        assert part in str(caught.value)
+    again = clients[1].pushpull("k", values[1], out, deadline())
+    clients[2].push("k", values[2], deadline()).wait()
+    again.wait()
+    np.testing.assert_array_equal(out, np.sum([whole_numbers(20_000), *values], axis=0, dtype="f8"))
+
+
+def test_a_barrier_that_timed_out_may_be_tried_again(start_job: StartJob) -> None:
+    clients = start_job(1).connect(2)
+    with pytest.raises(KVTimeoutError, match="barrier 1 on client 0.*the scheduler still waits for client 1"):
+        clients[0].barrier(Deadline(0.5)).wait()
+    clients[1].barrier(deadline()).wait()
+    clients[0].barrier(deadline()).wait()
+    works = [client.barrier(deadline()) for client in clients]
+    for work in works:
+        work.wait()
+
+
+def test_a_client_that_vanishes_is_a_loss_to_the_others(start_job: StartJob) -> None:
+    job = start_job(1, heartbeat_s=0.1, heartbeat_timeout_s=1.0)
+    clients = job.connect(2)
+    initialise(clients, {"k": 3})
+    waiting = clients[0].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline())
+    barrier = clients[0].barrier(deadline())
+    clients[1].abort()
+    for work in (waiting, barrier):
+        with pytest.raises(ClientLostError, match="client 1"):
+            work.wait(TIMEOUT_S)
+    work, dead = clients[0].dead_clients(0.5, deadline())
+    work.wait()
+    assert dead == [1]
+    with pytest.raises(ClientLostError):
+        clients[0].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline()).wait(TIMEOUT_S)
+
+
+# ---- joining and leaving
+
+
+def test_a_scheduler_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = Config(num_servers=1, scheduler=f"ipc://{tmp_path}/nobody")
+    ps = PsClient(config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
+    with pytest.raises(KVTimeoutError, match="nobody.*no answer from the scheduler"):
+        ps.connect(Deadline(0.3))
+    ps.close(deadline())
+
+
+def test_a_malformed_scheduler_endpoint_is_an_error_at_once() -> None:
+    config = Config(num_servers=1, scheduler="nonsense")
+    ps = PsClient(config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
+    with pytest.raises(ConfigError, match="nonsense"):
+        ps.connect(deadline())
+
+
+def test_a_job_of_another_size_is_refused(start_job: StartJob) -> None:
+    job = start_job(2)
+    with pytest.raises(ConfigError, match="the scheduler knows 2 servers, KVMPI_NUM_SERVERS is 3"):
+        job.new_client(0, 1, num_servers=3).connect(deadline())
+
+
+def test_a_client_connects_without_a_deadline_too(start_job: StartJob) -> None:
+    ps = start_job(1).new_client(0, 1)
+    ps.connect(Deadline(None))
+    ps.close(Deadline(None))
+
+
+def test_close_may_be_repeated_and_ends_what_is_under_way(start_job: StartJob) -> None:
+    clients = start_job(1).connect(2)
+    initialise(clients, {"k": 3})
+    waiting = clients[0].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline())
+    for _ in range(2):
+        clients[0].close(deadline())
+    with pytest.raises(KVError):
+        waiting.wait(TIMEOUT_S)
+    for late in (clients[0].pull("k", np.empty(3, "f4"), deadline()), clients[0].barrier(deadline())):
+        with pytest.raises(ServerLostError):
+            late.wait(TIMEOUT_S)
+    with pytest.raises(ClientLostError, match="client 0 has closed the store"):
+        clients[1].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline()).wait(TIMEOUT_S)
+
+
+def test_close_is_quick_when_everyone_is_dead(start_job: StartJob) -> None:
+    job = start_job(2)
+    (ps,) = job.connect(1)
+    initialise([ps], {"k": 3})
+    job.close_daemons = [daemon.stop() for daemon in job._daemons]  # type: ignore[attr-defined]
+    for thread in job.threads:
+        thread.join(TIMEOUT_S)
+    closing = threading.Thread(target=ps.close, args=(Deadline(3600.0),), daemon=True)
+    closing.start()
+    closing.join(TIMEOUT_S)  # an hour would be the caller's deadline
+    assert not closing.is_alive()
+
+
+def test_two_stores_side_by_side(start_job: StartJob) -> None:
+    job = start_job(2)
+    first, second = job.connect(1, "sync", store=1)[0], job.connect(1, "async", store=2)[0]
+    initialise([first], {"k": 5})
+    initialise([second], {"k": 7}, optim.Test(lr=-1.0))
+    first.push("k", np.ones(5, "f4"), deadline()).wait()
+    second.push("k", np.ones(7, "f4"), deadline()).wait()
+    first.close(deadline())
+    out = np.empty(7, "f4")
+    second.pull("k", out, deadline()).wait()
+    np.testing.assert_array_equal(out, whole_numbers(7) + 1)
+    second.close(deadline())
+
+
+# ---- strangers at the door
+
+
+def _plain_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
+    rng = np.random.default_rng(4)
+    while not stop.is_set():
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5.0) as raw:
+                raw.sendall(rng.bytes(int(rng.integers(1, 3000))))
+                sent[0] += 1
+        except OSError:
+            pass
+
+
+def _zmq_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
+    rng = np.random.default_rng(5)
+    header = encode(m.Push(1, "k", 0, 1, "none", False))
+    with zmq.Context() as context:
+        while not stop.is_set():
+            with context.socket(zmq.DEALER) as peer:
+                peer.linger = 0
+                peer.connect(f"tcp://127.0.0.1:{port}")
+                for frames in ([b""], [rng.bytes(50)], [header], [header, rng.bytes(64)], [header] * 200,
+                               [encode(m.Hello(1, 1, "sync", 0, 1 << 40, 1))], [encode(m.Lost("client", 0, 1, 9, "x"))],
+                               [encode(m.Register(1, "server", 0, -1, 2, 1 << 62, "h", ["tcp://1.2.3.4:5"] * 5000))[:-1]],
+                               [encode(m.Leave(1))], [encode(m.Barrier(1, 1))]):  # fmt: skip
+                    peer.send_multipart(frames)
+                if peer.poll(2000):
+                    sent[0] += 1
+
+
+@pytest.mark.parametrize("stranger", [_plain_garbage, _zmq_garbage])
+def test_strangers_at_the_ports_do_not_disturb_a_job(start_job: StartJob, stranger: Any) -> None:
+    job = start_job(2, chunk_bytes=20_000)
+    (ps,) = job.connect(1, transport="tcp")
+    initialise([ps], {"k": 50_000}, optim.Test(lr=-1.0))
+    stop, sent = threading.Event(), [0]
+    ports = [int(job.config.scheduler.rsplit(":", 1)[1])]
+    ports += [int(connection.endpoint.rsplit(":", 1)[1]) for connection in ps._link._connections.values()]
+    threads = [threading.Thread(target=stranger, args=(port, stop, sent), daemon=True) for port in set(ports)]
+    assert len(threads) == 3
+    for thread in threads:
+        thread.start()
+    out = np.empty(50_000, "f4")
+    rounds = 0
+    while sent[0] < 60 or rounds < 10:
+        rounds += 1
+        ps.pushpull("k", np.ones(50_000, "f4"), out, deadline()).wait()
+        np.testing.assert_array_equal(out, whole_numbers(50_000) + rounds)
+        ps.barrier(deadline()).wait()
+    stop.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+
+
+# ---- the embedded job
+
+
+def test_an_embedded_job_serves_one_worker_and_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
+    folder = Path(job.config.job_dir)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    ps = PsClient(job.config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
+    ps.connect(deadline())
+    for key, count in COUNTS.items():
+        initialise([ps], {key: count})
+        out = np.empty(count, "f4")
+        ps.pushpull(key, whole_numbers(count, 1), out, deadline()).wait()
+        np.testing.assert_array_equal(out, whole_numbers(count, 1))
+    ps.close(deadline())
+    for _ in range(2):
+        job.close()
+    assert not folder.exists()
+    assert threading.active_count() <= before
+    assert capfd.readouterr().err == ""
+
+
+def test_an_embedded_job_that_cannot_start_says_why() -> None:
+    with pytest.raises(ConfigError, match="'no_such_module_at_all'"):
+        EmbeddedJob(Config(imports="no_such_module_at_all"))
+
+
+def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tempfile
+
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
+    job.close()
+    assert not os.path.exists(job.config.job_dir)

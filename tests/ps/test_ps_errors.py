@@ -1,0 +1,428 @@
+"""Bad requests go back to whoever sent them, and clients that come and go hurt nobody more than they must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ps_helpers import STORE, Machine, route, whole_numbers
+
+from kvmpi import optim
+from kvmpi.errors import (
+    ClientLostError,
+    ConfigError,
+    DTypeMismatchError,
+    KeyNotInitializedError,
+    KVError,
+    ProtocolError,
+    ShapeMismatchError,
+    UnsupportedError,
+)
+from kvmpi.ps.server import MAX_CLIENTS, ServerState
+from kvmpi.wire import encode
+from kvmpi.wire import messages as m
+
+COUNT = 5
+
+
+def pushes_still_work(machine: Machine, step: int = 1, among: list[int] | None = None) -> None:
+    """A round with everyone gives the right sum."""
+    clients = list(range(machine.num_clients)) if among is None else among
+    values = {client: whole_numbers(COUNT, 50, client, step) for client in clients}
+    for client in clients:
+        machine.push(client, "k", step, values[client])
+    expected = np.sum(list(values.values()), axis=0, dtype="f8")
+    np.testing.assert_array_equal(machine.read("k", step, clients[0]), expected)
+
+
+# ---- init
+
+
+def test_early_clients_wait_for_client_0_and_get_its_value() -> None:
+    machine = Machine("sync", 3)
+    early = [machine.init(client, "k", whole_numbers(COUNT)) for client in (2, 1)]
+    assert [machine.last(request) for request in early] == [None, None]
+    machine.init(2, "k", whole_numbers(COUNT), chunk=0)
+    again = machine.send(2, m.Init, "k", 0, 1, COUNT, [COUNT], "float32", request=early[0])
+    assert machine.last(again) == m.Waiting(again, [0])
+    assert machine.ok(machine.init(0, "k", whole_numbers(COUNT)))
+    assert machine.ok(early[1])
+    np.testing.assert_array_equal(machine.read("k", 0, 1), whole_numbers(COUNT))
+
+
+def test_a_repeated_init_does_not_set_the_value_back() -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    pushes_still_work(machine)
+    assert machine.ok(machine.init(0, "k", whole_numbers(COUNT)))
+    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 50, 0, 1))
+
+
+def test_the_server_keeps_its_own_copy_of_the_initial_value() -> None:
+    machine = Machine("sync", 1)
+    mine = bytearray(whole_numbers(COUNT).tobytes())
+    frames = [memoryview(mine)]
+    machine.state.handle(route(0), m.Init(1, "k", 0, 1, COUNT, [COUNT], "float32"), frames)
+    mine[:] = bytes(len(mine))
+    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT))
+
+
+MISMATCHES: dict[str, tuple[dict[str, Any], type[KVError]]] = {
+    "shape": ({"shape": [COUNT, 1]}, ShapeMismatchError),
+    "dtype": ({"dtype": "int32"}, DTypeMismatchError),
+    "chunks": ({"num_chunks": 2}, ConfigError),
+    "elements in the chunk": ({"count": COUNT + 1}, ConfigError),
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_at_init_is_told_to_the_offender_only(name: str, early: bool) -> None:
+    changes, expected = MISMATCHES[name]
+    machine = Machine("sync", 3)
+    if not early:
+        machine.init(0, "k", whole_numbers(COUNT))
+    offender = machine.init(1, "k", whole_numbers(COUNT), **changes)
+    fine = machine.init(2, "k", whole_numbers(COUNT))
+    if early:
+        machine.init(0, "k", whole_numbers(COUNT))
+    error = machine.error(offender)
+    assert type(error) is expected
+    assert "'k'" in str(error)
+    assert "client 1" in str(error)
+    assert machine.ok(fine)
+    assert machine.ok(machine.init(1, "k", whole_numbers(COUNT)))
+    pushes_still_work(machine)
+
+
+def test_an_early_client_with_another_number_of_chunks_is_not_left_waiting() -> None:
+    machine = Machine("sync", 2)
+    offender = machine.init(1, "k", whole_numbers(COUNT), chunk=5, num_chunks=6)
+    machine.init(0, "k", whole_numbers(COUNT))
+    assert isinstance(machine.error(offender), ConfigError)
+
+
+def test_client_0_itself_cannot_mix_layouts() -> None:
+    machine = Machine("sync", 1)
+    assert machine.ok(machine.init(0, "k", whole_numbers(COUNT), num_chunks=2))
+    other = machine.init(0, "k", whole_numbers(COUNT).astype("f8"), dtype="float64", chunk=1, num_chunks=2)
+    assert isinstance(machine.error(other), DTypeMismatchError)
+    assert isinstance(machine.error(machine.init(0, "k", whole_numbers(COUNT), chunk=2, num_chunks=2)), ProtocolError)
+
+
+@pytest.mark.parametrize("count", [COUNT + 1, -1, 1 << 62])
+def test_an_init_whose_count_is_not_that_of_its_payload_is_refused(count: int) -> None:
+    machine = Machine("sync", 1)
+    assert isinstance(machine.error(machine.init(0, "k", whole_numbers(COUNT), count=count)), ProtocolError)
+    machine.init_all("k", whole_numbers(COUNT))
+    pushes_still_work(machine)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    machine = Machine("sync", 1)
+    assert isinstance(machine.error(machine.init(0, "k", whole_numbers(COUNT), dtype="object")), DTypeMismatchError)
+
+
+# ---- malformed requests
+
+
+BAD_PUSHES: dict[str, tuple[dict[str, Any], type[KVError]]] = {
+    "a byte short": ({"value": whole_numbers(COUNT).tobytes()[:-1]}, ProtocolError),
+    "an element more": ({"value": whole_numbers(COUNT + 1)}, ProtocolError),
+    "empty": ({"value": b""}, ProtocolError),
+    "unknown key": ({"key": "nobody"}, KeyNotInitializedError),
+    "int for str": ({"key": 7}, KeyNotInitializedError),
+    "unknown codec": ({"codec": "zip"}, UnsupportedError),
+    "skipped step": ({"step": 3}, ProtocolError),
+    "huge step": ({"step": 1 << 63}, ProtocolError),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("name", BAD_PUSHES)
+def test_a_bad_push_is_refused_and_leaves_no_trace(name: str, mode: str, fused: bool) -> None:
+    machine = Machine(mode, 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.Test(lr=-1.0))
+    changes, expected = BAD_PUSHES[name]
+    good = {"client": 0, "key": "k", "step": 1, "value": whole_numbers(COUNT), "codec": "none", "fused": fused}
+    error = machine.error(machine.push(**{**good, **changes}))  # type: ignore[arg-type]
+    assert type(error) is expected
+    machine.push(0, "k", 1, whole_numbers(COUNT, 0))
+    machine.push(1, "k", 1, whole_numbers(COUNT, 1))
+    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
+
+
+@pytest.mark.parametrize("payloads", [[], [bytes(4 * COUNT)] * 2])
+def test_a_wrong_number_of_frames_is_refused(payloads: list[bytes]) -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    request = machine.send(0, m.Push, "k", 0, 1, "none", False, payloads=payloads)
+    assert isinstance(machine.error(request), ProtocolError)
+    pushes_still_work(machine)
+
+
+@pytest.mark.parametrize("kind", [m.Pull, m.Query, m.GetState, m.PutState])
+def test_unknown_keys_are_named(kind: Any) -> None:
+    machine = Machine("sync", 1)
+    fields = {m.Pull: (0,), m.Query: (0,), m.GetState: (), m.PutState: (0, [])}[kind]
+    error = machine.error(machine.send(0, kind, "nobody", 0, *fields))
+    assert isinstance(error, KeyNotInitializedError)
+    assert "'nobody'" in str(error)
+
+
+def test_a_session_begins_with_hello() -> None:
+    machine = Machine("sync", 2, hello=False)
+    for request in (machine.pull(0, "k", 0), machine.push(0, "k", 1, b""), machine.init(0, "k", whole_numbers(COUNT))):
+        error = machine.error(request)
+        assert isinstance(error, ProtocolError)
+        assert "Hello" in str(error)
+    assert machine.ok(machine.send(0, m.Bye)), "a good-bye may be repeated"
+    assert not machine.state._shards
+
+
+HELLOS: dict[str, dict[str, Any]] = {
+    "negative client": {"client": -1},
+    "client beyond the number": {"client": 2},
+    "nobody": {"client": 0, "num_clients": 0},
+    "a crowd": {"client": 0, "num_clients": MAX_CLIENTS + 1},
+    "other number of clients": {"client": 0, "num_clients": 3},
+    "other mode": {"client": 0, "mode": "async"},
+    "unknown mode": {"client": 0, "mode": "magic", "store": 9},
+    "another client on this route": {"client": 1, "at": route(0)},
+    "another store on this route": {"client": 0, "store": 5, "at": route(0)},
+}
+
+
+@pytest.mark.parametrize("name", HELLOS)
+def test_an_impossible_hello_is_refused_and_hurts_nobody(name: str) -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    request = machine.hello(**{"at": b"stranger", **HELLOS[name]})
+    assert isinstance(machine.error(request), ProtocolError | ConfigError)
+    pushes_still_work(machine)
+    assert len(machine.state._shards) == 1
+
+
+def test_what_only_the_scheduler_says_is_refused_from_a_client() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    replies = machine.state.handle(route(1), m.Lost("client", 0, STORE, 1 << 60, "so they say"), [])
+    assert isinstance(replies[0].message, m.Failure)
+    assert machine.state.handle(route(1), m.Heartbeat(3), [])[0].message.error == "ProtocolError"  # type: ignore[attr-defined]
+    pushes_still_work(machine)
+
+
+def test_an_unexpected_exception_is_a_failure_for_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    from kvmpi.ps import slot
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slot.host, "empty", no_memory)
+        request = machine.push(0, "k", 1, whole_numbers(COUNT, 50, 0, 1))
+    error = machine.error(request)
+    assert type(error) is KVError
+    assert "MemoryError" in str(error)
+    assert machine.ok(machine.push(0, "k", 1, whole_numbers(COUNT, 50, 0, 1), request=request)), "it may be tried again"
+    pushes_still_work(machine)
+
+
+def test_an_answer_always_fits_into_a_header() -> None:
+    machine = Machine("sync", MAX_CLIENTS, hello=False)
+    for client in (0, 1, MAX_CLIENTS - 1):
+        assert machine.ok(machine.hello(client))
+    shape = [1] * 50_000
+    machine.init(0, "k" * 60_000, whole_numbers(1), shape=shape)
+    machine.init(1, "k" * 60_000, whole_numbers(1), shape=[*shape, 1])
+    machine.init(0, "k", whole_numbers(COUNT))
+    held = machine.push(MAX_CLIENTS - 1, "k", 1, whole_numbers(COUNT))
+    machine.push(MAX_CLIENTS - 1, "k", 1, whole_numbers(COUNT), request=held)
+    assert isinstance(machine.last(held), m.Waiting)
+    machine.pull(0, "\ud800", 0)
+    machine.pull(0, "x" * 100_000, 0)
+    for replies in machine.replies.values():
+        for reply in replies:
+            assert len(encode(reply.message)) < 10_000
+
+
+KEYS = st.sampled_from(["k", "nobody", 0])
+INTS = st.sampled_from([-1, 0, 1, 2, 3, 1 << 63])
+PAYLOADS = st.lists(st.sampled_from([b"", bytes(4 * COUNT), bytes(2 * COUNT), bytes(3)]), max_size=2)
+REQUESTS = st.one_of(
+    st.builds(m.Hello, INTS, st.sampled_from([STORE, 2]), st.sampled_from(["sync", "async", "?"]), INTS, INTS, INTS),
+    st.builds(m.Init, INTS, KEYS, INTS, INTS, INTS, st.just([COUNT]), st.sampled_from(["float32", "float16", "?"])),
+    st.builds(m.Push, INTS, KEYS, INTS, INTS, st.sampled_from(["none", "fp16", "?"]), st.booleans()),
+    st.builds(m.Pull, INTS, KEYS, INTS, INTS),
+    st.builds(m.Query, INTS, KEYS, INTS, INTS),
+    st.builds(m.SetRule, INTS, INTS, st.sampled_from(["sgd", "elastic", "?"]), st.just({"lr": 1.0})),
+    st.builds(m.SetHyperparams, INTS, INTS, st.just({"lr": 1.0}), INTS),
+    st.builds(m.GetState, INTS, KEYS, INTS),
+    st.builds(m.PutState, INTS, KEYS, INTS, INTS, st.sampled_from([[], ["value"], ["momentum"]])),
+    st.builds(m.Bye, INTS),
+    st.builds(m.Ack, INTS, INTS),
+    st.builds(m.Lost, st.just("client"), INTS, INTS, INTS, st.just("")),
+    st.just(ProtocolError("no message")),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from([b"stranger", b"other"]), REQUESTS, PAYLOADS), max_size=40))
+def test_strangers_cannot_disturb_a_store(requests: list[tuple[bytes, Any, list[bytes]]]) -> None:
+    """Whatever two peers outside the store send: no exception leaves the server, and the store's rounds are right."""
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    for at, message, payloads in requests:
+        if isinstance(message, m.Hello) and message.store == STORE:
+            message.store = 2  # a peer that says it is client 0, with a later incarnation, would be believed
+        for reply in machine.state.handle(at, message, [memoryview(payload) for payload in payloads]):
+            assert reply.route == at
+            encode(reply.message)
+    pushes_still_work(machine)
+
+
+# ---- clients that leave, die and come back
+
+
+def leave(machine: Machine, client: int, how: str) -> None:
+    if how == "bye":
+        assert machine.ok(machine.send(client, m.Bye))
+    else:
+        machine.lose(client)
+
+
+@pytest.mark.parametrize("how", ["bye", "lost"])
+def test_others_who_wait_for_a_client_that_is_gone_are_told(how: str) -> None:
+    machine = Machine("sync", 3)
+    machine.init_all("k", whole_numbers(COUNT))
+    pushes_still_work(machine)
+    fused = machine.push(0, "k", 2, whole_numbers(COUNT, 0), fused=True)
+    held = machine.push(2, "k", 2, whole_numbers(COUNT, 2))
+    reader = machine.pull(0, "k", 2)
+    waiting_for_all = machine.pull(0, "k", 1)
+    assert machine.ok(waiting_for_all)
+    leave(machine, 1, how)
+    late = machine.pull(2, "k", 2)
+    again = machine.push(0, "k", 2, whole_numbers(COUNT, 0), fused=True)
+    asked = machine.send(0, m.Query, "k", 0, 2, request=fused)
+    for request in (fused, held, reader, late, again, asked):
+        error = machine.error(request)
+        assert isinstance(error, ClientLostError)
+        for part in ("'k'", "round 2", "client 1"):
+            assert part in str(error)
+    np.testing.assert_array_equal(machine.read("k", 1, 2), np.sum(
+        [whole_numbers(COUNT, 50, client, 1) for client in range(3)], axis=0, dtype="f8"))  # fmt: skip
+
+
+def test_a_round_to_which_the_lost_client_has_contributed_is_completed() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.push(0, "k", 1, whole_numbers(COUNT, 0))
+    machine.lose(0)
+    fused = machine.push(1, "k", 1, whole_numbers(COUNT, 1), fused=True)
+    np.testing.assert_array_equal(machine.value(fused), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
+    assert isinstance(machine.error(machine.push(1, "k", 2, whole_numbers(COUNT), fused=True)), ClientLostError)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("how", ["bye", "lost"])
+def test_nobody_waits_for_a_value_that_client_0_took_with_it(mode: str, how: str) -> None:
+    machine = Machine(mode, 3)
+    early = machine.init(1, "k", whole_numbers(COUNT))
+    leave(machine, 0, how)
+    late = machine.init(2, "k", whole_numbers(COUNT))
+    for request in (early, late):
+        assert isinstance(machine.error(request), ClientLostError)
+
+
+def test_async_goes_on_without_a_client() -> None:
+    machine = Machine("async", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.Test(lr=-1.0))
+    machine.lose(0)
+    assert machine.ok(machine.push(1, "k", 1, np.ones(COUNT, "f4"), fused=True))
+    assert isinstance(machine.error(machine.push(0, "k", 1, np.ones(COUNT, "f4"))), ProtocolError)
+
+
+def test_a_new_incarnation_of_an_async_client_counts_from_the_beginning() -> None:
+    machine = Machine("async", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    rule = optim.Test(lr=-1.0)
+    machine.rule(rule)
+    for step in (1, 2):
+        machine.push(0, "k", step, np.ones(COUNT, "f4"))
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+    machine.lose(0, incarnation=1)  # the news of the old one comes late
+    assert machine.ok(machine.send(b"reborn", m.SetRule, 1, rule.name, rule.hyperparams()))
+    assert machine.ok(machine.send(b"reborn", m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[bytes(4 * COUNT)]))
+    for step in (1, 2):
+        push = machine.send(b"reborn", m.Push, "k", 0, step, "none", True, payloads=[np.ones(COUNT, "f4")])
+        np.testing.assert_array_equal(machine.value(push), np.full(COUNT, 2.0 + step))
+    assert isinstance(machine.error(machine.pull(0, "k", 0)), ProtocolError), "the old process is no longer heard"
+    assert isinstance(machine.error(machine.hello(0, 1)), ProtocolError)
+
+
+def test_a_new_incarnation_of_a_sync_client_is_refused_and_the_others_are_told() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    fused = machine.push(0, "k", 1, whole_numbers(COUNT), fused=True)
+    again = machine.hello(1, 2, at=b"reborn")
+    assert isinstance(machine.error(again), ClientLostError)
+    assert isinstance(machine.error(fused), ClientLostError)
+
+
+def test_the_same_client_may_come_back_on_another_route() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.push(0, "k", 1, whole_numbers(COUNT, 0))
+    assert machine.ok(machine.hello(1, 1, at=b"elsewhere"))
+    assert machine.ok(machine.send(b"elsewhere", m.Push, "k", 0, 1, "none", True, payloads=[whole_numbers(COUNT, 1)]))
+    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
+
+
+def test_a_loss_before_the_store_was_opened_is_remembered() -> None:
+    machine = Machine("sync", 2, hello=False)
+    machine.lose(1)
+    assert machine.ok(machine.hello(0))
+    machine.init(0, "k", whole_numbers(COUNT))
+    assert isinstance(machine.error(machine.push(0, "k", 1, whole_numbers(COUNT), fused=True)), ClientLostError)
+    assert isinstance(machine.error(machine.hello(1)), ClientLostError)
+
+
+@pytest.mark.parametrize("how", ["bye", "lost"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_store_that_everyone_has_left_is_forgotten(mode: str, how: str) -> None:
+    machine = Machine(mode, 3)
+    machine.init_all("k", whole_numbers(COUNT))
+    for client in range(3):
+        assert machine.state._shards
+        leave(machine, client, how)
+    state = machine.state
+    assert not (state._shards or state._sessions or state._routes)
+    assert machine.ok(machine.send(0, m.Bye))
+
+
+def test_two_stores_do_not_see_each_other() -> None:
+    state = ServerState(0)
+    machines = [Machine("sync", 1, hello=False), Machine("async", 2, hello=False)]
+    for number, machine in enumerate(machines):
+        machine.state = state
+        for client in range(machine.num_clients):
+            assert machine.ok(machine.hello(client, store=number, at=f"{number}/{client}".encode()))
+    for number in range(2):
+        machine = machines[number]
+        at = f"{number}/0".encode()
+        value = whole_numbers(COUNT, number)
+        assert machine.ok(machine.send(at, m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[value]))
+    for number in range(2):
+        got = machines[number].value(machines[number].send(f"{number}/0".encode(), m.Pull, "k", 0, 0))
+        np.testing.assert_array_equal(got, whole_numbers(COUNT, number))
+    state.lose(m.Lost("client", 0, 0, 1, "was lost"))
+    assert list(state._shards) == [1]

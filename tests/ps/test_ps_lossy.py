@@ -1,0 +1,160 @@
+"""Exactly once over a bad network: messages are lost, repeated, reordered and late, and no contribution is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation.network import Cluster, Faults, Network, Program
+
+from kvmpi import optim
+from kvmpi.config import Config
+from kvmpi.ps.client import PsClient
+
+KEYS = {"weight": 23, "bias": 1, "empty": 0, 4: 40}
+STEPS = 3
+NUM_SEEDS = 200
+HEAL_S = 8.0
+#: Once the network is well, everything must be done within a few retries.
+LIMIT_S = HEAL_S + 30.0
+
+
+def initial(key: Any) -> np.ndarray:
+    return np.arange(KEYS[key], dtype="f4") - len(str(key))
+
+
+def pushed(key: Any, client: int, step: int) -> np.ndarray:
+    """Small whole numbers that depend on everything: sums of them are exact in float32."""
+    return (np.arange(KEYS[key]) * (client + 2) + 100 * step + 7 * client + len(str(key))).astype("f4")
+
+
+def cluster_for(seed: int, mode: str) -> tuple[Cluster, int]:
+    network = Network(seed, Faults(drop=0.15, duplicate=0.15, delay_s=0.3, heal_s=HEAL_S))
+    num_clients = 1 + network.random.randrange(4)
+    config = Config(
+        num_workers=num_clients, num_clients=num_clients, num_servers=1 + network.random.randrange(3),
+        chunk_bytes=network.random.choice([16, 36, 1 << 20]), window_bytes=network.random.choice([1, 64, 1 << 20]),
+        retry_s=0.7, placement=network.random.choice(["uniform", "lpt", "hash", "round_robin"]),
+    )  # fmt: skip
+    return Cluster(config, network, mode), num_clients
+
+
+def joined(ps: PsClient, cluster: Cluster, rank: int, rule: optim.Rule | None) -> Program:
+    yield [ps.register(1, cluster.deadline())]
+    yield [ps.open_sessions(1, cluster.deadline())]
+    ps.add_keys([(key, (count,), "float32") for key, count in KEYS.items()])
+    yield [ps.init(key, initial(key) if rank == 0 else None, cluster.deadline()) for key in KEYS]
+    if rule is not None:
+        yield [ps.set_rule(rule, cluster.deadline())]
+    yield [ps.barrier(cluster.deadline())]
+
+
+def left(ps: PsClient, cluster: Cluster) -> Program:
+    from kvmpi.ps.session import SCHEDULER, Ask
+    from kvmpi.wire import messages as m
+
+    yield [ps.barrier(cluster.deadline())]
+    asks = [*(Ask(server, m.Bye, ()) for server in range(cluster.config.num_servers)), Ask(SCHEDULER, m.Leave, ())]
+    yield [ps._start("leave", asks, cluster.deadline())]
+
+
+def run(seed: int, mode: str, program: Callable[[PsClient, Cluster, int, int], Program]) -> Cluster:
+    cluster, num_clients = cluster_for(seed, mode)
+    programs = {
+        f"client {rank}": program(cluster.client(rank, num_clients), cluster, rank, num_clients)
+        for rank in range(num_clients)
+    }
+    cluster.network.run(programs, LIMIT_S)
+    return cluster
+
+
+def exchange(ps: PsClient, cluster: Cluster, rank: int, step: int, outs: dict[Any, np.ndarray], way: int) -> Program:
+    """One step with every key: a fused pushpull, or a push and a pull."""
+    fused = {key: (i + step + way) % 2 == 0 for i, key in enumerate(KEYS)}
+    values = {key: pushed(key, rank, step) for key in KEYS}
+    yield [
+        ps.pushpull(key, values[key], outs[key], cluster.deadline(), priority=-i) if fused[key]
+        else ps.push(key, values[key], cluster.deadline(), priority=-i)
+        for i, key in enumerate(KEYS)
+    ]  # fmt: skip
+    for value in values.values():
+        value[:] = np.nan  # the buffer is ours again
+    yield [ps.pull(key, outs[key], cluster.deadline()) for key in KEYS if not fused[key]]
+
+
+def _sum_up_to(key: Any, num_clients: int, step: int) -> np.ndarray:
+    return sum(
+        (pushed(key, client, s).astype("f8") for client in range(num_clients) for s in range(1, step + 1)),
+        initial(key).astype("f8"),
+    )
+
+
+@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_push_counts_once(mode: str, block: int) -> None:
+    """``stored += pushed``: in rounds every client reads each round's sum; at once, the sum of all is there in the end."""
+
+    def program(ps: PsClient, cluster: Cluster, rank: int, num_clients: int) -> Program:
+        yield from joined(ps, cluster, rank, optim.Test(lr=-1.0))
+        outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+        for step in range(1, STEPS + 1):
+            yield from exchange(ps, cluster, rank, step, outs, way=rank)
+            if mode == "sync":
+                for key in KEYS:
+                    expected = _sum_up_to(key, num_clients, step)
+                    np.testing.assert_array_equal(outs[key], expected, err_msg=f"seed {seed}, {key}, step {step}")
+        yield [ps.barrier(cluster.deadline())]
+        yield [ps.pull(key, outs[key], cluster.deadline()) for key in KEYS]
+        for key in KEYS:
+            expected = _sum_up_to(key, num_clients, STEPS)
+            np.testing.assert_array_equal(outs[key], expected, err_msg=f"seed {seed}, {key}, at the end")
+        yield from left(ps, cluster)
+
+    fired = {"drop": 0, "duplicate": 0, "overtake": 0}
+    size = NUM_SEEDS // 10
+    for seed in range(block * size, (block + 1) * size):
+        cluster = run(seed, mode, program)
+        for name, count in cluster.network.faults.fired.items():
+            fired[name] += count
+        assert all(not server._sessions and not server._shards for server in cluster.servers), f"seed {seed}: left over"
+    assert min(fired.values()) > 10 * size, f"too few faults to prove anything: {fired}"
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_rounds_without_a_rule_assign_the_sum(block: int) -> None:
+    def program(ps: PsClient, cluster: Cluster, rank: int, num_clients: int) -> Program:
+        yield from joined(ps, cluster, rank, None)
+        outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+        for step in range(1, STEPS + 1):
+            yield from exchange(ps, cluster, rank, step, outs, way=0)
+            for key in KEYS:
+                expected = sum(pushed(key, client, step).astype("f8") for client in range(num_clients))
+                np.testing.assert_array_equal(outs[key], expected, err_msg=f"seed {seed}, {key}, step {step}")
+
+    for seed in range(1000 + 10 * block, 1010 + 10 * block):
+        run(seed, "sync", program)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_elastic_rounds_answer_with_the_center_that_they_met(block: int) -> None:
+    """w -= alpha*(w - center) at the client and center += alpha*sum(w - center) conserve the sum of all, exactly."""
+    alpha = 0.25
+
+    def program(ps: PsClient, cluster: Cluster, rank: int, num_clients: int) -> Program:
+        yield from joined(ps, cluster, rank, optim.Elastic(alpha))
+        center = {key: initial(key).astype("f8") for key in KEYS}
+        weights = {key: [pushed(key, client, 1).astype("f8") for client in range(num_clients)] for key in KEYS}
+        for step in range(3):
+            outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+            mine = {key: weights[key][rank].astype("f4") for key in KEYS}
+            yield [ps.pushpull(key, mine[key], outs[key], cluster.deadline()) for key in KEYS]
+            for key in KEYS:
+                np.testing.assert_array_equal(outs[key], center[key], err_msg=f"seed {seed}, {key}, step {step}")
+                pulls = [alpha * (w - center[key]) for w in weights[key]]
+                weights[key] = [w - pull for w, pull in zip(weights[key], pulls, strict=True)]
+                center[key] = center[key] + sum(pulls)
+
+    for seed in range(2000 + 10 * block, 2010 + 10 * block):
+        run(seed, "sync", program)

@@ -1,0 +1,120 @@
+"""Values that were handed out never change, and a chunk keeps no more memory than it needs."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+from ps_helpers import Machine, random_floats, route
+
+from kvmpi import optim
+from kvmpi.wire import messages as m
+
+BIG = 1 << 18  # elements: 1 MiB of float32
+
+RULES = [None, optim.SGD(lr=0.1), optim.SGD(lr=0.1, momentum=0.9), optim.Elastic(0.25), optim.Outer()]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_was_handed_out_never_changes(rule: optim.Rule | None, mode: str, dtype: str) -> None:
+    if rule is None and mode == "async":
+        return
+    count, rng = 50, np.random.default_rng(3)
+    machine = Machine(mode, 3)
+    machine.init_all("k", random_floats(count, 0).astype(dtype), dtype)
+    if rule is not None:
+        machine.rule(rule)
+    kept: list[tuple[np.ndarray, bytes, str]] = []
+    for step in range(1, 31):
+        for client in range(3):
+            value = random_floats(count, client, step).astype(dtype)
+            machine.push(client, "k", step, value, fused=bool(rng.integers(2)))
+            if rng.random() < 0.5:
+                machine.pull(client, "k", step)
+        if rng.random() < 0.2:
+            machine.send(0, m.GetState, "k", 0)
+        for replies in machine.replies.values():
+            for reply in replies:
+                kept += [(payload, payload.tobytes(), f"{reply.message} of step {step}") for payload in reply.payloads]
+        machine.replies.clear()
+        rng.shuffle(kept)
+        del kept[40:]  # some are let go, so that memory is used again
+        for payload, then, what in kept:
+            assert payload.tobytes() == then, f"{what} was changed by step {step}"
+    assert len(kept) == 40
+
+
+def _peak_of_rounds(machine: Machine, num_clients: int, rounds: range, fused: bool, dtype: str = "f4") -> int:
+    """Most bytes that the server took during the rounds, above what it had before the first."""
+    frames = [memoryview(random_floats(BIG, client).astype(dtype).tobytes()) for client in range(num_clients)]
+    gc.collect()
+    tracemalloc.start()
+    for step in rounds:
+        for client in range(num_clients):
+            replies = machine.state.handle(route(client), m.Push(step, "k", 0, step, "none", fused), [frames[client]])
+            del replies  # as if it had been sent
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+# In whole vectors of float32. What is counted is new memory: the value is there already.
+@pytest.mark.parametrize(("rule", "vectors"), [
+    (None, 1),  # an accumulator
+    (optim.SGD(lr=0.1), 1),
+    (optim.SGD(lr=0.1, momentum=0.9), 2),  # and state
+    (optim.Adam(), 3),
+    (optim.Elastic(0.25), 3),  # the value is new in each round, and the old one is kept for a client that asks again
+])  # fmt: skip
+def test_a_synchronous_chunk_needs_one_accumulator(rule: optim.Rule | None, vectors: int) -> None:
+    machine = Machine("sync", 4)
+    machine.init_all("k", random_floats(BIG))
+    if rule is not None:
+        machine.rule(rule)
+    peak = _peak_of_rounds(machine, 4, range(1, 9), fused=False)
+    assert peak <= (vectors + 0.75) * 4 * BIG, f"{peak / 4 / BIG:.2f} vectors"
+
+
+def test_an_asynchronous_update_in_place_needs_nothing() -> None:
+    machine = Machine("async", 2)
+    machine.init_all("k", random_floats(BIG))
+    machine.rule(optim.SGD(lr=0.1))
+    peak = _peak_of_rounds(machine, 2, range(1, 9), fused=True)
+    assert peak <= 0.75 * 4 * BIG, f"{peak / 4 / BIG:.2f} vectors"
+
+
+def test_memory_that_comes_back_is_used_again() -> None:
+    """Fused rounds whose replies are still under way cost a copy; afterwards two buffers take turns."""
+    machine = Machine("sync", 1)
+    machine.init_all("k", random_floats(BIG))
+    addresses = set()
+    for step in range(1, 21):
+        request = machine.push(0, "k", step, random_floats(BIG, step), fused=True)
+        value = machine.value(request)
+        assert value is not None
+        addresses.add(value.__array_interface__["data"][0])
+        del value
+        machine.replies.clear()
+    assert len(addresses) <= 3
+
+
+def test_waiting_requests_do_not_pile_up() -> None:
+    machine = Machine("sync", 3)
+    machine.init_all("k", random_floats(5))
+    for _ in range(100):
+        machine.push(1, "k", 1, random_floats(5), fused=True)
+        machine.pull(2, "k", 1)
+        machine.pull(2, "k", 7)
+    slot = machine.slot("k")
+    assert len(slot.held) == len(slot.readers) == 1
+    assert not slot._loans
+    machine.push(0, "k", 1, random_floats(5))
+    for _ in range(100):
+        machine.read("k")
+    machine.replies.clear()
+    slot.lend()
+    assert len(slot._loans) == 1

@@ -1,0 +1,151 @@
+"""Placement and chunks: every element has one place, the same on every client, and loads are even where promised."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.errors import ConfigError
+from kvmpi.ps import placement
+from kvmpi.ps.placement import KeySize, Part
+
+NAMES = ["hash", "round_robin", "lpt", "uniform"]
+SERVERS = [1, 2, 3, 7]
+COUNTS = [0, 1, 2, 3, 1001, 4096, 16 << 10, (1 << 20) + 1, 10**9 + 7]
+
+
+def covers(parts: list[Part], count: int, num_servers: int) -> None:
+    """Parts follow one another from 0 to ``count``, none empty unless the key is."""
+    assert parts
+    stop = 0
+    for part in parts:
+        assert part.start == stop
+        assert part.stop > part.start or count == 0
+        assert 0 <= part.server < num_servers
+        stop = part.stop
+    assert stop == count
+
+
+@pytest.mark.parametrize("num_servers", SERVERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_cover_every_key_once(name: str, num_servers: int) -> None:
+    places = placement.create(name, num_servers)
+    sizes = [KeySize(f"key {i}", count, 4) for i, count in enumerate(COUNTS)]
+    for call in (sizes[:4], sizes[4:], []):
+        for size, parts in zip(call, places.place(call), strict=True):
+            covers(parts, size.count, num_servers)
+    assert sum(places.load_bytes) == 4 * sum(COUNTS)
+    assert 1.0 <= places.imbalance() <= num_servers
+
+
+KEYS = st.one_of(st.integers(-5, 2**63 - 1), st.text(max_size=8))
+SIZES = st.lists(
+    st.builds(KeySize, KEYS, st.integers(0, 40_000), st.sampled_from([1, 2, 4, 8])), max_size=8,
+    unique_by=lambda size: (type(size.key), size.key),
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.sampled_from(NAMES), st.integers(1, 9), SIZES, st.integers(100, 9000), st.data())
+def test_placement_and_chunks(
+    name: str, num_servers: int, sizes: list[KeySize], chunk_bytes: int, data: st.DataObject
+) -> None:
+    split = data.draw(st.integers(0, len(sizes)), "split")
+    mine, yours = placement.create(name, num_servers), placement.create(name, num_servers)
+    placed = mine.place(sizes[:split]) + mine.place(sizes[split:])
+    assert placed == yours.place(sizes[:split]) + yours.place(sizes[split:]), "clients disagree"
+    for size, parts in zip(sizes, placed, strict=True):
+        covers(parts, size.count, num_servers)
+        chunks = placement.cut(parts, size.itemsize, chunk_bytes)
+        covers(chunks, size.count, num_servers)
+        owners = np.zeros(size.count, dtype=int)
+        for chunk in chunks:
+            assert (chunk.stop - chunk.start) * size.itemsize <= max(chunk_bytes, size.itemsize)
+            owners[chunk.start : chunk.stop] = chunk.server
+        for part in parts:
+            assert (owners[part.start : part.stop] == part.server).all()
+
+
+@pytest.mark.parametrize(("count", "itemsize", "chunk_bytes", "lengths"), [
+    (0, 4, 8, [0]), (1, 4, 8, [1]), (2, 4, 8, [2]), (3, 4, 8, [2, 1]), (5, 4, 10, [2, 2, 1]), (3, 8, 1, [1, 1, 1]),
+    (9, 4, 16, [3, 3, 3]),
+])  # fmt: skip
+def test_cut_makes_near_equal_chunks_within_the_limit(
+    count: int, itemsize: int, chunk_bytes: int, lengths: list[int]
+) -> None:
+    chunks = placement.cut([Part(3, 10, 10 + count)], itemsize, chunk_bytes)
+    assert [chunk.stop - chunk.start for chunk in chunks] == lengths
+    assert chunks[0].start == 10
+
+
+@pytest.mark.parametrize("num_servers", [2, 3])
+def test_lpt_keeps_grahams_bound(num_servers: int) -> None:
+    """Within 4/3 - 1/(3m) of the best possible, which is found by trying everything."""
+    rng = np.random.default_rng(num_servers)
+    worst = 0.0
+    for _ in range(40):
+        counts = [int(count) for count in rng.integers(1, 60, 7)]
+        places = placement.create("lpt", num_servers)
+        places.place([KeySize(i, count, 4) for i, count in enumerate(counts)])
+        best = min(
+            max(sum(c for c, s in zip(counts, where, strict=True) if s == server) for server in range(num_servers))
+            for where in itertools.product(range(num_servers), repeat=len(counts))
+        )
+        worst = max(worst, max(places.load_bytes) / 4 / best)
+    assert worst <= 4 / 3 - 1 / (3 * num_servers)
+
+
+def test_lpt_takes_the_largest_first_and_goes_on_from_earlier_calls() -> None:
+    places = placement.create("lpt", 2)
+    first = places.place([KeySize("a", 1, 4), KeySize("b", 1, 4), KeySize("c", 2, 4)])
+    assert [parts[0].server for parts in first] == [1, 1, 0]
+    places.place([KeySize("d", 10, 4)])
+    (parts,) = places.place([KeySize("e", 1, 4)])
+    assert places.load_bytes[parts[0].server] < 40
+
+
+@pytest.mark.parametrize("num_servers", SERVERS)
+def test_uniform_spreads_large_keys_evenly_and_keeps_small_ones_whole(num_servers: int) -> None:
+    places = placement.create("uniform", num_servers)
+    (large,) = places.place([KeySize("large", 10**6 + 1, 4)])
+    lengths = [part.stop - part.start for part in large]
+    assert [part.server for part in large] == list(range(num_servers))
+    assert max(lengths) - min(lengths) <= 1
+    small = places.place([KeySize(i, 100, 4) for i in range(10 * num_servers)])
+    assert all(len(parts) == 1 for parts in small)
+    assert places.imbalance() < 1.01
+
+
+def test_round_robin_goes_on_where_it_stopped() -> None:
+    places = placement.create("round_robin", 3)
+    servers = [parts[0].server for _ in range(2) for parts in places.place([KeySize(i, 1, 4) for i in range(4)])]
+    assert servers == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    """Python's own hash of a str differs from process to process."""
+    program = (
+        "from kvmpi.ps import placement as p;"
+        "print([x[0].server for x in p.create('hash', 7).place([p.KeySize(k, 1, 4) for k in ['a', 'b', 1, 2, 'é']])])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    places = placement.create("hash", 7)
+    servers = [parts[0].server for parts in places.place([KeySize(f"layer.{i}", 1, 4) for i in range(500)])]
+    assert min(np.bincount(servers, minlength=7)) > 30, "a server is left out"
+
+
+def test_an_unknown_placement_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'random'; known: hash, lpt, round_robin, uniform"):
+        placement.create("random", 2)

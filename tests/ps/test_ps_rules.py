@@ -1,0 +1,417 @@
+"""Update rules on a server: arithmetic in every dtype, when a change is in force, and state that is saved and restored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from ps_helpers import Machine, random_floats, whole_numbers
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ProtocolError
+from kvmpi.wire import messages as m
+
+COUNT = 9
+EPS32 = float(np.finfo("f4").eps)
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """Whole numbers up to 256 are exact: the upper half of their float32 bits."""
+    return (np.ascontiguousarray(values, "f4").view("u4") >> 16).astype("u2")
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype("u4") << 16).view("f4")
+
+
+def small(count: int, *seeds: int) -> np.ndarray:
+    return np.random.default_rng([count, *seeds]).integers(-20, 20, count).astype("f4")
+
+
+def round_of(machine: Machine, step: int, values: list[np.ndarray], *, fused: bool = False) -> list[int]:
+    return [machine.push(client, "k", step, value, fused=fused) for client, value in enumerate(values)]
+
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8"]
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    return bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
+
+
+def as_float(values: np.ndarray, dtype: str) -> np.ndarray:
+    return (from_bfloat16(values) if dtype == "bfloat16" else values).astype("f8")
+
+
+@pytest.mark.parametrize("with_rule", [False, True], ids=["assign", "test"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_sums_and_updates(dtype: str, mode: str, with_rule: bool) -> None:
+    if mode == "async" and not with_rule:
+        return  # refused, see test_ps_rounds
+    machine = Machine(mode, 3)
+    start = np.abs(small(COUNT, 0)) + 40
+    machine.init_all("k", stored(start, dtype), dtype)
+    if with_rule:
+        machine.rule(optim.Test(lr=-1.0))
+    expected = start.astype("f8")
+    for step in (1, 2):
+        values = [np.abs(small(COUNT, step, client)) for client in range(3)]
+        values = [np.minimum(value, 9) for value in values]  # stays below int8's and uint8's limits
+        total = np.sum(values, axis=0, dtype="f8")
+        expected = expected + total if with_rule else total
+        requests = round_of(machine, step, [stored(value, dtype) for value in values], fused=True)
+        final = machine.value(requests[-1], dtype)
+        assert final is not None
+        np.testing.assert_array_equal(as_float(final, dtype), expected)
+        np.testing.assert_array_equal(as_float(machine.read("k", step, dtype=dtype), dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_multi_precision_keeps_what_a_half_type_would_round_away(mode: str, dtype: str) -> None:
+    machine = Machine(mode, 1)
+    machine.init_all("k", stored(np.full(COUNT, 64.0), dtype), dtype)
+    machine.rule(optim.SGD(lr=0.001, multi_precision=True))
+    one = stored(np.ones(COUNT), dtype)
+    for step in range(1, 1001):
+        machine.push(0, "k", step, one)
+    # 64 - 1000 * 0.001 = 63; without a master, 64 - 0.001 rounds to 64 every time.
+    np.testing.assert_array_equal(as_float(machine.read("k", 0, dtype=dtype), dtype), np.full(COUNT, 63.0))
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"multi_precision": False}, 0))
+    machine.push(0, "k", 1001, one)
+    np.testing.assert_array_equal(as_float(machine.read("k", 0, dtype=dtype), dtype), np.full(COUNT, 63.0))
+    assert machine.slot("k").master is None
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3])
+def test_half_types_are_summed_in_float32_and_rounded_once(num_clients: int) -> None:
+    machine = Machine("sync", num_clients)
+    machine.init_all("k", np.zeros(COUNT, "f2"), "float16")
+    values = [(2048 + np.arange(COUNT) * (client + 1)).astype("f2") for client in range(num_clients)]
+    round_of(machine, 1, values)
+    exact = np.sum(values, axis=0, dtype="f8")
+    np.testing.assert_array_equal(machine.read("k", 1, dtype="float16"), exact.astype("f2"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_fp16_on_the_wire_is_widened_before_it_is_added(mode: str) -> None:
+    machine = Machine(mode, 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.Test(lr=-1.0))
+    values = [random_floats(COUNT, client).astype("f2") for client in range(2)]
+    for client, value in enumerate(values):
+        assert machine.ok(machine.push(client, "k", 1, value, codec="fp16"))
+    exact = whole_numbers(COUNT).astype("f8") + values[0].astype("f8") + values[1]
+    bound = 3 * EPS32 * (np.abs(whole_numbers(COUNT)) + 10)
+    assert (np.abs(machine.read("k") - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 7])
+def test_elastic_rounds_move_once_against_one_center(num_clients: int) -> None:
+    alpha = 0.25
+    machine = Machine("sync", num_clients)
+    center = small(COUNT, 9).astype("f8")
+    machine.init_all("k", center.astype("f4"))
+    machine.rule(optim.Elastic(alpha))
+    for step in range(1, 4):
+        weights = [small(COUNT, step, client) for client in range(num_clients)]
+        requests = round_of(machine, step, weights, fused=True)
+        for request in requests:
+            np.testing.assert_array_equal(machine.value(request), center, err_msg=f"{step=}: not the center it met")
+        center = center + alpha * sum(w - center for w in weights)
+        np.testing.assert_array_equal(machine.read("k", step), center, err_msg=f"{step=}")
+
+
+def test_async_elastic_answers_each_push_with_the_center_that_it_met() -> None:
+    machine = Machine("async", 3)
+    center = small(COUNT, 9).astype("f8")
+    machine.init_all("k", center.astype("f4"))
+    machine.rule(optim.Elastic(0.5))
+    for step in (1, 2):
+        for client in (2, 0, 1):
+            w = small(COUNT, step, client)
+            np.testing.assert_array_equal(machine.value(machine.push(client, "k", step, w, fused=True)), center)
+            center = center + 0.5 * (w - center)
+            np.testing.assert_array_equal(machine.read("k"), center)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 4])
+def test_outer_steps_once_on_the_mean_of_a_round_with_nesterov_momentum(num_clients: int) -> None:
+    machine = Machine("sync", num_clients)
+    value, buffer = random_floats(COUNT, 5).astype("f8"), np.zeros(COUNT)
+    machine.init_all("k", value.astype("f4"))
+    value = value.astype("f4").astype("f8")
+    machine.rule(optim.Outer(lr=0.7, momentum=0.9, nesterov=True))
+    for step in range(1, 5):
+        deltas = [random_floats(COUNT, step, client) for client in range(num_clients)]
+        round_of(machine, step, deltas)
+        mean = np.mean(deltas, axis=0, dtype="f8")
+        buffer = 0.9 * buffer + mean
+        value = value - 0.7 * (mean + 0.9 * buffer)
+        got = machine.read("k", step)
+        assert (np.abs(got - value) <= 20 * num_clients * step * EPS32 * (1 + np.abs(value))).all(), f"{step=}"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_momentum_remembers_over_updates(mode: str) -> None:
+    machine = Machine(mode, 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
+    value, buffer = np.zeros(COUNT), np.zeros(COUNT)
+    for step in range(1, 5):
+        pushes = [64.0 * small(COUNT, step, client) for client in range(2)]
+        for update in [np.sum(pushes, axis=0)] if mode == "sync" else pushes:
+            buffer = 0.5 * buffer + update
+            value = value - buffer
+        round_of(machine, step, [push.astype("f4") for push in pushes])
+        np.testing.assert_array_equal(machine.read("k", step), value)
+
+
+# ---- calls that all clients make
+
+
+def test_repeats_of_a_rule_change_nothing_and_keep_momentum() -> None:
+    machine = Machine("sync", 3)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    rule = optim.SGD(lr=1.0, momentum=0.5)
+    machine.rule(rule, clients=[1])
+    round_of(machine, 1, [np.ones(COUNT, "f4")] * 3)
+    machine.rule(rule, clients=[0, 2, 1, 1])
+    round_of(machine, 2, [np.ones(COUNT, "f4")] * 3)
+    np.testing.assert_array_equal(machine.read("k", 2), np.full(COUNT, -3.0 - (1.5 + 3.0)))
+
+
+def test_a_differing_copy_is_refused_for_that_client_only() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0), clients=[0])
+    other = machine.send(1, m.SetRule, 1, "sgd", {"lr": 2.0})
+    error = machine.error(other)
+    assert isinstance(error, ConfigError)
+    assert "client 1" in str(error)
+    assert machine.ok(machine.send(1, m.SetRule, 1, "sgd", optim.SGD(lr=1.0).hyperparams()))
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": 0.5}, 0))
+    assert isinstance(machine.error(machine.send(1, m.SetHyperparams, 1, {"lr": 0.25}, 0)), ConfigError)
+    round_of(machine, 1, [np.ones(COUNT, "f4")] * 2)
+    np.testing.assert_array_equal(machine.read("k", 1), np.full(COUNT, -1.0))
+
+
+@pytest.mark.parametrize("ordinal", [0, -1, 2, 1 << 40])
+def test_calls_out_of_turn_are_refused(ordinal: int) -> None:
+    machine = Machine("sync", 1)
+    assert isinstance(machine.error(machine.send(0, m.SetRule, ordinal, "sgd", {"lr": 1.0})), ProtocolError)
+
+
+def test_refused_calls_do_not_use_up_their_number() -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    for name, hyperparams in [("no such", {}), ("sgd", {"lr": -1.0}), ("sgd", {"speed": 1.0}), ("adam", {"betas": 3.0})]:
+        assert isinstance(machine.error(machine.send(0, m.SetRule, 1, name, hyperparams)), ConfigError), name
+    assert isinstance(machine.error(machine.send(0, m.SetHyperparams, 1, {"lr": 1.0}, 0)), ConfigError)
+    machine.rule(optim.SGD(lr=1.0))
+    assert isinstance(machine.error(machine.send(0, m.SetHyperparams, 1, {"momentum": -1.0}, 0)), ConfigError)
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": 3.0}, 0))
+    machine.push(0, "k", 1, np.ones(COUNT, "f4"))
+    np.testing.assert_array_equal(machine.read("k", 1), np.full(COUNT, -3.0))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_hyperparams_are_in_force_from_the_callers_next_round(first: int) -> None:
+    """Client 0 is a step ahead. Whoever calls first, after its second push, rounds 1 and 2 see the old rate."""
+    machine = Machine("sync", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0))
+    one = np.ones(COUNT, "f4")
+
+    def call(client: int) -> None:
+        assert machine.ok(machine.send(client, m.SetHyperparams, 1, {"lr": 10.0}, 2))
+
+    machine.push(0, "k", 1, one)
+    if first == 0:
+        machine.push(1, "k", 1, one)
+        machine.push(0, "k", 2, one)
+        call(0)
+        machine.push(1, "k", 2, one)
+    else:
+        machine.push(1, "k", 1, one)
+        machine.push(1, "k", 2, one)  # held: it is not client 1's turn
+        call(1)
+        machine.push(0, "k", 2, one)
+    assert machine.slot("k").rounds == 2
+    np.testing.assert_array_equal(machine.read("k", 2), np.full(COUNT, -4.0))
+    call(1 - first)
+    round_of(machine, 3, [one, one])
+    np.testing.assert_array_equal(machine.read("k", 3), np.full(COUNT, -24.0))
+
+
+def test_a_new_rule_starts_with_empty_state_from_the_right_round() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
+    one = np.ones(COUNT, "f4")
+    machine.push(0, "k", 1, one)
+    machine.rule(optim.SGD(lr=1.0, momentum=0.25), ordinal=2, clients=[0])  # client 0 is ahead
+    machine.push(1, "k", 1, one)
+    np.testing.assert_array_equal(machine.read("k", 1), np.full(COUNT, -2.0))
+    round_of(machine, 2, [one, one])
+    np.testing.assert_array_equal(machine.read("k", 2), np.full(COUNT, -4.0), err_msg="momentum of the old rule")
+
+
+def test_keys_made_after_a_rule_have_it() -> None:
+    machine = Machine("sync", 1)
+    machine.rule(optim.SGD(lr=1.0))
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": 2.0}, 0))
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.push(0, "k", 1, np.ones(COUNT, "f4"))
+    np.testing.assert_array_equal(machine.read("k", 1), np.full(COUNT, -2.0))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_learning_rate_schedule_costs_no_memory(mode: str) -> None:
+    machine = Machine(mode, 2)
+    machine.init_all("idle", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0))
+    for ordinal in range(1, 300):
+        for client in (0, 1):
+            assert machine.ok(machine.send(client, m.SetHyperparams, ordinal, {"lr": 1.0 + ordinal}, ordinal))
+    shard = machine.state._shards[1]
+    assert len(machine.slot("idle").rules) <= 2
+    assert len(shard._hyper_calls._calls) <= 1
+    round_of(machine, 1, [])
+    for client in (0, 1):
+        machine.push(client, "idle", 1, np.ones(COUNT, "f4"))
+    np.testing.assert_array_equal(machine.read("idle", 1), np.full(COUNT, -600.0))
+
+
+# ---- rules that fail
+
+
+@optim.register("test_fragile")
+@dataclass(frozen=True)
+class Fragile(optim.Rule):
+    """stored += pushed, but 13 brings bad luck."""
+
+    def compute(self, b: optim.Block) -> None:
+        if (b.pushed == 13).any():
+            raise ZeroDivisionError("thirteen")
+        np.add(b.stored, b.pushed, out=b.out)
+
+
+def test_a_rule_that_fails_ends_its_round_for_all_and_leaves_the_rest_unharmed() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(Fragile())
+    machine.init_all("other", np.zeros(COUNT, "f4"))
+    plain = machine.push(0, "k", 1, np.full(COUNT, 6, "f4"))
+    reader = machine.pull(0, "k", 1)
+    fused = machine.push(1, "k", 1, np.full(COUNT, 7, "f4"), fused=True)
+    assert machine.ok(plain)
+    for request in (fused, reader, machine.pull(1, "k", 1), machine.push(1, "k", 1, np.zeros(COUNT, "f4"), fused=True)):
+        error = machine.error(request)
+        assert type(error) is KVError
+        assert "thirteen" in str(error)
+    assert machine.last(fused).used, "the others have gone on: this client must not push step 1 again"  # type: ignore[union-attr]
+    requests = round_of(machine, 2, [np.full(COUNT, 2, "f4"), np.full(COUNT, 3, "f4")], fused=True)
+    for request in requests:
+        np.testing.assert_array_equal(machine.value(request), np.full(COUNT, 5.0))
+    np.testing.assert_array_equal(machine.read("other"), np.zeros(COUNT))
+
+
+def test_a_rule_that_fails_on_an_async_push_leaves_no_trace() -> None:
+    machine = Machine("async", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(Fragile())
+    assert machine.ok(machine.push(0, "k", 1, np.full(COUNT, 6, "f4")))
+    assert "thirteen" in str(machine.error(machine.push(1, "k", 1, np.full(COUNT, 13, "f4"), fused=True)))
+    np.testing.assert_array_equal(machine.read("k"), np.full(COUNT, 6.0))
+    assert machine.ok(machine.push(1, "k", 1, np.full(COUNT, 7, "f4")))
+    np.testing.assert_array_equal(machine.read("k"), np.full(COUNT, 13.0))
+    assert machine.slot("k").rounds == machine.slot("k").updates == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_rule_that_cannot_compute_in_the_dtype_says_so(mode: str) -> None:
+    machine = Machine(mode, 1)
+    machine.init_all("k", np.arange(COUNT, dtype="i4"), "int32")
+    machine.rule(optim.SGD(lr=1.0))
+    request = machine.push(0, "k", 1, np.ones(COUNT, "i4"), fused=True)
+    assert isinstance(machine.error(request), DTypeMismatchError)
+    np.testing.assert_array_equal(machine.read("k", 0, dtype="int32"), np.arange(COUNT))
+
+
+# ---- what a checkpoint holds
+
+
+def dump(machine: Machine, client: int = 0) -> tuple[int, list[str], list[np.ndarray]]:
+    reply = machine.replies[machine.send(client, m.GetState, "k", 0)][-1]
+    assert isinstance(reply.message, m.State)
+    return reply.message.updates, reply.message.names, [array.copy() for array in reply.payloads]
+
+
+@pytest.mark.parametrize("rule", [
+    optim.SGD(lr=0.1, momentum=0.9), optim.Adam(lr=0.01, multi_precision=True), optim.Adagrad(), optim.Outer(),
+    optim.Elastic(0.3, multi_precision=True),
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_restored_chunk_goes_on_with_the_same_bits(rule: optim.Rule, mode: str, dtype: str) -> None:
+    def value(step: int, client: int) -> np.ndarray:
+        return stored(random_floats(COUNT, step, client), dtype)
+
+    def go_on(machine: Machine, first: int, step: int) -> np.ndarray:
+        round_of(machine, step, [value(first, client) for client in range(2)])
+        return machine.read("k", step, dtype=dtype).copy()
+
+    one = Machine(mode, 2)
+    one.init_all("k", value(0, 0), dtype)
+    one.rule(rule)
+    for step in (1, 2, 3):
+        go_on(one, step, step)
+    updates, names, arrays = dump(one)
+    assert names[0] == "value"
+    assert updates == (3 if mode == "sync" else 6)
+    other = Machine(mode, 2)
+    other.init_all("k", value(9, 9), dtype)
+    other.rule(rule)
+    go_on(other, 7, 1)  # it has a past of its own, which must not show
+    request = other.send(0, m.PutState, "k", 0, updates, names, payloads=arrays)
+    assert other.ok(request)
+    for step in (4, 5):
+        assert go_on(one, step, step).tobytes() == go_on(other, step, step - 2).tobytes(), f"{step=}"
+    # The copy of a request that has been served comes too late, after others went on.
+    now = other.read("k", dtype=dtype).copy()
+    other.send(0, m.PutState, "k", 0, updates, names, payloads=arrays, request=request)
+    np.testing.assert_array_equal(other.read("k", dtype=dtype), now)
+
+
+def test_state_without_a_value_leaves_the_value() -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
+    assert machine.ok(machine.send(0, m.PutState, "k", 0, 3, ["momentum"], payloads=[np.full(COUNT, 2, "f4")]))
+    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT))
+    machine.push(0, "k", 1, np.ones(COUNT, "f4"))
+    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT) - 2.0)
+
+
+@pytest.mark.parametrize(("names", "payloads", "updates"), [
+    (["value"], [], 1), ([], [bytes(4 * COUNT)], 1), (["value"], [bytes(4 * COUNT - 1)], 1),
+    (["value"], [bytes(4 * COUNT + 4)], 1), (["a", "a"], [bytes(4 * COUNT)] * 2, 1), (["value"], [bytes(4 * COUNT)], -1),
+])  # fmt: skip
+def test_malformed_state_is_refused(names: list[str], payloads: list[bytes], updates: int) -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    error = machine.error(machine.send(0, m.PutState, "k", 0, updates, names, payloads=payloads))
+    assert isinstance(error, ProtocolError)
+    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT))
+
+
+def test_state_that_the_rule_does_not_know_is_ignored() -> None:
+    machine = Machine("async", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
+    assert machine.ok(machine.send(0, m.PutState, "k", 0, 1, ["exp_avg"], payloads=[np.ones(COUNT, "f4")]))
+    assert machine.ok(machine.push(0, "k", 1, np.ones(COUNT, "f4")))
+    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT) - 1.0)

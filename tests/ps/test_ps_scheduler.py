@@ -1,0 +1,339 @@
+"""The scheduler's state machine in virtual time: roster, barriers, heartbeats, leaving and coming back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.errors import ClientLostError, ConfigError, ProtocolError, rebuild
+from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.wire import Message, encode
+from kvmpi.wire import messages as m
+
+TIMEOUT_S = 10.0
+
+
+class Desk:
+    """A scheduler and its visitors; ``inbox[route]`` holds what each was told and has not read."""
+
+    def __init__(self, num_servers: int = 0) -> None:
+        self.state = SchedulerState(num_servers, TIMEOUT_S)
+        self.num_servers = num_servers
+        self.now_s = 0.0
+        self.numbers = itertools.count(1)
+        self.inbox: dict[str, list[Message]] = {}
+
+    def say(self, at: str, kind: type[Message], *fields: Any, request: int = 0) -> int:
+        request = request or next(self.numbers)
+        self.take(self.state.handle(at.encode(), kind(request, *fields), self.now_s))
+        return request
+
+    def take(self, replies: Any) -> None:
+        for reply in replies:
+            encode(reply.message)
+            self.inbox.setdefault(reply.route.decode(), []).append(reply.message)
+
+    def server(self, rank: int, at: str = "", incarnation: int = 1) -> int:
+        fields = ("server", rank, -1, self.num_servers, incarnation, f"host {rank}", [f"tcp://{rank}"])
+        return self.say(at or f"server {rank}", m.Register, *fields)
+
+    def client(self, rank: int, of: int, store: int = 1, at: str = "", incarnation: int = 1) -> int:
+        return self.say(at or f"{store}/{rank}", m.Register, "client", rank, store, of, incarnation, "host", [])
+
+    def beat(self, *routes: str) -> None:
+        for at in routes:
+            self.take(self.state.handle(at.encode(), m.Heartbeat(3), self.now_s))
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.take(self.state.tick(self.now_s))
+
+    def told(self, at: str) -> list[Message]:
+        return self.inbox.pop(at, [])
+
+    def error(self, at: str) -> Exception:
+        (failure,) = self.told(at)
+        assert isinstance(failure, m.Failure)
+        return rebuild(failure.error, failure.text)
+
+
+def with_clients(num_clients: int, store: int = 1) -> Desk:
+    desk = Desk()
+    for rank in range(num_clients):
+        desk.client(rank, num_clients, store)
+    desk.inbox.clear()
+    return desk
+
+
+def test_the_roster_comes_when_the_last_server_is_there_in_rank_order() -> None:
+    desk = Desk(3)
+    early = desk.client(0, 1)
+    desk.server(2)
+    desk.server(0)
+    assert not desk.inbox
+    desk.server(1)
+    roster = m.Roster(early, ["host 0", "host 1", "host 2"], [["tcp://0"], ["tcp://1"], ["tcp://2"]])
+    assert desk.told("1/0") == [roster]
+    assert all(isinstance(desk.told(f"server {rank}")[0], m.Roster) for rank in range(3))
+    late = desk.client(0, 2, store=2)
+    assert desk.told("2/0") == [m.Roster(late, roster.hosts, roster.endpoints)]
+
+
+def test_a_repeated_register_is_answered_once_per_question() -> None:
+    desk = Desk(1)
+    request = desk.client(0, 1)
+    desk.say("1/0", m.Register, "client", 0, 1, 1, 1, "host", [], request=request)
+    desk.server(0)
+    assert len(desk.told("1/0")) == 1
+    desk.say("1/0", m.Register, "client", 0, 1, 1, 1, "host", [], request=request)
+    assert len(desk.told("1/0")) == 1
+
+
+def test_barriers_count_distinct_clients() -> None:
+    desk = with_clients(3)
+    first = desk.say("1/0", m.Barrier, 1)
+    assert not desk.told("1/0")
+    for _ in range(5):
+        desk.say("1/0", m.Barrier, 1, request=first)
+    assert set(map(type, desk.told("1/0"))) == {m.Waiting}
+    desk.say("1/2", m.Barrier, 1)
+    desk.say("1/0", m.Barrier, 1, request=first)
+    assert desk.told("1/0") == [m.Waiting(first, [1])]
+    desk.say("1/1", m.Barrier, 1)
+    for rank in range(3):
+        (ack,) = desk.told(f"1/{rank}")
+        assert isinstance(ack, m.Ack)
+    desk.say("1/0", m.Barrier, 1, request=first)  # the answer was lost
+    assert desk.told("1/0") == [m.Ack(first, 1)]
+    desk.say("1/0", m.Barrier, 2)
+    assert not desk.inbox
+
+
+def test_a_barrier_out_of_turn_is_refused_and_completes_nothing() -> None:
+    desk = with_clients(2)
+    desk.say("1/0", m.Barrier, 2)
+    assert isinstance(desk.error("1/0"), ProtocolError)
+    desk.say("1/1", m.Barrier, 1)
+    assert not desk.inbox
+
+
+def test_two_stores_have_barriers_and_losses_of_their_own() -> None:
+    desk = Desk()
+    for store in (1, 2):
+        for rank in range(2):
+            desk.client(rank, 2, store)
+    desk.inbox.clear()
+    desk.say("1/0", m.Barrier, 1)
+    desk.say("2/1", m.Barrier, 1)
+    assert not desk.inbox
+    desk.say("2/0", m.Barrier, 1)
+    assert sorted(desk.inbox) == ["2/0", "2/1"]
+    desk.inbox.clear()
+    desk.say("2/0", m.Leave)
+    desk.inbox.clear()
+    desk.say("1/1", m.Barrier, 1)
+    assert sorted(desk.inbox) == ["1/0", "1/1"]
+    assert set(map(type, desk.inbox["1/0"])) == {m.Ack}
+
+
+def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
+    desk = Desk(1)
+    desk.server(0)
+    for rank in range(3):
+        desk.client(rank, 3, incarnation=7)
+    desk.client(0, 1, store=2)
+    desk.inbox.clear()
+    desk.say("1/0", m.Barrier, 1)
+    for _ in range(3):
+        desk.tick(0.9 * TIMEOUT_S)
+        desk.beat("server 0", "1/0", "1/2", "2/0")
+    (notice,) = desk.told("server 0")
+    assert isinstance(notice, m.Lost)
+    assert (notice.role, notice.rank, notice.store, notice.incarnation) == ("client", 1, 1, 7)
+    assert "no heartbeat" in notice.text
+    assert "1/1" not in desk.inbox
+    assert desk.told("2/0") == desk.told("1/2") == [notice]
+    kinds = desk.told("1/0")
+    assert notice in kinds
+    (failure,) = [message for message in kinds if isinstance(message, m.Failure)]
+    assert failure.error == "ClientLostError"
+    assert "client 1" in failure.text
+    desk.say("1/2", m.Barrier, 1)
+    assert isinstance(desk.error("1/2"), ClientLostError)
+    desk.say("1/1", m.Barrier, 1)
+    assert isinstance(desk.error("1/1"), ProtocolError), "the lost one is no member any more"
+    assert not [message for message in desk.told("2/0") if isinstance(message, m.Failure)]
+
+
+def test_any_message_is_a_sign_of_life() -> None:
+    desk = with_clients(2)
+    for i in range(5):
+        desk.tick(0.9 * TIMEOUT_S)
+        desk.beat("1/1")
+        desk.say("1/0", m.QueryDead, 1e9) if i % 2 else desk.say("1/0", m.Barrier, 1)
+    assert len(desk.state.members) == 2
+
+
+def test_a_lost_server_is_announced_to_clients_and_servers() -> None:
+    desk = Desk(2)
+    desk.server(0)
+    desk.server(1)
+    desk.client(0, 1)
+    desk.inbox.clear()
+    desk.tick(0.9 * TIMEOUT_S)
+    desk.beat("server 1", "1/0")
+    desk.tick(0.2 * TIMEOUT_S)
+    for at in ("server 1", "1/0"):
+        (notice,) = desk.told(at)
+        assert isinstance(notice, m.Lost)
+        assert (notice.role, notice.rank) == ("server", 0)
+
+
+def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:
+    desk = with_clients(3)
+    desk.say("1/0", m.Barrier, 1)
+    request = desk.say("1/1", m.Leave)
+    assert desk.told("1/1") == [m.Ack(request, 0)]
+    error = desk.error("1/0")
+    assert isinstance(error, ClientLostError)
+    assert "client 1 has closed the store" in str(error)
+    desk.tick(100 * TIMEOUT_S / 200)
+    assert not desk.inbox
+    again = desk.say("1/1", m.Leave)
+    assert desk.told("1/1") == [m.Ack(again, 0)], "it may be said twice"
+
+
+def test_dead_clients_are_those_who_are_silent_or_lost_not_those_who_left() -> None:
+    desk = with_clients(4)
+    desk.say("1/1", m.Leave)
+    desk.tick(0.9 * TIMEOUT_S)
+    desk.beat("1/0", "1/3")
+    desk.tick(0.2 * TIMEOUT_S)  # client 2 is lost
+    desk.tick(0.3 * TIMEOUT_S)
+    desk.beat("1/0")
+    desk.inbox.clear()
+    request = desk.say("1/0", m.QueryDead, 0.4 * TIMEOUT_S)
+    assert desk.told("1/0") == [m.Dead(request, [2, 3])]
+    request = desk.say("1/0", m.QueryDead, 2 * TIMEOUT_S)
+    assert desk.told("1/0") == [m.Dead(request, [2])]
+
+
+def test_a_store_that_everyone_has_left_is_forgotten() -> None:
+    desk = with_clients(2)
+    for rank in range(2):
+        desk.say(f"1/{rank}", m.Leave)
+    assert not (desk.state.members or desk.state._stores or desk.state._names)
+    desk.client(0, 1)  # the number may be used again, even for another size
+
+
+def test_a_later_incarnation_takes_the_place_and_an_earlier_one_is_refused() -> None:
+    desk = with_clients(2)
+    desk.client(1, 2, at="reborn", incarnation=2)
+    desk.inbox.clear()
+    desk.client(1, 2, at="late", incarnation=1)
+    assert isinstance(desk.error("late"), ProtocolError)
+    desk.say("1/1", m.Barrier, 1)
+    assert isinstance(desk.error("1/1"), ProtocolError)
+    desk.say("1/0", m.Barrier, 1)
+    desk.say("reborn", m.Barrier, 1)
+    assert isinstance(desk.told("1/0")[0], m.Ack)
+    assert len(desk.state._names) == len(desk.state.members) == 2
+
+
+def test_a_client_that_was_lost_and_comes_back_can_pass_barriers() -> None:
+    desk = with_clients(2)
+    desk.tick(0.9 * TIMEOUT_S)
+    desk.beat("1/0")
+    desk.tick(0.2 * TIMEOUT_S)
+    desk.client(1, 2, at="reborn", incarnation=2)
+    desk.inbox.clear()
+    desk.say("1/0", m.Barrier, 1)
+    desk.say("reborn", m.Barrier, 1)
+    assert isinstance(desk.told("1/0")[0], m.Ack)
+
+
+REGISTERS: dict[str, tuple[Any, ...]] = {
+    "role": ("king", 0, 1, 1, 1, "h", []),
+    "long role": ("k" * 100_000, 0, 1, 1, 1, "h", []),
+    "negative rank": ("client", -1, 1, 2, 1, "h", []),
+    "rank beyond the number": ("client", 2, 1, 2, 1, "h", []),
+    "a crowd": ("client", 0, 9, 1 << 40, 1, "h", []),
+    "other number of clients": ("client", 0, 1, 3, 1, "h", []),
+    "other number of servers": ("server", 0, -1, 5, 1, "h", []),
+    "long endpoints": ("server", 0, -1, 1, 1, "h", ["tcp://" + "x" * 100_000]),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+def test_an_impossible_registration_is_refused(name: str) -> None:
+    desk = Desk(1)
+    desk.client(1, 2)
+    desk.say("stranger", m.Register, *REGISTERS[name])
+    assert isinstance(desk.error("stranger"), ProtocolError | ConfigError)
+    assert len(desk.state.members) == 1
+
+
+def test_one_route_is_one_member() -> None:
+    desk = with_clients(2)
+    desk.client(1, 2, at="1/0", incarnation=9)
+    assert isinstance(desk.error("1/0"), ProtocolError)
+    desk.say("1/0", m.Barrier, 1)
+    desk.say("1/1", m.Barrier, 1)
+    assert isinstance(desk.told("1/1")[0], m.Ack)
+
+
+@pytest.mark.parametrize("kind", [m.Barrier, m.QueryDead])
+def test_servers_have_no_barriers(kind: Any) -> None:
+    desk = Desk(1)
+    desk.server(0)
+    desk.inbox.clear()
+    desk.say("server 0", kind, 1)
+    assert isinstance(desk.error("server 0"), ProtocolError)
+
+
+def test_waiting_lists_stay_short() -> None:
+    desk = Desk()
+    desk.client(0, 60_000)
+    desk.inbox.clear()
+    request = desk.say("1/0", m.Barrier, 1)
+    desk.say("1/0", m.Barrier, 1, request=request)
+    (waiting,) = desk.told("1/0")
+    assert isinstance(waiting, m.Waiting)
+    assert waiting.clients[:3] == [1, 2, 3]
+    assert len(waiting.clients) < 100
+
+
+INTS = st.sampled_from([-1, 0, 1, 2, 1 << 63])
+MESSAGES = st.one_of(
+    st.builds(m.Register, INTS, st.sampled_from(["client", "server", ""]), INTS, INTS, INTS, INTS, st.just("h"),
+              st.just([])),
+    st.builds(m.Barrier, INTS, INTS),
+    st.builds(m.QueryDead, INTS, st.floats()),
+    st.builds(m.Leave, INTS),
+    st.builds(m.Heartbeat, INTS),
+    st.builds(m.Push, INTS, st.just("k"), INTS, INTS, st.just("none"), st.booleans()),
+    st.builds(m.Lost, st.just("client"), INTS, INTS, INTS, st.just("")),
+    st.just(ProtocolError("no message")),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b"]), MESSAGES, st.floats(0, 3)), max_size=40))
+def test_no_message_stops_the_scheduler(messages: list[tuple[bytes, Any, float]]) -> None:
+    desk = Desk(1)
+    desk.client(0, 2, store=7)
+    desk.client(1, 2, store=7)
+    desk.inbox.clear()
+    for at, message, seconds in messages:
+        for reply in desk.state.handle(at, message, desk.now_s):
+            encode(reply.message)
+        desk.beat("7/0", "7/1")
+        desk.tick(seconds)
+    desk.inbox.clear()
+    for rank in range(2):
+        desk.say(f"7/{rank}", m.Barrier, 1)
+    assert isinstance(desk.told("7/0")[-1], m.Ack)

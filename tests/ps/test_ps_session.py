@@ -1,0 +1,389 @@
+"""The master's session in virtual time: windows, order, repetition, deadlines and the loss of peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmpi.errors import KVError, KVTimeoutError, PeerLostError, ProtocolError, ServerLostError, ShapeMismatchError
+from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+RETRY_S = 1.0
+
+
+class Bench:
+    """A session whose messages a test takes and answers by hand."""
+
+    def __init__(self, window_bytes: int = 100) -> None:
+        self.session = ClientSession(window_bytes, RETRY_S)
+        self.now_s = 0.0
+        self.sent: list[tuple[int, Message]] = []
+        self.ended: dict[str, KVError | None] = {}
+
+    def start(self, label: str, *asks: Ask, timeout_s: float = 100.0, priority: int = 0) -> None:
+        def on_done(error: KVError | None) -> None:
+            assert label not in self.ended, f"{label} ended twice"
+            self.ended[label] = error
+
+        self.session.submit(Operation(label, timeout_s, self.now_s, on_done), asks, priority)
+
+    def flush(self) -> list[Message]:
+        out = [(peer, message) for peer, message, _ in self.session.sendable(self.now_s)]
+        self.sent += out
+        return [message for _, message in out]
+
+    def answer(self, message: Message, reply: type[Message] = m.Ack, *fields: Any, payloads: Any = ()) -> None:
+        self.session.receive(reply(message.request, *(fields or (0,))), list(payloads))  # type: ignore[attr-defined]
+
+    def after(self, seconds: float) -> list[Message]:
+        self.now_s += seconds
+        self.session.tick(self.now_s)
+        return self.flush()
+
+
+def push(peer: int, cost: int, key: Any = "k", fused: bool = False, **kwargs: Any) -> Ask:
+    return Ask(peer, m.Push, (key, 0, 1, "none", fused), cost_bytes=cost, **kwargs)
+
+
+def pull(peer: int, cost: int, key: Any = "k") -> Ask:
+    return Ask(peer, m.Pull, (key, 0, 1), cost_bytes=cost, reads=True)
+
+
+def keys(messages: list[Message]) -> list[Any]:
+    return [message.key for message in messages]  # type: ignore[attr-defined]
+
+
+# ---- windows and order
+
+
+def test_the_windows_are_never_exceeded_but_by_one_large_request() -> None:
+    rng = np.random.default_rng(5)
+    for round_ in range(60):
+        window = int(rng.integers(1, 200))
+        bench = Bench(window)
+        cost: dict[int, tuple[tuple[int, bool], int]] = {}
+        open_: dict[int, Message] = {}
+        for i in range(60):
+            peer, reads, size = int(rng.integers(2)), bool(rng.integers(2)), int(rng.integers(0, 120))
+            ask = pull(peer, size, i) if reads else push(peer, size, i, fused=bool(rng.integers(2)))
+            bench.start(f"op {i}", ask, priority=int(rng.integers(3)), timeout_s=float(rng.integers(5, 50)))
+            cost[ask.number] = ((peer, reads), size)
+        for _ in range(2000):
+            for message in bench.flush():
+                open_[message.request] = message  # type: ignore[attr-defined]
+            for where in {where for where, _ in cost.values()}:
+                taken = [cost[number][1] for number in open_ if cost[number][0] == where]
+                taken = [size for size in taken if size]
+                assert sum(taken) <= window or len(taken) == 1, f"{round_=}: {taken} in a window of {window}"
+            if not open_:
+                break
+            number = int(rng.choice(list(open_)))
+            message = open_.pop(number)
+            if rng.random() < 0.2:
+                bench.after(2.0)
+            elif isinstance(message, m.Push) and message.fused:
+                bench.answer(message)  # accepted: no longer under way
+            else:
+                bench.answer(message, m.Value)
+            # What has timed out is no longer under way either.
+            open_ = {n: msg for n, msg in open_.items() if f"op {msg.key}" not in bench.ended}  # type: ignore[attr-defined]
+        assert not open_
+        bench.session.fail_all(KVError("end"))
+        assert len(bench.ended) == 60
+        assert set(bench.session._in_flight.values()) == {0}
+
+
+def test_reads_and_pushes_have_windows_of_their_own_and_so_has_each_peer() -> None:
+    bench = Bench(100)
+    for peer in (0, 1):
+        bench.start(f"push {peer}", push(peer, 100, f"push {peer}"))
+        bench.start(f"more {peer}", push(peer, 1, f"more {peer}"))
+        bench.start(f"pull {peer}", pull(peer, 100, f"pull {peer}"))
+    sent = bench.flush()
+    assert sorted(keys(sent)) == ["pull 0", "pull 1", "push 0", "push 1"]
+    bench.answer(next(message for message in sent if message.key == "push 1"))  # type: ignore[attr-defined]
+    assert keys(bench.flush()) == ["more 1"]
+
+
+def test_a_request_larger_than_the_window_goes_alone() -> None:
+    bench = Bench(100)
+    bench.start("small", push(0, 10, "small"))
+    bench.start("huge", push(0, 1000, "huge"))
+    bench.start("next", push(0, 10, "next"))
+    (small,) = bench.flush()
+    bench.answer(small)
+    (huge,) = bench.flush()
+    assert huge.key == "huge"  # type: ignore[attr-defined]
+    assert not bench.flush()
+    bench.answer(huge)
+    assert keys(bench.flush()) == ["next"]
+
+
+def test_larger_priorities_leave_first_then_the_older() -> None:
+    bench = Bench(1)
+    for key, priority in [("a", 0), ("b", -1), ("c", 5), ("d", 0), ("e", 5)]:
+        bench.start(key, push(0, 1, key), priority=priority)
+    order = []
+    while sent := bench.flush():
+        order += keys(sent)
+        bench.answer(sent[0])
+    assert order == ["c", "e", "a", "d", "b"]
+
+
+def test_payloads_are_made_when_the_request_leaves() -> None:
+    bench = Bench(10)
+    made: list[str] = []
+
+    def payloads(name: str) -> Any:
+        return lambda: made.append(name) or ()
+
+    bench.start("first", push(0, 10, payloads=payloads("first")))
+    bench.start("second", push(0, 10, payloads=payloads("second")))
+    (message,) = bench.flush()
+    assert made == ["first"]
+    bench.answer(message)
+    bench.flush()
+    assert made == ["first", "second"]
+
+
+# ---- ends
+
+
+def test_an_operation_ends_with_its_last_answer_and_its_first_error() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1), push(1, 1), push(2, 1))
+    first, second, third = bench.flush()
+    bench.answer(second, m.Failure, "ShapeMismatchError", "second")
+    bench.answer(first, m.Failure, "KVError", "first")
+    assert not bench.ended
+    bench.answer(third)
+    assert isinstance(bench.ended["op"], ShapeMismatchError)
+    assert "second" in str(bench.ended["op"])
+    assert bench.session.idle
+
+
+def test_no_requests_are_done_at_once() -> None:
+    bench = Bench()
+    bench.start("op")
+    assert bench.ended == {"op": None}
+    assert bench.session.idle
+
+
+def test_late_and_unasked_answers_are_ignored() -> None:
+    bench = Bench()
+    got: list[Message] = []
+    bench.start("op", push(0, 1, on_reply=lambda message, payloads: got.append(message)))
+    (message,) = bench.flush()
+    bench.answer(message)
+    for kind, fields in [(m.Ack, (1,)), (m.Value, (1,)), (m.Failure, ("KVError", "x")), (m.Waiting, ([1],))]:
+        bench.answer(message, kind, *fields)
+    for stray in (m.Ack(-1, 0), m.Ack(999, 0), m.Heartbeat(1), m.Lost("client", 1, 1, 1, "x")):
+        bench.session.receive(stray, [])
+    assert bench.ended == {"op": None}
+    assert len(got) == 1
+
+
+def test_an_answer_after_the_deadline_does_not_touch_the_buffers() -> None:
+    bench = Bench()
+    got: list[Message] = []
+    ask = pull(0, 1)
+    ask.on_reply = lambda message, payloads: got.append(message)
+    bench.start("op", ask, timeout_s=1.0)
+    (message,) = bench.flush()
+    bench.after(2.0)
+    assert isinstance(bench.ended["op"], KVTimeoutError)
+    bench.answer(message, m.Value)
+    assert not got
+
+
+@pytest.mark.parametrize("error", [ProtocolError("odd"), ZeroDivisionError("odd")])
+def test_an_answer_that_cannot_be_taken_in_fails_its_operation_only(error: Exception) -> None:
+    bench = Bench()
+
+    def on_reply(message: Message, payloads: list[memoryview]) -> None:
+        raise error
+
+    bench.start("bad", push(0, 60, on_reply=on_reply))
+    bench.start("good", push(0, 60))
+    (bad,) = bench.flush()
+    bench.answer(bad)
+    (good,) = bench.flush()
+    bench.answer(good)
+    assert isinstance(bench.ended["bad"], KVError)
+    assert "odd" in str(bench.ended["bad"])
+    assert bench.ended["good"] is None
+
+
+def test_a_request_that_cannot_be_made_or_sent_fails_and_frees_its_window() -> None:
+    bench = Bench(10)
+
+    def payloads() -> Any:
+        raise ZeroDivisionError("codec")
+
+    bench.start("made", push(0, 10, payloads=payloads))
+    bench.start("sent", push(0, 10))
+    bench.start("good", push(0, 10, "good"))
+    (unsendable,) = bench.flush()
+    assert "codec" in str(bench.ended["made"])
+    bench.session.reject(unsendable.request, ProtocolError("too large"))  # type: ignore[attr-defined]
+    assert isinstance(bench.ended["sent"], ProtocolError)
+    assert keys(bench.flush()) == ["good"]
+
+
+def test_something_else_than_an_answer_is_an_error() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1))
+    (message,) = bench.flush()
+    bench.session.receive(m.Bye(message.request), [])  # type: ignore[attr-defined]
+    assert isinstance(bench.ended["op"], ProtocolError)
+
+
+# ---- repetition
+
+
+def test_a_request_is_repeated_until_it_is_answered() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1))
+    (message,) = bench.flush()
+    assert not bench.after(0.9 * RETRY_S)
+    for _ in range(3):
+        assert bench.after(1.1 * RETRY_S) == [message]
+    bench.answer(message)
+    assert not bench.after(10 * RETRY_S)
+
+
+def test_short_operations_are_repeated_sooner() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1), timeout_s=1.0)
+    (message,) = bench.flush()
+    assert bench.after(0.3) == [message]
+
+
+def test_an_accepted_fused_push_asks_only_for_its_answer() -> None:
+    bench = Bench(10)
+    bench.start("op", push(0, 10, fused=True))
+    bench.start("next", push(0, 10, "next"))
+    (message,) = bench.flush()
+    bench.answer(message)  # accepted
+    assert not bench.ended
+    assert keys(bench.flush()) == ["next"], "its window is free"
+    assert m.Query(message.request, "k", 0, 1) in bench.after(1.1 * RETRY_S)  # type: ignore[attr-defined]
+    bench.answer(message)  # accepted once more
+    bench.answer(message, m.Value)
+    assert bench.ended == {"op": None}
+    assert bench.session._in_flight[0, False] == 10
+
+
+def test_what_has_not_left_is_not_repeated() -> None:
+    bench = Bench(1)
+    bench.start("first", push(0, 1, "first"))
+    bench.start("second", push(0, 1, "second"))
+    bench.flush()
+    assert keys(bench.after(1.1 * RETRY_S)) == ["first"]
+
+
+# ---- deadlines
+
+
+def test_a_deadline_names_operation_server_and_missing_clients() -> None:
+    bench = Bench()
+    bench.start("push of key 'w'", push(0, 1), push(1, 1, fused=True), push(2, 1), Ask(SCHEDULER, m.Barrier, (1,)),
+                timeout_s=8.0)  # fmt: skip
+    zero, one, two, _ = bench.flush()
+    bench.answer(two)
+    bench.answer(one)
+    bench.answer(zero, m.Waiting, [3, 5])
+    bench.after(7.9)
+    assert not bench.ended
+    bench.after(0.2)
+    error = bench.ended["push of key 'w'"]
+    assert isinstance(error, KVTimeoutError)
+    text = str(error)
+    for part in ("push of key 'w'", "8.0 s", "server 0 still waits for client 3, 5", "server 1 has accepted it",
+                 "no answer from the scheduler", "KVMPI_TIMEOUT_S"):  # fmt: skip
+        assert part in text
+    assert "server 2" not in text
+    assert bench.session.idle
+
+
+def test_a_deadline_keeps_an_error_that_came_before() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1), push(1, 1), timeout_s=1.0)
+    first, _ = bench.flush()
+    bench.answer(first, m.Failure, "ShapeMismatchError", "the cause")
+    bench.after(2.0)
+    assert isinstance(bench.ended["op"], ShapeMismatchError)
+
+
+def test_a_deadline_frees_the_window_and_what_was_queued_never_leaves() -> None:
+    bench = Bench(10)
+    bench.start("slow", push(0, 10, "sent"), push(0, 10, "queued"), timeout_s=1.0)
+    bench.start("next", push(0, 10, "next"))
+    assert keys(bench.flush()) == ["sent"]
+    assert keys(bench.after(1.5)) == ["next"]
+    assert "no answer from server 0" in str(bench.ended["slow"])
+
+
+def test_a_request_that_could_not_leave_says_so() -> None:
+    bench = Bench(10)
+    bench.start("first", push(0, 10))
+    bench.start("second", push(0, 10), timeout_s=1.0)
+    bench.flush()
+    bench.after(1.5)
+    assert "not yet sent to server 0" in str(bench.ended["second"])
+
+
+# ---- lost peers
+
+
+def test_a_lost_server_ends_at_once_what_needs_it_and_nothing_else() -> None:
+    bench = Bench(10)
+    bench.start("both", push(0, 10), push(1, 10))
+    bench.start("queued", push(1, 10, "queued"))
+    bench.start("other", push(0, 10, "other"))
+    zero, one = bench.flush()
+    bench.session.receive(m.Lost("server", 1, -1, 1, "was lost: no heartbeat for 9.0 s"), [])
+    assert sorted(bench.ended) == ["both", "queued"]
+    for label in ("both", "queued"):
+        error = bench.ended[label]
+        assert isinstance(error, ServerLostError)
+        for part in (label, "server 1", "no heartbeat"):
+            assert part in str(error)
+    bench.answer(zero)
+    bench.answer(one)
+    assert keys(bench.flush()) == ["other"]
+    bench.start("late", push(0, 1, "late"), push(1, 1, "late"))
+    assert isinstance(bench.ended["late"], ServerLostError)
+    assert not bench.flush(), "nothing of it leaves"
+
+
+def test_an_answered_request_to_a_server_that_is_lost_later_counts() -> None:
+    bench = Bench()
+    bench.start("op", push(0, 1), push(1, 1))
+    zero, one = bench.flush()
+    bench.answer(one)
+    bench.session.lose_peer(1, "server 1 was lost")
+    assert not bench.ended
+    bench.answer(zero)
+    assert bench.ended == {"op": None}
+
+
+def test_fail_all_ends_everything_once_and_the_session_can_go_on() -> None:
+    bench = Bench(10)
+    for i in range(4):
+        bench.start(f"op {i}", push(0, 10, i), pull(1, 10, i))
+    sent = bench.flush()
+    bench.session.fail_all(PeerLostError("the end"))
+    assert all(isinstance(error, PeerLostError) for error in bench.ended.values())
+    assert len(bench.ended) == 4
+    assert bench.session.idle
+    bench.session.fail_all(KVError("again"))
+    for message in sent:
+        bench.answer(message)
+    assert not bench.after(100.0)
+    bench.start("new", push(0, 10, "new"))
+    assert keys(bench.flush()) == ["new"]
