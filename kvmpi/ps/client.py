@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,7 @@ class PsClient:
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
         self._layouts: dict[Key, KeyLayout] = {}
         self._placement = placement.create(config.placement, max(1, config.num_servers))
+        self._before_last_keys: tuple[frozenset[Key], placement.Placement] | None = None
         self._codec = codec.get("none")
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_joined = 0
@@ -154,6 +156,7 @@ class PsClient:
             placement.KeySize(key, int(np.prod(shape, dtype=np.int64)), DTYPES[dtype].itemsize)
             for key, shape, dtype in described
         ]
+        self._before_last_keys = (frozenset(size.key for size in sizes), deepcopy(self._placement))
         for (key, shape, dtype), size, parts in zip(described, sizes, self._placement.place(sizes), strict=True):
             # A rule's state is kept in the accumulation dtype: its frames must not be too large to travel either.
             widened = DTYPES[host.ACCUMULATE[dtype]].itemsize
@@ -164,6 +167,10 @@ class PsClient:
         """Undo ``add_keys`` of keys whose ``init`` failed."""
         for key in keys:
             self._layouts.pop(key, None)
+        if self._before_last_keys is not None and self._before_last_keys[0] == frozenset(keys):
+            # Other clients may have succeeded: when this one tries again, it must find the same places.
+            self._placement = self._before_last_keys[1]
+            self._before_last_keys = None
 
     def init(self, key: Key, value: Buffer | None, deadline: Deadline) -> Work:
         """Create the key on the servers; client 0 gives the value, for others the Work ends when it is readable."""

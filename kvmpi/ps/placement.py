@@ -84,6 +84,11 @@ def create(name: str, num_servers: int) -> Placement:
     return _PLACEMENTS[name](num_servers)
 
 
+def _hashed(key: Key, num_servers: int) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_servers
+
+
 def _whole(server: int, size: KeySize) -> list[Part]:
     return [Part(server, 0, size.count)]
 
@@ -95,8 +100,7 @@ class Hash(Placement):
     name = "hash"
 
     def split(self, size: KeySize) -> list[Part]:
-        digest = hashlib.blake2b(repr(size.key).encode(), digest_size=8).digest()
-        return _whole(int.from_bytes(digest, "little") % self.num_servers, size)
+        return _whole(_hashed(size.key, self.num_servers), size)
 
 
 @register
@@ -130,7 +134,10 @@ class LongestFirst(Placement):
 
 @register
 class Uniform(Placement):
-    """Large keys in near-equal parts over all servers, small ones whole on the least loaded server."""
+    """Large keys in near-equal parts over all servers, small ones whole on a server chosen by a hash of their name.
+
+    What was placed before does not matter, so a client that was mistaken about one key agrees on the next.
+    """
 
     name = "uniform"
     #: A part below this size costs more in messages than it gains in balance.
@@ -138,7 +145,7 @@ class Uniform(Placement):
 
     def split(self, size: KeySize) -> list[Part]:
         if size.count * size.itemsize < self.num_servers * self.min_part_bytes:
-            return _whole(min(range(self.num_servers), key=lambda s: (self.load_bytes[s], s)), size)
+            return _whole(_hashed(size.key, self.num_servers), size)
         base, extra = divmod(size.count, self.num_servers)
         starts = [i * base + min(i, extra) for i in range(self.num_servers + 1)]
         return [Part(server, starts[server], starts[server + 1]) for server in range(self.num_servers)]

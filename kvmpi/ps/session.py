@@ -238,6 +238,9 @@ class ClientSession:
         operation.error = operation.error or error
         if operation.pending == 0:
             self._finish(operation)
+        elif error is not None and ask.kind is m.Init:
+            # A client that is mistaken about a key may be asking servers that will never have it.
+            self._cancel(operation, error)
 
     def _cancel(self, operation: Operation, error: KVError) -> None:
         """End an operation before all of its requests are answered. An error that came earlier is the cause."""

@@ -19,8 +19,9 @@ from kvmpi.engine import Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.ps import EmbeddedJob, PsClient
-from kvmpi.store.base import Agreed, KeyState, KVStore, scaled
+from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
+from kvmpi.store.core import Invocation, KeyState, scaled
 
 Buffer = npt.NDArray[Any]
 
@@ -55,8 +56,8 @@ class DistStore(KVStore):
                 config, store=number, mode=mode, client=self._client, num_clients=self._num_clients,
                 recorder=self._recorder,
             )  # fmt: skip
-        deadline = Deadline(config.timeout_s)
-        self._command("create", lambda ps: ps.connect(deadline), Agreed(), deadline).wait()
+        call = self._call("create")
+        self._command(lambda ps: ps.connect(call.deadline), call).wait()
 
     # ---- who and where
 
@@ -82,19 +83,17 @@ class DistStore(KVStore):
 
     # ---- operations
 
-    def _start_init(
-        self, states: list[KeyState], values: list[Vector], agreed: Agreed, deadline: Deadline
-    ) -> list[Work]:
+    def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
         if self._ps is not None:
             self._ps.add_keys([(state.key, state.shape, state.dtype) for state in states])
         works = []
         for state, vector in zip(states, values, strict=True):
             value = _on_host(vector) if self.rank == 0 else None
             works.append(
-                self._ask_op(state, "init", lambda ps, s=state, v=value: ps.init(s.key, v, deadline), agreed)  # type: ignore[misc]
+                self._ask_op(state, lambda ps, s=state, v=value: ps.init(s.key, v, call.deadline), call)  # type: ignore[misc]
             )
             if self.mpi_size > 1:
-                works[-1] = self._tell_op(f"init of key {state.key!r}", [state.value], deadline, agreed)
+                works[-1] = self._tell_op(f"init of key {state.key!r}", [state.value], call)
         return works
 
     def _forget(self, states: list[KeyState]) -> None:
@@ -108,48 +107,37 @@ class DistStore(KVStore):
                 "call kv.set_optimizer(...) on all workers first"
             )
 
-    def _start_push(
-        self, state: KeyState, vectors: list[Vector], priority: int, deadline: Deadline, agreed: Agreed, async_op: bool
-    ) -> Work:
-        lent = self._lent(vectors, until_done=async_op)
+    def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
+        lent = self._lent(vectors, until_done=call.async_op)
         if lent is not None:
-            work = self._ask_op(
-                state, "push", lambda ps: ps.push(state.key, lent, deadline, priority), agreed, priority=priority
-            )
-            return work if async_op else self._nothing()
-        local = self._sum_op(state, vectors, "push", deadline, agreed, async_op)
-        work = self._ask_op(
-            state, "push", lambda ps: ps.push(state.key, state.host_buffer(), deadline, priority), agreed,
-            reads_buffer=True, priority=priority,
-        )  # fmt: skip
+            work = self._ask_op(state, lambda ps: ps.push(state.key, lent, call.deadline, call.priority), call)
+            return work if call.async_op else self._nothing()
+        local = self._sum_op(state, vectors, call)
+
+        def ask(ps: PsClient) -> Work:
+            return ps.push(state.key, state.host_buffer(), call.deadline, call.priority)
+
+        work = self._ask_op(state, ask, call, reads_buffer=True)
         # The caller's arrays are free once the sum is in the key's own buffer.
-        return work if async_op and self._ps is not None else local
+        return work if call.async_op and self._ps is not None else local
 
-    def _start_pull(
-        self, state: KeyState, outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed, async_op: bool
-    ) -> Work:
+    def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         target = _Target(state, outs)
-        work = self._ask_op(
-            state, "pull", lambda ps: ps.pull(state.key, target.buffer, deadline, priority), agreed, priority=priority
-        )
-        return self._spread_op(state, target, "pull", work, deadline, agreed)
+        work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
+        return self._spread_op(state, target, work, call)
 
-    def _start_pushpull(
-        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed,
-        async_op: bool,
-    ) -> Work:  # fmt: skip
+    def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
         target = _Target(state, outs)
         source = self._lent(vectors, until_done=True)
         if source is None:
-            self._sum_op(state, vectors, "pushpull", deadline, agreed, async_op)
-        work = self._ask_op(
-            state, "pushpull",
-            lambda ps: ps.pushpull(
-                state.key, state.host_buffer() if source is None else source, target.buffer, deadline, priority
-            ),
-            agreed, reads_buffer=source is None, priority=priority,
-        )  # fmt: skip
-        return self._spread_op(state, target, "pushpull", work, deadline, agreed)
+            self._sum_op(state, vectors, call)
+
+        def ask(ps: PsClient) -> Work:
+            value = state.host_buffer() if source is None else source
+            return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority)
+
+        work = self._ask_op(state, ask, call, reads_buffer=source is None)
+        return self._spread_op(state, target, work, call)
 
     def _lent(self, vectors: list[Vector], *, until_done: bool) -> Buffer | None:
         """The memory that can be sent as it is: a single host vector that nobody changes while it is sent."""
@@ -158,46 +146,38 @@ class DistStore(KVStore):
             return buffer
         return None
 
-    def _sum_op(
-        self, state: KeyState, vectors: list[Vector], op: str, deadline: Deadline, agreed: Agreed, async_op: bool
-    ) -> Work:
+    def _sum_op(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
         factor = self._mean_factor(vectors)
         if self._ps is None:
-            return self._reduce_op(state, vectors, op, deadline, agreed, async_op)
-        return self._reduce_op(
-            state, vectors, op, deadline, agreed, async_op,
-            then=lambda: scaled(state.host_buffer(), factor, state.dtype),
-        )  # fmt: skip
+            return self._reduce_op(state, vectors, call)
+        return self._reduce_op(state, vectors, call, then=lambda: scaled(state.host_buffer(), factor, state.dtype))
 
     def _ask_op(
-        self, state: KeyState, op: str, ask: Callable[[PsClient], Work], agreed: Agreed, *,
-        reads_buffer: bool = False, priority: int = 0,
-    ) -> Work:  # fmt: skip
+        self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *, reads_buffer: bool = False
+    ) -> Work:
         """Push on the master: ask the servers about one key. Other workers have nothing to do."""
         ps = self._ps
         if ps is None:
             return self._nothing()
-        reads = [*agreed.done, *([state.sent] if reads_buffer else [])]
+        reads = [*call.done, *([state.sent] if reads_buffer else [])]
         return self._engine.push(
-            lambda: ask(ps), reads=reads, writes=[state.value], lane="inline", priority=priority,
-            name=f"{op} of key {state.key!r}",
+            lambda: ask(ps), reads=reads, writes=[state.value], lane="inline", priority=call.priority,
+            name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
-    def _spread_op(
-        self, state: KeyState, target: _Target, op: str, asked: Work, deadline: Deadline, agreed: Agreed
-    ) -> Work:
+    def _spread_op(self, state: KeyState, target: _Target, asked: Work, call: Invocation) -> Work:
         """Push: the master's answer goes to all workers of the client and into all arrays of ``out``."""
-        label = f"{op} of key {state.key!r}"
+        label = f"{call.op} of key {state.key!r}"
         if self.mpi_size == 1:
             if target.complete:
                 return asked
             return self._engine.push(target.spread, writes=[state.value], lane="cpu", name=f"{label}: copy out")
 
         def spread() -> None:
-            self._cast.broadcast(target.buffer, 0, deadline, label)
+            self._cast.broadcast(target.buffer, 0, call.deadline, label)
             target.spread()
 
-        return self._tell_op(label, [state.value], deadline, agreed, then=spread)
+        return self._tell_op(label, [state.value], call, then=spread)
 
     def _nothing(self) -> Work:
         work = Work("nothing to wait for")
@@ -207,33 +187,30 @@ class DistStore(KVStore):
     # ---- commands
 
     def _command(
-        self, name: str, run: Callable[[PsClient], Work | None], agreed: Agreed, deadline: Deadline,
-        result: list[str] | None = None,
-    ) -> Work:  # fmt: skip
+        self, run: Callable[[PsClient], Work | None], call: Invocation, result: list[str] | None = None
+    ) -> Work:
         """Push: the master does something for all workers of its client; ``result`` of the master reaches all."""
         ps = self._ps
         work: Work | None = None
         if ps is not None:
             work = self._engine.push(
-                lambda: run(ps), reads=agreed.done, writes=[self._control], lane="inline" if name != "create" else "cpu",
-                name=name,
+                lambda: run(ps), reads=call.done, writes=[self._control], name=call.op,
+                lane="cpu" if call.op == "create" else "inline",
             )  # fmt: skip
         if self.mpi_size > 1 or work is None:
-            work = self._tell_op(name, [self._control], deadline, agreed, result=result)
+            work = self._tell_op(call.op, [self._control], call, result=result)
         return work
 
-    def _start_set_rule(self, rule: optim.Rule, agreed: Agreed, deadline: Deadline) -> Work:
-        self._settle(deadline)
-        return self._command("set_optimizer", lambda ps: ps.set_rule(rule, deadline), agreed, deadline)
+    def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
+        self._settle(call.deadline)
+        return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
 
-    def _start_set_hyperparams(
-        self, rule: optim.Rule, hyperparams: dict[str, Any], agreed: Agreed, deadline: Deadline
-    ) -> Work:
+    def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
         changed = {name: rule.hyperparams()[name] for name in hyperparams}
-        return self._command("set_hyperparams", lambda ps: ps.set_hyperparams(changed, deadline), agreed, deadline)
+        return self._command(lambda ps: ps.set_hyperparams(changed, call.deadline), call)
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
-        deadline = Deadline(self._config.timeout_s)
+        call = self._call("set_gradient_compression")
 
         def prepare() -> str:
             unknown = set(params) - {"type"}
@@ -244,14 +221,14 @@ class DistStore(KVStore):
                 )
             return name
 
-        name, agreed = self._enter("set_gradient_compression", prepare, lambda name: [Entry(name)], deadline)
-        self._settle(deadline)
+        name = self._enter(call, prepare, lambda name: [Entry(name)])
+        self._settle(call.deadline)
         if self._ps is not None:
             self._ps.set_codec(name)
-        self._barrier(agreed, deadline)
+        self._barrier(call)
 
-    def _barrier(self, agreed: Agreed, deadline: Deadline) -> None:
-        self._command("barrier", lambda ps: ps.barrier(deadline), agreed, deadline).wait()
+    def _barrier(self, call: Invocation) -> None:
+        self._command(lambda ps: ps.barrier(call.deadline), call).wait()
 
     def clock(self) -> int:
         super().clock()
@@ -260,16 +237,16 @@ class DistStore(KVStore):
         return self._clock
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
-        deadline = Deadline(self._config.timeout_s)
-        _, agreed = self._enter("num_dead", lambda: None, lambda _: [], deadline)
+        call = self._call("num_dead")
+        self._enter(call, lambda: None)
         result = ["0"]
 
         def ask(ps: PsClient) -> Work:
-            work, dead = ps.dead_clients(timeout_s, deadline)
+            work, dead = ps.dead_clients(timeout_s, call.deadline)
             work.add_done_callback(lambda _: result.__setitem__(0, json.dumps(len(dead))))
             return work
 
-        self._command("num_dead", ask, agreed, deadline, result=result).wait()
+        self._command(ask, call, result=result).wait()
         return int(json.loads(result[0]))
 
     def _imbalance(self) -> float:
@@ -314,7 +291,7 @@ class DistStore(KVStore):
 
 
 class _Target:
-    """Where a pulled value goes: straight into the first array of ``out`` that is plain host memory, then to the rest."""
+    """Where a pulled value goes: into the first array of ``out`` that is plain host memory, from there to the rest."""
 
     __slots__ = ("_outs", "buffer", "complete")
 

@@ -15,8 +15,9 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.store.base import Agreed, KeyState, KVStore, Updater, as_accumulated, scaled
+from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
+from kvmpi.store.core import Invocation, KeyState, Updater, as_accumulated, scaled
 
 Buffer = npt.NDArray[Any]
 
@@ -56,29 +57,23 @@ class ReplicatedStore(KVStore):
 
     # ---- operations
 
-    def _start_init(
-        self, states: list[KeyState], values: list[Vector], agreed: Agreed, deadline: Deadline
-    ) -> list[Work]:
-        return [self._init_op(s, v, agreed, deadline) for s, v in zip(states, values, strict=True)]
+    def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
+        return [self._init_op(s, v, call) for s, v in zip(states, values, strict=True)]
 
-    def _init_op(self, state: KeyState, vector: Vector, agreed: Agreed, deadline: Deadline) -> Work:
+    def _init_op(self, state: KeyState, vector: Vector, call: Invocation) -> Work:
         label = f"init of key {state.key!r}"
 
         def run(cause: BaseException | None) -> None:
-            agreed.check()
+            call.check()
             value = host.empty(state.count, state.dtype)
             if self.mpi_rank == 0:
                 _copy_to_host(vector, value)
-            self._cast.broadcast(value, 0, deadline, label)
+            self._cast.broadcast(value, 0, call.deadline, label)
             self._replicas[state.key] = _Replica(value)
 
-        return self._engine.push(
-            run, reads=agreed.done, writes=[state.value], lane="broadcast", name=label, no_skip=True
-        )
+        return self._engine.push(run, reads=call.done, writes=[state.value], lane="broadcast", name=label, no_skip=True)
 
-    def _start_push(
-        self, state: KeyState, vectors: list[Vector], priority: int, deadline: Deadline, agreed: Agreed, async_op: bool
-    ) -> Work:
+    def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
         factor = self._mean_factor(vectors)
 
         def apply() -> None:
@@ -86,7 +81,7 @@ class ReplicatedStore(KVStore):
             with self._recorder.timed("update"):
                 self._apply(state)
 
-        return self._reduce_op(state, vectors, "push", deadline, agreed, async_op, then=apply, writes=[state.value])
+        return self._reduce_op(state, vectors, call, then=apply, writes=[state.value])
 
     def _apply(self, state: KeyState) -> None:
         """The push rule: the host buffer holds the sum."""
@@ -108,22 +103,17 @@ class ReplicatedStore(KVStore):
         else:
             replica.value, state.buffer = pushed, replica.value
 
-    def _start_pull(
-        self, state: KeyState, outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed, async_op: bool
-    ) -> Work:
+    def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         def run() -> None:
             with self._recorder.timed("copy"):
                 for out in outs:
                     arrays.write(out, self._replicas[state.key].value)
 
         # A call that waits anyway copies in its own thread if the value is ready.
-        lane = "cpu" if async_op else "inline"
-        return self._engine.push(run, reads=[*agreed.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
+        lane = "cpu" if call.async_op else "inline"
+        return self._engine.push(run, reads=[*call.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
 
-    def _start_pushpull(
-        self, state: KeyState, vectors: list[Vector], outs: list[Any], priority: int, deadline: Deadline, agreed: Agreed,
-        async_op: bool,
-    ) -> Work:  # fmt: skip
+    def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
         factor = self._mean_factor(vectors)
         rule = self._rule
 
@@ -135,24 +125,22 @@ class ReplicatedStore(KVStore):
             for out in outs:
                 arrays.write(out, self._replicas[state.key].value if met is None else met)
 
-        return self._reduce_op(state, vectors, "pushpull", deadline, agreed, async_op, then=apply, writes=[state.value])
+        return self._reduce_op(state, vectors, call, then=apply, writes=[state.value])
 
-    def _start_set_rule(self, rule: optim.Rule, agreed: Agreed, deadline: Deadline) -> Work:
+    def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         def run() -> None:
             for replica in self._replicas.values():
                 replica.state, replica.updates, replica.master = {}, 0, None
             self._rule = rule
 
-        return self._on_all_keys(run, "set_optimizer", agreed)
+        return self._on_all_keys(run, "set_optimizer", call)
 
-    def _start_set_hyperparams(
-        self, rule: optim.Rule, hyperparams: dict[str, Any], agreed: Agreed, deadline: Deadline
-    ) -> Work:
-        return self._on_all_keys(lambda: None, "set_hyperparams", agreed)
+    def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
+        return self._on_all_keys(lambda: None, "set_hyperparams", call)
 
-    def _on_all_keys(self, run: Any, name: str, agreed: Agreed) -> Work:
+    def _on_all_keys(self, run: Any, name: str, call: Invocation) -> Work:
         values = [state.value for state in self._keys.values()]
-        return self._engine.push(run, reads=agreed.done, writes=[self._control, *values], lane="cpu", name=name)
+        return self._engine.push(run, reads=call.done, writes=[self._control, *values], lane="cpu", name=name)
 
     # ---- checkpoints
 

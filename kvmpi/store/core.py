@@ -1,0 +1,402 @@
+"""What every store type is made of: an engine with ordered lanes, two sets of collectives, and how a call begins.
+
+A call goes: parse and check the arguments; if that fails, the other workers of the client learn it through the
+agreement and raise too; then one engine operation or more for each key, which store types push.
+
+Collective operations run on two ordered lanes with a communicator each, ``reduce`` and ``broadcast``. They are pushed
+with ``no_skip``: whether a collective runs must be the same on every rank, so it never depends on a failure that only
+one rank knows. What all ranks know is the agreement of the call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi import arrays, optim
+from kvmpi.arrays import Vector
+from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.engine import Variable, Work, create_engine
+from kvmpi.errors import (
+    DTypeMismatchError,
+    KeyKindError,
+    KeyNotInitializedError,
+    KVError,
+    ShapeMismatchError,
+    rebuild,
+)
+from kvmpi.kernels import host
+from kvmpi.store.grammar import Group, Key, groups
+from kvmpi.trace import Recorder
+
+Buffer = npt.NDArray[Any]
+Updater = Callable[[Key, Any, Any], None]
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class KeyState:
+    """What the store knows of one key.
+
+    ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: str
+    index: int
+    library: str
+    sent: Variable
+    value: Variable
+    buffer: Buffer | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def host_buffer(self) -> Buffer:
+        """The key's own host memory, made at first use; shape ``(count,)``, storage dtype."""
+        if self.buffer is None:
+            self.buffer = host.empty(self.count, self.dtype)
+        return self.buffer
+
+
+@dataclass(slots=True)
+class Part:
+    """What one call does with one key: ``vectors`` to push, arrays ``outs`` to pull into."""
+
+    state: KeyState
+    vectors: list[Vector]
+    outs: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One public call under way.
+
+    ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
+    """
+
+    op: str
+    deadline: Deadline
+    priority: int = 0
+    async_op: bool = False
+    done: list[Variable] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the error that every rank of the client raises."""
+        if self.error is not None:
+            raise self.error
+
+
+class StoreCore:
+    """Keys, lanes and agreement; subclasses add the public API and the operations of a store type."""
+
+    def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
+        self._type, self._config = type_name, config
+        self._recorder = Recorder()
+        comm = comm or SoloComm()
+        self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
+        chunk_bytes = config.ring_chunk_bytes
+        self._reduce = Collectives(self._comms[0], config.allreduce, chunk_bytes, self._recorder)
+        self._cast = Collectives(self._comms[1], config.allreduce, chunk_bytes, self._recorder)
+        self._engine = create_engine(config.engine, config.engine_threads)
+        self._engine.add_lane("reduce", ordered=True)
+        self._engine.add_lane("broadcast", ordered=True)
+        self._control = self._engine.variable("control")
+        self._keys: dict[Key, KeyState] = {}
+        self._rule: optim.Rule | None = None
+        self._updater: Updater | None = None
+        self._clock = 0
+        self._closed = False
+
+    # ---- who and where
+
+    @property
+    def type(self) -> str:
+        """The store type, by its first name."""
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among all workers."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    @property
+    def mpi_rank(self) -> int:
+        """This worker's rank in its client."""
+        return self._reduce.rank
+
+    @property
+    def mpi_size(self) -> int:
+        """Workers in this client."""
+        return self._reduce.size
+
+    @property
+    def client_rank(self) -> int:
+        return 0
+
+    @property
+    def num_clients(self) -> int:
+        return 1
+
+    @property
+    def num_servers(self) -> int:
+        return 0
+
+    # ---- how calls begin
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KVError(f"this {self._type} store is closed; create another with kvmpi.create")
+
+    def _check_kind(self, found: Sequence[Group], op: str) -> None:
+        known = {type(key) for key in list(self._keys)[:1]}
+        for group in found:
+            known.add(type(group.key))
+            if len(known) > 1:
+                mine = "str" if type(group.key) is int else "int"
+                raise KeyKindError(f"{op} of key {group.key!r}: this store uses {mine} keys, and only one kind")
+
+    def _new_state(self, group: Group) -> KeyState:
+        first = group.arrays[0]
+        state = KeyState(
+            key=group.key,
+            shape=arrays.shape_of(first),
+            dtype=arrays.dtype_of(first),
+            index=len(self._keys),
+            library=arrays.library_of(first),
+            sent=self._engine.variable(f"buffer of key {group.key!r}"),
+            value=self._engine.variable(f"key {group.key!r}"),
+        )
+        self._keys[group.key] = state
+        return state
+
+    def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
+        """A public call begins: from here its time runs."""
+        return Invocation(op, Deadline(self._config.timeout_s), priority, async_op)
+
+    def _enter(
+        self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: ()
+    ) -> T:
+        """Run ``prepare``; make sure that every worker of the client succeeded in the same call."""
+        failure: Exception | None = None
+        described: Sequence[Entry] = ()
+        try:
+            self._check_open()
+            prepared = prepare()
+            described = entries(prepared)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            if self._reduce.size == 1 or self._closed:
+                raise
+            failure = error
+        if self._reduce.size == 1:
+            return prepared
+        signature = Call(call.op, tuple(described), failure)
+        call.done.append(self._engine.variable(f"agreement on {call.op}"))
+
+        def run(cause: BaseException | None) -> None:
+            try:
+                self._reduce.agree(signature, call.deadline)
+            except BaseException as error:
+                call.error = error
+                raise
+
+        work = self._engine.push(run, writes=call.done, lane="reduce", name=f"agree on {call.op}", no_skip=True)
+        if failure is not None:
+            work.wait()
+            raise failure
+        return prepared
+
+    def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
+        """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""
+        pushes, pulls = call.op != "pull", call.op != "push"
+
+        def prepare() -> list[Part]:
+            parts: dict[Key, Part] = {}
+            for group in groups(key, value, call.op) if pushes else []:
+                state = self._match(group, call.op)
+                self._check_pushable(call.op, state)
+                parts[group.key] = Part(state, [arrays.read(array) for array in group.arrays])
+            for group in groups(key, out, call.op) if pulls else []:
+                state = self._match(group, call.op)
+                for array in group.arrays:
+                    arrays.check_writable(array)
+                parts.setdefault(group.key, Part(state, [])).outs = group.arrays
+            for part in parts.values():
+                self._engine.raise_pending(part.state.sent)
+                self._engine.raise_pending(part.state.value)
+            return sorted(parts.values(), key=lambda part: _processing_order(part.state))
+
+        def entries(parts: list[Part]) -> list[Entry]:
+            return [Entry(part.state.key, part.state.shape, part.state.dtype) for part in parts]
+
+        return self._enter(call, prepare, entries)
+
+    def _match(self, group: Group, op: str) -> KeyState:
+        self._check_kind([group], op)
+        state = self._keys.get(group.key)
+        where = f"{op} of key {group.key!r} on worker {self.rank}"
+        if state is None:
+            raise KeyNotInitializedError(f"{where}: the key was never initialised; call kv.init on all workers first")
+        for array in group.arrays:
+            check_array(array, state.shape, state.dtype, where)
+        return state
+
+    def _complete(self, works: list[Work], call: Invocation) -> Work | None:
+        work = self._join(works, call.op)
+        if call.async_op:
+            return work
+        work.wait()
+        return None
+
+    def _join(self, works: Sequence[Work], op: str) -> Work:
+        """One Work for several: finished when all are, with the first one's error."""
+        return works[0] if len(works) == 1 else _JoinedWork(works, op)
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Wait until everything that was started is done; its errors surface here."""
+        self._engine.wait_all(deadline.remaining_s())
+
+    def _check_pushable(self, op: str, state: KeyState) -> None:
+        """Raise if ``op`` cannot push to this key now."""
+
+    # ---- pieces of operations
+
+    def _reduce_op(
+        self,
+        state: KeyState,
+        vectors: list[Vector],
+        call: Invocation,
+        then: Callable[[], None] | None = None,
+        writes: Sequence[Variable] = (),
+    ) -> Work:
+        """Push: sum ``vectors`` over the client into the key's host buffer, then call ``then``."""
+        label = f"{call.op} of key {state.key!r}"
+
+        def run(cause: BaseException | None) -> None:
+            call.check()
+            self._reduce.allreduce(vectors, state.host_buffer(), state.dtype, call.deadline, label)
+            if cause is not None:
+                raise cause
+            if then is not None:
+                then()
+
+        lane = "reduce"
+        if self.mpi_size == 1:
+            # Nobody to keep in step with. A hand-over between threads costs more than to add up a small array here.
+            here = not call.async_op and sum(vector.nbytes for vector in vectors) <= _INLINE_BYTES
+            lane = "inline" if here else "cpu"
+        return self._engine.push(
+            run, reads=call.done, writes=[state.sent, *writes], lane=lane, name=label, no_skip=True
+        )
+
+    def _tell_op(
+        self, label: str, writes: Sequence[Variable], call: Invocation,
+        then: Callable[[], None] | None = None, reads: Sequence[Variable] = (), result: list[str] | None = None,
+    ) -> Work:  # fmt: skip
+        """Push: the master tells its client how what ``writes`` depends on went (and ``result``), then ``then`` runs.
+
+        ``then`` may broadcast: it runs on every rank or on none.
+        """
+
+        def run(cause: BaseException | None) -> None:
+            call.check()
+            status = b""
+            if self.mpi_rank == 0:
+                if cause is not None:
+                    status = json.dumps([type(cause).__name__, str(cause)]).encode()[:60000]
+                elif result:
+                    status = json.dumps([None, result[0]]).encode()
+            heard = self._cast.tell(status, 0, call.deadline, label)
+            if heard:
+                name, text = json.loads(heard)
+                if name is not None:
+                    raise cause if cause is not None else rebuild(name, text)
+                if result is not None:
+                    result[:] = [text]
+            if then is not None:
+                then()
+            if cause is not None:
+                raise cause
+
+        return self._engine.push(
+            run, reads=[*call.done, *reads], writes=writes, lane="broadcast", name=label, no_skip=True
+        )
+
+    def _together(self, op: str, run: Callable[[], None]) -> None:
+        """Run something on every worker; if it fails on one of this client's, all of them raise."""
+        call = self._call(op)
+        self._enter(call, run)
+        self._settle(call.deadline)
+
+    def _mean_factor(self, vectors: Sequence[Vector]) -> float:
+        """What a sum over the client is multiplied by: Elastic and Outer take the mean over workers and devices."""
+        if self._rule is None or not self._rule.averages:
+            return 1.0
+        return 1.0 / (self.mpi_size * len(vectors))
+
+
+class _JoinedWork(Work):
+    """Several operations of one call."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work], name: str) -> None:
+        super().__init__(name)
+        self._works = works
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def error(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.error()) is not None), None)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = Deadline(timeout_s)
+        for work in self._works:
+            work.wait(None if timeout_s is None else deadline.remaining_s())
+
+
+def _processing_order(state: KeyState) -> tuple[int, int]:
+    """Keys of one call are processed in ascending order of int keys; str keys in the order of their init."""
+    return (state.key, 0) if isinstance(state.key, int) else (0, state.index)
+
+
+def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:
+    """Raise unless ``array`` has this shape and dtype."""
+    if arrays.shape_of(array) != shape:
+        raise ShapeMismatchError(f"{where}: shape {arrays.shape_of(array)}, the key has {shape}")
+    if arrays.dtype_of(array) != dtype:
+        raise DTypeMismatchError(f"{where}: dtype {arrays.dtype_of(array)}, the key has {dtype}")
+
+
+def scaled(buffer: Buffer, factor: float, dtype: str) -> None:
+    """Multiply ``buffer`` in place, unless ``factor`` is 1."""
+    if factor != 1.0:
+        host.scale(buffer, factor, dtype)
+
+
+def as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
+    """``buffer`` in the dtype in which rules compute; itself where that is its own."""
+    if dtype not in host.HALF:
+        return buffer
+    wide = np.empty(buffer.size, dtype=np.float32)
+    host.widen(buffer, dtype, wide)
+    return wide
