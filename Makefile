@@ -41,7 +41,7 @@ lint: $(VENV)/test
 	@$(BIN)/mypy
 	@# The import contract looks at the package as it is installed, with the launchers in their place.
 	@$(PIP) install --quiet --no-deps --target build/installed --upgrade .
-	@PYTHONPATH=build/installed $(BIN)/lint-imports --no-cache
+	@cd build/installed && $(abspath $(BIN))/lint-imports --no-cache --config ../../pyproject.toml
 
 check: $(VENV)/test
 	@$(BIN)/python -m pytest

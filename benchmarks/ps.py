@@ -51,7 +51,9 @@ def run_mxnet(python: str, workers: int, servers: int, sizes: list[int]) -> list
     for role in roles:
         program = ["-c", "import mxnet"] if role != "worker" else [str(WORKER), "mxnet", "--sizes", *map(str, sizes)]
         env = {**os.environ, **common, "DMLC_ROLE": role}
-        processes.append(subprocess.Popen([python, *program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen([python, *program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     found: list[dict[str, float]] = []
     try:
         for role, process in zip(roles, processes):  # noqa: B905
@@ -120,7 +122,9 @@ def row(system: str, workers: int, servers: int, size: int, results: Results) ->
 
 
 def show(rows: list[dict[str, float | str]]) -> None:
-    table = Table(title="push and pull of one float32 key, dist_sync, loopback; times in us (medians), bandwidth in GB/s")
+    table = Table(
+        title="push and pull of one float32 key, dist_sync, loopback; times in us (medians), bandwidth in GB/s"
+    )
     for name in rows[0]:
         table.add_column(name, justify="left" if name in ("system", "mode", "compress") else "right", no_wrap=True)
     for i, line in enumerate(rows):

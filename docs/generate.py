@@ -21,7 +21,8 @@ def api() -> str:
     store = kvmpi.KVStore
     methods = [
         (name, member)
-        for name, member in vars(store).items()
+        for cls in reversed(store.__mro__)
+        for name, member in vars(cls).items()
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
     ]
     parts = [_NOTE, "# API reference\n", "## Stores\n", _function("kvmpi.create", kvmpi.create)]
@@ -75,9 +76,7 @@ def _signature(of: Any) -> str:
         signature = inspect.signature(of)
     except (TypeError, ValueError):
         return "(...)"
-    plain = [
-        p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"
-    ]
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"]
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 

@@ -147,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     add("-n", type=int, default=4, metavar="WORKERS", help="default 4")
     add("-c", type=int, default=2, metavar="CLIENTS", help="of mpi-* and diloco (default 2)")
     add("-s", type=int, default=2, metavar="SERVERS", help="default 2")
-    add("--out", type=Path, default=Path("compare-out"), metavar="DIR", help="logs and pictures (default compare-out)")
+    add(
+        "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="logs and pictures (default runs/compare)"
+    )
     add("--target-accuracy", type=float, default=0.0, metavar="A", help="exit with status 1 if a run ends below it")
     args, options = parser.parse_known_args(argv)
     names = [name.strip() for name in args.algorithms.split(",") if name.strip()]

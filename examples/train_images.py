@@ -19,8 +19,8 @@ import image_data
 import image_models
 import numpy as np
 import torch
-from report import Report
 from torch import Tensor, nn
+from training_report import Report
 
 import kvmpi
 from kvmpi.config import Config
@@ -101,11 +101,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--algorithm", choices=list(ALGORITHMS), default="mpi-esgd", metavar="NAME", help="default mpi-esgd; see below")
-    add(
-        "--data",
-        default="digits",
-        help="digits (default), or a folder or tar of train/CLASS/*.jpg and test/CLASS/*.jpg",
-    )
+    add("--data", default="digits", help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg")
     add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
     add("--epochs", type=int, default=10, help="default 10")
     add("--batch-size", type=int, default=16, help="of each worker (default 16)")
@@ -146,6 +142,11 @@ def fill_in(args: argparse.Namespace, kv: kvmpi.KVStore, num_batches: int) -> No
         args.alpha = 0.9 / kv.num_clients
     if args.interval is None:
         args.interval = min(64, max(1, num_batches // 2))
+
+
+def count(number: int, what: str) -> str:
+    """ "1 client", "2 clients"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -189,7 +190,8 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
 
     job = {"workers": kv.num_workers, "clients": kv.num_clients, "servers": kv.num_servers, "store": kv.type}
     report.header(
-        f"{args.algorithm}: {kv.num_workers} workers, {kv.num_clients} clients, {kv.num_servers} servers ({kv.type}); "
+        f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
+        f"{count(kv.num_servers, 'server')} ({kv.type}); "
         f"{data.train_count} images, {num_batches} batches of {args.batch_size} per worker and epoch",
         {**vars(args), **job},
     )
@@ -230,7 +232,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.algorithm == "local" and config.num_workers > 1:
         print("--algorithm local is for one worker: start it with plain python, or with -n 1", file=sys.stderr)
         return 2
-    with kvmpi.create(ALGORITHMS[args.algorithm].store) as kv:
+    try:
+        store = kvmpi.create(ALGORITHMS[args.algorithm].store)
+    except kvmpi.errors.ConfigError as error:  # a job of the wrong shape
+        print(f"--algorithm {args.algorithm}: {error}", file=sys.stderr)
+        return 2
+    with store as kv:
         with contextlib.closing(Report(active=kv.rank == 0, tty=config.tty, log=args.log)) as report:
             result = train(args, kv, report)
     if result < args.target_accuracy:

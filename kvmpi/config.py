@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -40,7 +41,7 @@ class Config:
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")
     allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "ring", "mpi", "naive"))
-    ring_chunk_bytes: int = _setting(256 << 10, "bytes of one piece of a ring's segment")
+    ring_chunk_bytes: int = _setting(512 << 10, "bytes of one piece of a ring's segment")
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
     chunk_bytes: int = _setting(MIB, "bytes of one message between master and server")
     window_bytes: int = _setting(4 * MIB, "unacknowledged bytes of one master at one server")
@@ -126,7 +127,7 @@ def client_bounds(num_workers: int, num_clients: int) -> list[tuple[int, int]]:
         )
     base, extra = divmod(num_workers, num_clients)
     starts = [i * base + min(i, extra) for i in range(num_clients + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))
 
 
 def settings_table() -> str:

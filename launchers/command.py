@@ -10,14 +10,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from kvmpi.config import client_bounds
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import job as jobs
 from kvmpi.launchers import mpirun, processes, program
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
-
-from kvmpi.config import client_bounds
-from kvmpi.errors import ConfigError, KVError, UnsupportedError
 
 SHM = "/dev/shm"
 MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108

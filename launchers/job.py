@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmpi.config import Config, client_bounds, env_name
+from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
-
-from kvmpi.config import Config, client_bounds, env_name
-from kvmpi.errors import ConfigError
 
 #: Settings that the launcher decides; what the user's environment says about them belongs to some other job.
 OWNED = {

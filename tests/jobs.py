@@ -11,7 +11,11 @@ from types import MappingProxyType
 
 
 def run_job(
-    options: str, program: Path, *arguments: object, timeout_s: float = 120.0, settings: Mapping[str, object] = MappingProxyType({})
+    options: str,
+    program: Path,
+    *arguments: object,
+    timeout_s: float = 120.0,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """``kvmpi run OPTIONS PROGRAM ARGUMENTS`` with ``KVMPI_*`` settings; output is captured."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from kvmpi.collectives.comm import Bytes
+from kvmpi.collectives.waiting import expect_cores, wait_all
+from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError
 
 #: Variables by which the common MPI launchers say how many ranks they started.
@@ -25,11 +28,16 @@ def started_by_mpi() -> bool:
     return "PMIX_RANK" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
-def world() -> MpiComm:
-    """A duplicate of ``MPI_COMM_WORLD``; initialises MPI if nobody has.
+#: For all MPI calls of this process where MPI allows one at a time.
+_serial = threading.Lock()
+
+
+def world(timeout_s: float | None = None) -> MpiComm:
+    """A duplicate of ``MPI_COMM_WORLD``; initialises MPI if nobody has. Collective, as is ``duplicate`` of the result.
 
     Raises:
         ConfigError: mpi4py or an MPI library is missing, or MPI allows no calls from our threads.
+        KVTimeoutError: other ranks did not duplicate the communicator within ``timeout_s``.
     """
     try:
         from mpi4py import MPI
@@ -44,8 +52,10 @@ def world() -> MpiComm:
             "MPI was initialised without thread support (THREAD_SERIALIZED or more is needed); "
             "initialise it with MPI.Init_thread(MPI.THREAD_MULTIPLE), or import mpi4py.MPI first"
         )
-    lock = None if level >= MPI.THREAD_MULTIPLE else threading.Lock()
-    return MpiComm(MPI, MPI.COMM_WORLD.Dup(), lock)
+    lock = None if level >= MPI.THREAD_MULTIPLE else _serial
+    comm = MpiComm(MPI, MPI.COMM_WORLD, lock, timeout_s).duplicate()
+    expect_cores(comm.ranks_on_host())
+    return comm
 
 
 def end_job(status: int) -> None:
@@ -88,8 +98,8 @@ class _Request:
 class MpiComm:
     """One rank of an MPI communicator. No call blocks; with less than THREAD_MULTIPLE a lock guards MPI."""
 
-    def __init__(self, mpi: Any, comm: Any, lock: threading.Lock | None) -> None:
-        self._mpi, self._comm, self._lock = mpi, comm, lock
+    def __init__(self, mpi: Any, comm: Any, lock: threading.Lock | None, timeout_s: float | None) -> None:
+        self._mpi, self._comm, self._lock, self._timeout_s = mpi, comm, lock, timeout_s
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
@@ -115,10 +125,30 @@ class MpiComm:
         return self._start(self._comm.Iallreduce, buffer, self._mpi.IN_PLACE, message, self._mpi.SUM)
 
     def duplicate(self) -> MpiComm:
-        return MpiComm(self._mpi, self._comm.Dup(), self._lock)
+        made: list[Any] = []
+
+        def start() -> Any:
+            new, request = self._comm.Idup()
+            made.append(new)
+            return request
+
+        # Not Dup: that would hold the lock until all ranks come, and they may wait for another thread of this process.
+        deadline = Deadline(self._timeout_s)
+        what = f"creating a communicator on MPI rank {self.rank} of {self.size}: not all ranks of this client did so"
+        wait_all([self._start(start, np.empty(0))], deadline, lambda: f"{what} within {deadline.timeout_s:.1f} s")
+        return MpiComm(self._mpi, made[0], self._lock, self._timeout_s)
+
+    def ranks_on_host(self) -> int:
+        """How many ranks share this rank's host; collective."""
+        names = np.zeros((self.size, 256), dtype=np.uint8)
+        name = self._mpi.Get_processor_name().encode()[:256]
+        names[self.rank, : len(name)] = np.frombuffer(name, dtype=np.uint8)
+        wait_all([self.iallreduce(names.reshape(-1))], Deadline(self._timeout_s), lambda: "comparing host names")
+        return int((names == names[self.rank]).all(axis=1).sum())
 
     def free(self) -> None:
-        self._comm.Free()
+        with self._lock or nullcontext():
+            self._comm.Free()
 
 
 def _lost(error: Exception) -> PeerLostError:

@@ -37,7 +37,7 @@ class Collectives:
     """
 
     def __init__(
-        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 256 << 10, recorder: Recorder | None = None
+        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 512 << 10, recorder: Recorder | None = None
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")

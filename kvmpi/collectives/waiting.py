@@ -14,18 +14,29 @@ from kvmpi.errors import KVTimeoutError
 
 # MPI makes progress only inside calls, so waiting must poll; but a rank that spins takes the core from the rank it
 # waits for, and the interpreter from the training thread. Hence few bare polls, then polls between yields, then naps.
-_BARE_POLLS = 16
-_YIELDING_S = 1e-3
+# A yield costs as much as the others on this core take, a nap costs its length and that of a wake-up: yields suit
+# ranks that wait for each other, naps suit ranks whose core a training thread uses.
+_BARE_POLLS_CROWDED = 16
+_BARE_POLLS_OWN_CORE = 500
+_YIELDING_S = 200e-6
 #: A nap takes this part of the time waited so far: that is how much later than it could the wait may end.
 _NAP_SHARE = 0.125
-_SHORTEST_NAP_S = 50e-6
+_SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
 
 _PR_SET_TIMERSLACK = 29
 _local = threading.local()
+_bare_polls = _BARE_POLLS_CROWDED
 
 # time.sleep(0) is no yield: since Python 3.11 it takes as long as the shortest nap, 80 us with Linux's timer slack.
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def expect_cores(num_ranks: int) -> None:
+    """Say how many ranks share this host: with a core for each, a rank polls for longer before it yields."""
+    global _bare_polls
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    _bare_polls = _BARE_POLLS_OWN_CORE if num_ranks <= cores else _BARE_POLLS_CROWDED
 
 
 def _sharpen_naps() -> None:
@@ -61,10 +72,10 @@ class Patience:
             KVTimeoutError: the deadline has passed; the text is what ``describe`` returns then.
         """
         self._idle += 1
-        if self._idle <= _BARE_POLLS:
+        if self._idle <= _bare_polls:
             return
         now_s = time.monotonic()
-        if self._idle == _BARE_POLLS + 1:
+        if self._idle == _bare_polls + 1:
             self._since_s = now_s
         waited_s = now_s - self._since_s
         if waited_s < _YIELDING_S:

@@ -145,9 +145,11 @@ class KVStore(StoreCore):
         return self._complete([self._start_pushpull(part.state, part.vectors, part.outs, call) for part in parts], call)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """``init``, then ``pull`` into ``out``: worker 0's value everywhere."""
+        """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
         self.init(key, value)
         self.pull(key, out, priority)
+        # In an asynchronous store a fast worker's first push would otherwise overtake a slow one's pull.
+        self.barrier()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:
         """An uninitialised array in memory that the collectives use without a copy."""

@@ -110,11 +110,11 @@ def _client_comm(config: Config) -> Comm | None:
     from kvmpi.collectives import mpi_comm
 
     if not config.role:
-        return mpi_comm.world() if mpi_comm.started_by_mpi() else None
+        return mpi_comm.world(config.timeout_s) if mpi_comm.started_by_mpi() else None
     first, last = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
     if last - first == 1:
         return None
-    comm = mpi_comm.world()
+    comm = mpi_comm.world(config.timeout_s)
     if comm.size != last - first:
         raise ConfigError(
             f"client {config.client_rank} should have {last - first} workers, its MPI_COMM_WORLD has {comm.size}; "

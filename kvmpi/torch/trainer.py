@@ -68,7 +68,10 @@ class Trainer:
             self._check_covers(optimizer)
         else:
             self._rule = optim.from_any(optimizer)
-        self._check_rule()
+            if self._rule.averages:
+                raise ConfigError(
+                    f"{self._rule!r} works on weights, not on gradients; use kvmpi.torch.ElasticAveraging or DiLoCo"
+                )
         if kvstore in _LOCAL and self._torch is not None and update_on_kvstore is not True:
             kvstore = None
         self._owned = isinstance(kvstore, str)
@@ -97,12 +100,6 @@ class Trainer:
         for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
             if tensor.requires_grad and id(tensor) not in theirs:
                 raise ConfigError(f"{name} is not in the optimizer: freeze it with requires_grad_(False), or add it")
-
-    def _check_rule(self) -> None:
-        if self._rule is not None and self._rule.averages:
-            raise ConfigError(
-                f"{self._rule!r} works on weights, not on gradients; use kvmpi.torch.ElasticAveraging or DiLoCo"
-            )
 
     def _decide(self, wanted: bool | None) -> bool:
         """Whether the store updates the weights.

@@ -144,7 +144,18 @@ class Connection(_Socket):
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        self._send([encode(message)], payloads)
+        frames = [encode(message)]
+        try:
+            self._send(frames, payloads)
+        except zmq.Again:
+            # There is no limit to queues here, so it means that there is no link: libzmq gives one up for good when the
+            # peer violates the protocol, as by a frame above our limit. Make another; connecting twice does nothing.
+            try:
+                self._socket.disconnect(self.endpoint)
+            except zmq.ZMQError:
+                pass  # forgotten already
+            self._socket.connect(self.endpoint)
+            self._send(frames, payloads)
 
     def recv(self) -> tuple[Message, list[memoryview]] | None:
         """The next message with its payloads, or None.

@@ -61,7 +61,8 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     "torch channels last": lambda: make_torch((2, 3, 4, 5), "float32").contiguous(memory_format=torch.channels_last),
     "torch bfloat16 transposed": lambda: make_torch((3, 4), "bfloat16").t(),
     "torch parameter": lambda: torch.nn.Parameter(make_torch((3, 4), "float32")),
-    "torch negated view": lambda: torch.tensor([1 + 2j, 3 + 4j]).conj().imag,
+    "torch negated": lambda: torch._neg_view(make_torch((3, 4), "float32")),
+    "torch negated, strided": lambda: torch.tensor([1 + 2j, 3 + 4j]).conj().imag,
     "torch 0-d": lambda: torch.tensor(5.0),
     "torch 0-d bfloat16": lambda: torch.tensor(5.0, dtype=torch.bfloat16),
     "torch empty": lambda: torch.zeros(3, 0, 2),
@@ -150,7 +151,7 @@ def test_expanded_tensors_can_be_read_not_written() -> None:
     assert arrays.read(expanded).buffer.tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(UnsupportedError, match="expanded"):
         arrays.check_writable(expanded)
-    arrays.check_writable(torch.zeros(1, 3).expand(1, 3))
+    arrays.check_writable(torch.zeros(3).as_strided((1, 3), (0, 1)))
 
 
 def test_tensors_that_need_gradients_can_be_read_and_written() -> None:

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvmpi.launchers import mpirun
-
 from kvmpi.errors import ConfigError
+from kvmpi.launchers import mpirun
 
 HERE = Path(__file__).parent
 

@@ -12,16 +12,18 @@ pytest.importorskip("mpi4py")
 TIMEOUT_S = 100.0
 
 
-def job(kind: str, size: int, folder: Path) -> str:
+def job(kind: str, size: int, folder: Path, threads: str = "multiple") -> str:
     if kind not in mpi_jobs.installed():
         pytest.skip(f"no {kind} here")
-    return mpi_jobs.run(kind, size, "mpi_checks.py", folder, folder=folder, timeout_s=TIMEOUT_S)
+    return mpi_jobs.run(kind, size, "mpi_checks.py", folder, threads, folder=folder, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_collectives_over_openmpi(size: int, tmp_path: Path) -> None:
-    assert f"all 7 checks passed on {size} ranks of Open" in job("openmpi", size, tmp_path)
+@pytest.mark.parametrize(("size", "threads"), [(2, "multiple"), (3, "serialized"), (4, "multiple"), (7, "multiple")])
+def test_collectives_over_openmpi(size: int, threads: str, tmp_path: Path) -> None:
+    """With ``serialized``, MPI allows one call at a time: the locks are at work."""
+    output = job("openmpi", size, tmp_path, threads)
+    assert f"all checks passed on {size} ranks of Open, threads {threads}" in output
 
 
 def test_collectives_over_mpich(tmp_path: Path) -> None:
-    assert "all 7 checks passed on 3 ranks of MPICH" in job("mpich", 3, tmp_path)
+    assert "all checks passed on 3 ranks of MPICH, threads multiple" in job("mpich", 3, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvmpi.launchers import output
 from kvmpi.launchers.output import LineSplitter
 

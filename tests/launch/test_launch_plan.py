@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvmpi.launchers import command, job, mpirun, program
-from kvmpi.launchers.mpirun import MPI
-from kvmpi.launchers.program import Program, ProgramNotFoundError
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
+from kvmpi.launchers import command, job, mpirun, program
+from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.program import Program, ProgramNotFoundError
 
 TRAIN = Program((sys.executable,), ("train.py",), ("--lr", "0.1"))
 OPENMPI = MPI("/mpi/bin/mpirun", "openmpi")

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from kvmpi.launchers import mpirun
 
 from kvmpi.errors import ConfigError
+from kvmpi.launchers import mpirun
 
 try:
     MPI = mpirun.find(os.environ, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ps_helpers import TIMEOUT_S
 
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -20,8 +21,6 @@ from kvmpi.wire import new_context
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-TIMEOUT_S = 60.0
-
 
 class ThreadJob:
     """A scheduler and servers as threads, and clients that talk to them over real sockets."""
@@ -30,20 +29,19 @@ class ThreadJob:
         self.context = new_context()
         self.clients: list[PsClient] = []
         scheduler = SchedulerDaemon(config)
+        self.threads: list[threading.Thread] = []
         listening, endpoint = threading.Event(), []
         self._run(lambda: scheduler.run(self.context, lambda at: (endpoint.append(at), listening.set())))  # type: ignore[arg-type,return-value]
         assert listening.wait(TIMEOUT_S)
         self.config = replace(config, scheduler=endpoint[0])
         self.servers = [ServerDaemon(self.config, rank) for rank in range(config.num_servers)]
-        self.threads: list[threading.Thread] = []
         for server in self.servers:
-            self.threads.append(self._run(lambda server=server: server.run(self.context)))  # type: ignore[misc]
+            self._run(lambda server=server: server.run(self.context))  # type: ignore[misc]
         self._daemons = [scheduler, *self.servers]
 
-    def _run(self, run: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+    def _run(self, run: Callable[[], None]) -> None:
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
 
     def new_client(self, rank: int, num_clients: int, mode: str = "sync", store: int = 1, **changes: Any) -> PsClient:
         client = PsClient(
@@ -63,11 +61,16 @@ class ThreadJob:
     def close(self) -> None:
         for client in self.clients:
             client.abort()
+        self.stop_daemons()
+        self.context.destroy(linger=0)
+
+    def stop_daemons(self) -> None:
+        """Scheduler and servers end without a word to the clients."""
         for daemon in self._daemons:
             daemon.stop()
         for thread in self.threads:
-            thread.join(10.0)
-        self.context.destroy(linger=0)
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

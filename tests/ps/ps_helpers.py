@@ -10,7 +10,9 @@ import numpy as np
 
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
+from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, rebuild
+from kvmpi.ps.client import PsClient
 from kvmpi.ps.reply import Reply
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.slot import Slot
@@ -18,6 +20,7 @@ from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 STORE = 1
+TIMEOUT_S = 60.0
 
 
 def route(client: int) -> bytes:
@@ -47,7 +50,9 @@ class Machine:
 
     def hello(self, client: int, incarnation: int = 1, **fields: Any) -> int:
         values = {"store": STORE, "mode": self.mode, "num_clients": self.num_clients, "at": route(client), **fields}
-        return self.send(values["at"], m.Hello, values["store"], values["mode"], client, values["num_clients"], incarnation)
+        return self.send(
+            values["at"], m.Hello, values["store"], values["mode"], client, values["num_clients"], incarnation
+        )
 
     def send(
         self, client: int | bytes, kind: type[Message], *fields: Any, payloads: Sequence[Any] = (), request: int = 0
@@ -73,7 +78,15 @@ class Machine:
             assert self.ok(self.init(client, key, value, dtype))
 
     def push(
-        self, client: int, key: Any, step: int, value: Any, *, fused: bool = False, codec: str = "none", request: int = 0
+        self,
+        client: int,
+        key: Any,
+        step: int,
+        value: Any,
+        *,
+        fused: bool = False,
+        codec: str = "none",
+        request: int = 0,
     ) -> int:
         return self.send(client, m.Push, key, 0, step, codec, fused, payloads=[value], request=request)
 
@@ -119,3 +132,45 @@ class Machine:
 
     def lose(self, client: int, incarnation: int = 1, why: str = "was lost") -> None:
         self.take(self.state.lose(m.Lost("client", client, STORE, incarnation, why)))
+
+
+def round_of(machine: Machine, step: int, values: list[np.ndarray], *, fused: bool = False) -> list[int]:
+    return [machine.push(client, "k", step, value, fused=fused) for client, value in enumerate(values)]
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """Whole numbers up to 256 are exact: the upper half of their float32 bits."""
+    return (np.ascontiguousarray(values, "f4").view("u4") >> 16).astype("u2")
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype("u4") << 16).view("f4")
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    return bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
+
+
+def as_float(values: np.ndarray, dtype: str) -> np.ndarray:
+    return (from_bfloat16(values) if dtype == "bfloat16" else values).astype("f8")
+
+
+def deadline() -> Deadline:
+    return Deadline(TIMEOUT_S)
+
+
+def initialise(clients: list[PsClient], counts: dict[Any, int], rule: optim.Rule | None = None) -> None:
+    for rank, client in enumerate(clients):
+        client.add_keys([(key, (count,), "float32") for key, count in counts.items()])
+        works = [client.init(k, whole_numbers(n) if rank == 0 else None, deadline()) for k, n in counts.items()]
+        if rule is not None:
+            works.append(client.set_rule(rule, deadline()))
+        for work in works:
+            work.wait(TIMEOUT_S)
+
+
+def pushes_still_work(machine: Machine, count: int = 5) -> None:
+    """A first round with everyone gives the right sum."""
+    values = [whole_numbers(count, 50, client, 1) for client in range(machine.num_clients)]
+    round_of(machine, 1, values)
+    np.testing.assert_array_equal(machine.read("k", 1), np.sum(values, axis=0, dtype="f8"))

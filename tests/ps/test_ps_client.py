@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
-from conftest import TIMEOUT_S, ThreadJob
-from ps_helpers import random_floats, whole_numbers
+from ps_helpers import TIMEOUT_S, deadline, initialise, random_floats, whole_numbers
 
 from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
+from kvmpi.engine import Work
 from kvmpi.errors import (
     ClientLostError,
     ConfigError,
@@ -28,28 +25,13 @@ from kvmpi.errors import (
     ServerLostError,
     ShapeMismatchError,
 )
-from kvmpi.ps import EmbeddedJob, PsClient
+from kvmpi.ps import PsClient
 from kvmpi.trace import Recorder
-from kvmpi.wire import encode
 from kvmpi.wire import messages as m
 
-StartJob = Callable[..., ThreadJob]
+StartJob = Callable[..., Any]  # see conftest.ThreadJob
 InThreads = Callable[..., list[Any]]
 COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
-
-
-def deadline() -> Deadline:
-    return Deadline(TIMEOUT_S)
-
-
-def initialise(clients: list[PsClient], counts: dict[Any, int], rule: optim.Rule | None = None) -> None:
-    for rank, client in enumerate(clients):
-        client.add_keys([(key, (count,), "float32") for key, count in counts.items()])
-        works = [client.init(k, whole_numbers(n) if rank == 0 else None, deadline()) for k, n in counts.items()]
-        if rule is not None:
-            works.append(client.set_rule(rule, deadline()))
-        for work in works:
-            work.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
@@ -105,13 +87,23 @@ def test_async_clients_at_their_own_pace(start_job: StartJob, in_threads: InThre
         np.testing.assert_array_equal(out, np.sum([whole_numbers(count), *pushes], axis=0, dtype="f8"))
 
 
-def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob) -> None:
+def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is counted before the waiter wakes: otherwise the next push would pass for a copy, and be dropped."""
     (ps,) = start_job(1).connect(1)
     initialise([ps], {"k": 2}, optim.Test(lr=-1.0))
     one, out = np.ones(2, "f4"), np.empty(2, "f4")
-    for _ in range(400):
-        ps.push("k", one, deadline()).wait()
+    steps = []
+
+    class WatchedWork(Work):
+        def finish(self, error: BaseException | None = None) -> None:
+            steps.append(ps._layouts["k"].steps)
+            super().finish(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvmpi.ps.client.Work", WatchedWork)
+        for _ in range(400):
+            ps.push("k", one, deadline()).wait()
+    assert steps == list(range(1, 401))
     ps.pull("k", out, deadline()).wait()
     np.testing.assert_array_equal(out, whole_numbers(2) + 400)
 
@@ -138,7 +130,7 @@ def test_state_is_saved_and_restored_over_chunks_and_servers(start_job: StartJob
     go_on(1)
     work, chunks = ps.get_state("k", deadline())
     work.wait()
-    assert [(chunk.start, chunk.updates) for chunk in chunks][0] == (0, 1)
+    assert (chunks[0].start, chunks[0].updates) == (0, 1)
     assert len(chunks) >= 3
     arrays = {name: np.concatenate([chunk.arrays[name] for chunk in chunks]) for name in chunks[0].arrays}
     assert set(arrays) == {"value", "exp_avg", "exp_avg_sq"}
@@ -227,7 +219,7 @@ def test_a_push_that_timed_out_may_be_tried_again_and_counts_once(start_job: Sta
 
 def test_a_barrier_that_timed_out_may_be_tried_again(start_job: StartJob) -> None:
     clients = start_job(1).connect(2)
-    with pytest.raises(KVTimeoutError, match="barrier 1 on client 0.*the scheduler still waits for client 1"):
+    with pytest.raises(KVTimeoutError, match=r"barrier 1 on client 0.*the scheduler still waits for client 1"):
         clients[0].barrier(Deadline(0.5)).wait()
     clients[1].barrier(deadline()).wait()
     clients[0].barrier(deadline()).wait()
@@ -253,13 +245,33 @@ def test_a_client_that_vanishes_is_a_loss_to_the_others(start_job: StartJob) -> 
         clients[0].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline()).wait(TIMEOUT_S)
 
 
+def test_a_defect_in_the_io_thread_fails_what_waits_and_all_that_follows(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = start_job(1).connect(2)
+    initialise(clients, {"k": 3})
+    waiting = clients[0].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline())
+
+    def broken(now_s: float) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(clients[0]._link._session, "tick", broken)
+    for work in (waiting, clients[0].barrier(deadline())):
+        with pytest.raises(KVError, match="I/O thread of client 0 in store 1 failed: ZeroDivisionError: a defect"):
+            work.wait(TIMEOUT_S)
+    with pytest.raises(KVError, match="a defect"):
+        clients[0].push("k", np.ones(3, "f4"), deadline()).wait(TIMEOUT_S)
+    clients[0].close(deadline())
+    assert "a defect" in caplog.text
+
+
 # ---- joining and leaving
 
 
 def test_a_scheduler_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = Config(num_servers=1, scheduler=f"ipc://{tmp_path}/nobody")
     ps = PsClient(config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
-    with pytest.raises(KVTimeoutError, match="nobody.*no answer from the scheduler"):
+    with pytest.raises(KVTimeoutError, match=r"nobody.*no answer from the scheduler"):
         ps.connect(Deadline(0.3))
     ps.close(deadline())
 
@@ -294,6 +306,7 @@ def test_close_may_be_repeated_and_ends_what_is_under_way(start_job: StartJob) -
     for late in (clients[0].pull("k", np.empty(3, "f4"), deadline()), clients[0].barrier(deadline())):
         with pytest.raises(ServerLostError):
             late.wait(TIMEOUT_S)
+    clients[1].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline()).wait(TIMEOUT_S)  # it had pushed this one
     with pytest.raises(ClientLostError, match="client 0 has closed the store"):
         clients[1].pushpull("k", np.ones(3, "f4"), np.empty(3, "f4"), deadline()).wait(TIMEOUT_S)
 
@@ -302,9 +315,7 @@ def test_close_is_quick_when_everyone_is_dead(start_job: StartJob) -> None:
     job = start_job(2)
     (ps,) = job.connect(1)
     initialise([ps], {"k": 3})
-    job.close_daemons = [daemon.stop() for daemon in job._daemons]  # type: ignore[attr-defined]
-    for thread in job.threads:
-        thread.join(TIMEOUT_S)
+    job.stop_daemons()
     closing = threading.Thread(target=ps.close, args=(Deadline(3600.0),), daemon=True)
     closing.start()
     closing.join(TIMEOUT_S)  # an hour would be the caller's deadline
@@ -323,99 +334,3 @@ def test_two_stores_side_by_side(start_job: StartJob) -> None:
     second.pull("k", out, deadline()).wait()
     np.testing.assert_array_equal(out, whole_numbers(7) + 1)
     second.close(deadline())
-
-
-# ---- strangers at the door
-
-
-def _plain_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
-    rng = np.random.default_rng(4)
-    while not stop.is_set():
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=5.0) as raw:
-                raw.sendall(rng.bytes(int(rng.integers(1, 3000))))
-                sent[0] += 1
-        except OSError:
-            pass
-
-
-def _zmq_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
-    rng = np.random.default_rng(5)
-    header = encode(m.Push(1, "k", 0, 1, "none", False))
-    with zmq.Context() as context:
-        while not stop.is_set():
-            with context.socket(zmq.DEALER) as peer:
-                peer.linger = 0
-                peer.connect(f"tcp://127.0.0.1:{port}")
-                for frames in ([b""], [rng.bytes(50)], [header], [header, rng.bytes(64)], [header] * 200,
-                               [encode(m.Hello(1, 1, "sync", 0, 1 << 40, 1))], [encode(m.Lost("client", 0, 1, 9, "x"))],
-                               [encode(m.Register(1, "server", 0, -1, 2, 1 << 62, "h", ["tcp://1.2.3.4:5"] * 5000))[:-1]],
-                               [encode(m.Leave(1))], [encode(m.Barrier(1, 1))]):  # fmt: skip
-                    peer.send_multipart(frames)
-                if peer.poll(2000):
-                    sent[0] += 1
-
-
-@pytest.mark.parametrize("stranger", [_plain_garbage, _zmq_garbage])
-def test_strangers_at_the_ports_do_not_disturb_a_job(start_job: StartJob, stranger: Any) -> None:
-    job = start_job(2, chunk_bytes=20_000)
-    (ps,) = job.connect(1, transport="tcp")
-    initialise([ps], {"k": 50_000}, optim.Test(lr=-1.0))
-    stop, sent = threading.Event(), [0]
-    ports = [int(job.config.scheduler.rsplit(":", 1)[1])]
-    ports += [int(connection.endpoint.rsplit(":", 1)[1]) for connection in ps._link._connections.values()]
-    threads = [threading.Thread(target=stranger, args=(port, stop, sent), daemon=True) for port in set(ports)]
-    assert len(threads) == 3
-    for thread in threads:
-        thread.start()
-    out = np.empty(50_000, "f4")
-    rounds = 0
-    while sent[0] < 60 or rounds < 10:
-        rounds += 1
-        ps.pushpull("k", np.ones(50_000, "f4"), out, deadline()).wait()
-        np.testing.assert_array_equal(out, whole_numbers(50_000) + rounds)
-        ps.barrier(deadline()).wait()
-    stop.set()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-
-
-# ---- the embedded job
-
-
-def test_an_embedded_job_serves_one_worker_and_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
-    folder = Path(job.config.job_dir)
-    assert os.stat(folder).st_mode & 0o777 == 0o700
-    ps = PsClient(job.config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
-    ps.connect(deadline())
-    for key, count in COUNTS.items():
-        initialise([ps], {key: count})
-        out = np.empty(count, "f4")
-        ps.pushpull(key, whole_numbers(count, 1), out, deadline()).wait()
-        np.testing.assert_array_equal(out, whole_numbers(count, 1))
-    ps.close(deadline())
-    for _ in range(2):
-        job.close()
-    assert not folder.exists()
-    assert threading.active_count() <= before
-    assert capfd.readouterr().err == ""
-
-
-def test_an_embedded_job_that_cannot_start_says_why() -> None:
-    with pytest.raises(ConfigError, match="'no_such_module_at_all'"):
-        EmbeddedJob(Config(imports="no_such_module_at_all"))
-
-
-def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tempfile
-
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
-    job.close()
-    assert not os.path.exists(job.config.job_dir)

@@ -1,4 +1,4 @@
-"""Bad requests go back to whoever sent them, and clients that come and go hurt nobody more than they must."""
+"""Bad requests go back to whoever sent them, and leave no trace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_helpers import STORE, Machine, route, whole_numbers
+from ps_helpers import STORE, Machine, pushes_still_work, route, whole_numbers
 
 from kvmpi import optim
 from kvmpi.errors import (
-    ClientLostError,
     ConfigError,
     DTypeMismatchError,
     KeyNotInitializedError,
@@ -21,21 +20,11 @@ from kvmpi.errors import (
     ShapeMismatchError,
     UnsupportedError,
 )
-from kvmpi.ps.server import MAX_CLIENTS, ServerState
+from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import encode
 from kvmpi.wire import messages as m
 
 COUNT = 5
-
-
-def pushes_still_work(machine: Machine, step: int = 1, among: list[int] | None = None) -> None:
-    """A round with everyone gives the right sum."""
-    clients = list(range(machine.num_clients)) if among is None else among
-    values = {client: whole_numbers(COUNT, 50, client, step) for client in clients}
-    for client in clients:
-        machine.push(client, "k", step, values[client])
-    expected = np.sum(list(values.values()), axis=0, dtype="f8")
-    np.testing.assert_array_equal(machine.read("k", step, clients[0]), expected)
 
 
 # ---- init
@@ -286,143 +275,3 @@ def test_strangers_cannot_disturb_a_store(requests: list[tuple[bytes, Any, list[
             assert reply.route == at
             encode(reply.message)
     pushes_still_work(machine)
-
-
-# ---- clients that leave, die and come back
-
-
-def leave(machine: Machine, client: int, how: str) -> None:
-    if how == "bye":
-        assert machine.ok(machine.send(client, m.Bye))
-    else:
-        machine.lose(client)
-
-
-@pytest.mark.parametrize("how", ["bye", "lost"])
-def test_others_who_wait_for_a_client_that_is_gone_are_told(how: str) -> None:
-    machine = Machine("sync", 3)
-    machine.init_all("k", whole_numbers(COUNT))
-    pushes_still_work(machine)
-    fused = machine.push(0, "k", 2, whole_numbers(COUNT, 0), fused=True)
-    held = machine.push(2, "k", 2, whole_numbers(COUNT, 2))
-    reader = machine.pull(0, "k", 2)
-    waiting_for_all = machine.pull(0, "k", 1)
-    assert machine.ok(waiting_for_all)
-    leave(machine, 1, how)
-    late = machine.pull(2, "k", 2)
-    again = machine.push(0, "k", 2, whole_numbers(COUNT, 0), fused=True)
-    asked = machine.send(0, m.Query, "k", 0, 2, request=fused)
-    for request in (fused, held, reader, late, again, asked):
-        error = machine.error(request)
-        assert isinstance(error, ClientLostError)
-        for part in ("'k'", "round 2", "client 1"):
-            assert part in str(error)
-    np.testing.assert_array_equal(machine.read("k", 1, 2), np.sum(
-        [whole_numbers(COUNT, 50, client, 1) for client in range(3)], axis=0, dtype="f8"))  # fmt: skip
-
-
-def test_a_round_to_which_the_lost_client_has_contributed_is_completed() -> None:
-    machine = Machine("sync", 2)
-    machine.init_all("k", whole_numbers(COUNT))
-    machine.push(0, "k", 1, whole_numbers(COUNT, 0))
-    machine.lose(0)
-    fused = machine.push(1, "k", 1, whole_numbers(COUNT, 1), fused=True)
-    np.testing.assert_array_equal(machine.value(fused), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
-    assert isinstance(machine.error(machine.push(1, "k", 2, whole_numbers(COUNT), fused=True)), ClientLostError)
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("how", ["bye", "lost"])
-def test_nobody_waits_for_a_value_that_client_0_took_with_it(mode: str, how: str) -> None:
-    machine = Machine(mode, 3)
-    early = machine.init(1, "k", whole_numbers(COUNT))
-    leave(machine, 0, how)
-    late = machine.init(2, "k", whole_numbers(COUNT))
-    for request in (early, late):
-        assert isinstance(machine.error(request), ClientLostError)
-
-
-def test_async_goes_on_without_a_client() -> None:
-    machine = Machine("async", 2)
-    machine.init_all("k", np.zeros(COUNT, "f4"))
-    machine.rule(optim.Test(lr=-1.0))
-    machine.lose(0)
-    assert machine.ok(machine.push(1, "k", 1, np.ones(COUNT, "f4"), fused=True))
-    assert isinstance(machine.error(machine.push(0, "k", 1, np.ones(COUNT, "f4"))), ProtocolError)
-
-
-def test_a_new_incarnation_of_an_async_client_counts_from_the_beginning() -> None:
-    machine = Machine("async", 2)
-    machine.init_all("k", np.zeros(COUNT, "f4"))
-    rule = optim.Test(lr=-1.0)
-    machine.rule(rule)
-    for step in (1, 2):
-        machine.push(0, "k", step, np.ones(COUNT, "f4"))
-    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
-    machine.lose(0, incarnation=1)  # the news of the old one comes late
-    assert machine.ok(machine.send(b"reborn", m.SetRule, 1, rule.name, rule.hyperparams()))
-    assert machine.ok(machine.send(b"reborn", m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[bytes(4 * COUNT)]))
-    for step in (1, 2):
-        push = machine.send(b"reborn", m.Push, "k", 0, step, "none", True, payloads=[np.ones(COUNT, "f4")])
-        np.testing.assert_array_equal(machine.value(push), np.full(COUNT, 2.0 + step))
-    assert isinstance(machine.error(machine.pull(0, "k", 0)), ProtocolError), "the old process is no longer heard"
-    assert isinstance(machine.error(machine.hello(0, 1)), ProtocolError)
-
-
-def test_a_new_incarnation_of_a_sync_client_is_refused_and_the_others_are_told() -> None:
-    machine = Machine("sync", 2)
-    machine.init_all("k", whole_numbers(COUNT))
-    fused = machine.push(0, "k", 1, whole_numbers(COUNT), fused=True)
-    again = machine.hello(1, 2, at=b"reborn")
-    assert isinstance(machine.error(again), ClientLostError)
-    assert isinstance(machine.error(fused), ClientLostError)
-
-
-def test_the_same_client_may_come_back_on_another_route() -> None:
-    machine = Machine("sync", 2)
-    machine.init_all("k", whole_numbers(COUNT))
-    machine.push(0, "k", 1, whole_numbers(COUNT, 0))
-    assert machine.ok(machine.hello(1, 1, at=b"elsewhere"))
-    assert machine.ok(machine.send(b"elsewhere", m.Push, "k", 0, 1, "none", True, payloads=[whole_numbers(COUNT, 1)]))
-    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
-
-
-def test_a_loss_before_the_store_was_opened_is_remembered() -> None:
-    machine = Machine("sync", 2, hello=False)
-    machine.lose(1)
-    assert machine.ok(machine.hello(0))
-    machine.init(0, "k", whole_numbers(COUNT))
-    assert isinstance(machine.error(machine.push(0, "k", 1, whole_numbers(COUNT), fused=True)), ClientLostError)
-    assert isinstance(machine.error(machine.hello(1)), ClientLostError)
-
-
-@pytest.mark.parametrize("how", ["bye", "lost"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_store_that_everyone_has_left_is_forgotten(mode: str, how: str) -> None:
-    machine = Machine(mode, 3)
-    machine.init_all("k", whole_numbers(COUNT))
-    for client in range(3):
-        assert machine.state._shards
-        leave(machine, client, how)
-    state = machine.state
-    assert not (state._shards or state._sessions or state._routes)
-    assert machine.ok(machine.send(0, m.Bye))
-
-
-def test_two_stores_do_not_see_each_other() -> None:
-    state = ServerState(0)
-    machines = [Machine("sync", 1, hello=False), Machine("async", 2, hello=False)]
-    for number, machine in enumerate(machines):
-        machine.state = state
-        for client in range(machine.num_clients):
-            assert machine.ok(machine.hello(client, store=number, at=f"{number}/{client}".encode()))
-    for number in range(2):
-        machine = machines[number]
-        at = f"{number}/0".encode()
-        value = whole_numbers(COUNT, number)
-        assert machine.ok(machine.send(at, m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[value]))
-    for number in range(2):
-        got = machines[number].value(machines[number].send(f"{number}/0".encode(), m.Pull, "k", 0, 0))
-        np.testing.assert_array_equal(got, whole_numbers(COUNT, number))
-    state.lose(m.Lost("client", 0, 0, 1, "was lost"))
-    assert list(state._shards) == [1]

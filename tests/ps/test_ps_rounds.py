@@ -80,7 +80,7 @@ def play(num_clients: int, seed: int, values: list[list[np.ndarray]], rule: opti
     players = [Player(machine, client, values[client], rng) for client in range(num_clients)]
     rounds: dict[int, bytes] = {}
     seen: dict[int, int] = {}
-    for turn in range(20_000):
+    for _ in range(20_000):
         player = players[int(rng.integers(num_clients))]
         player.act()
         sent = [p.step for p in players]
@@ -94,7 +94,7 @@ def play(num_clients: int, seed: int, values: list[list[np.ndarray]], rule: opti
         if all(p.done() for p in players):
             assert machine.slot("k").rounds == STEPS
             return rounds
-    raise AssertionError(f"not done after {turn} turns")
+    raise AssertionError("not done after 20000 turns")
 
 
 def check(reply: Any, request: int, players: list[Player], sent: list[int]) -> None:

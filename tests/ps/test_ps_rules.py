@@ -1,4 +1,4 @@
-"""Update rules on a server: arithmetic in every dtype, when a change is in force, and state that is saved and restored."""
+"""Update rules on a server: arithmetic in every dtype, when a change is in force, and rules that fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from ps_helpers import Machine, random_floats, whole_numbers
+from ps_helpers import Machine, as_float, random_floats, round_of, stored, whole_numbers
 
 from kvmpi import optim
 from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ProtocolError
@@ -16,32 +16,11 @@ COUNT = 9
 EPS32 = float(np.finfo("f4").eps)
 
 
-def bfloat16(values: np.ndarray) -> np.ndarray:
-    """Whole numbers up to 256 are exact: the upper half of their float32 bits."""
-    return (np.ascontiguousarray(values, "f4").view("u4") >> 16).astype("u2")
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype("u4") << 16).view("f4")
-
-
 def small(count: int, *seeds: int) -> np.ndarray:
     return np.random.default_rng([count, *seeds]).integers(-20, 20, count).astype("f4")
 
 
-def round_of(machine: Machine, step: int, values: list[np.ndarray], *, fused: bool = False) -> list[int]:
-    return [machine.push(client, "k", step, value, fused=fused) for client, value in enumerate(values)]
-
-
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8"]
-
-
-def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    return bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
-
-
-def as_float(values: np.ndarray, dtype: str) -> np.ndarray:
-    return (from_bfloat16(values) if dtype == "bfloat16" else values).astype("f8")
 
 
 @pytest.mark.parametrize("with_rule", [False, True], ids=["assign", "test"])
@@ -207,7 +186,12 @@ def test_calls_out_of_turn_are_refused(ordinal: int) -> None:
 def test_refused_calls_do_not_use_up_their_number() -> None:
     machine = Machine("sync", 1)
     machine.init_all("k", np.zeros(COUNT, "f4"))
-    for name, hyperparams in [("no such", {}), ("sgd", {"lr": -1.0}), ("sgd", {"speed": 1.0}), ("adam", {"betas": 3.0})]:
+    for name, hyperparams in [
+        ("no such", {}),
+        ("sgd", {"lr": -1.0}),
+        ("sgd", {"speed": 1.0}),
+        ("adam", {"betas": 3.0}),
+    ]:
         assert isinstance(machine.error(machine.send(0, m.SetRule, 1, name, hyperparams)), ConfigError), name
     assert isinstance(machine.error(machine.send(0, m.SetHyperparams, 1, {"lr": 1.0}, 0)), ConfigError)
     machine.rule(optim.SGD(lr=1.0))
@@ -339,79 +323,3 @@ def test_a_rule_that_cannot_compute_in_the_dtype_says_so(mode: str) -> None:
     request = machine.push(0, "k", 1, np.ones(COUNT, "i4"), fused=True)
     assert isinstance(machine.error(request), DTypeMismatchError)
     np.testing.assert_array_equal(machine.read("k", 0, dtype="int32"), np.arange(COUNT))
-
-
-# ---- what a checkpoint holds
-
-
-def dump(machine: Machine, client: int = 0) -> tuple[int, list[str], list[np.ndarray]]:
-    reply = machine.replies[machine.send(client, m.GetState, "k", 0)][-1]
-    assert isinstance(reply.message, m.State)
-    return reply.message.updates, reply.message.names, [array.copy() for array in reply.payloads]
-
-
-@pytest.mark.parametrize("rule", [
-    optim.SGD(lr=0.1, momentum=0.9), optim.Adam(lr=0.01, multi_precision=True), optim.Adagrad(), optim.Outer(),
-    optim.Elastic(0.3, multi_precision=True),
-], ids=repr)  # fmt: skip
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_a_restored_chunk_goes_on_with_the_same_bits(rule: optim.Rule, mode: str, dtype: str) -> None:
-    def value(step: int, client: int) -> np.ndarray:
-        return stored(random_floats(COUNT, step, client), dtype)
-
-    def go_on(machine: Machine, first: int, step: int) -> np.ndarray:
-        round_of(machine, step, [value(first, client) for client in range(2)])
-        return machine.read("k", step, dtype=dtype).copy()
-
-    one = Machine(mode, 2)
-    one.init_all("k", value(0, 0), dtype)
-    one.rule(rule)
-    for step in (1, 2, 3):
-        go_on(one, step, step)
-    updates, names, arrays = dump(one)
-    assert names[0] == "value"
-    assert updates == (3 if mode == "sync" else 6)
-    other = Machine(mode, 2)
-    other.init_all("k", value(9, 9), dtype)
-    other.rule(rule)
-    go_on(other, 7, 1)  # it has a past of its own, which must not show
-    request = other.send(0, m.PutState, "k", 0, updates, names, payloads=arrays)
-    assert other.ok(request)
-    for step in (4, 5):
-        assert go_on(one, step, step).tobytes() == go_on(other, step, step - 2).tobytes(), f"{step=}"
-    # The copy of a request that has been served comes too late, after others went on.
-    now = other.read("k", dtype=dtype).copy()
-    other.send(0, m.PutState, "k", 0, updates, names, payloads=arrays, request=request)
-    np.testing.assert_array_equal(other.read("k", dtype=dtype), now)
-
-
-def test_state_without_a_value_leaves_the_value() -> None:
-    machine = Machine("sync", 1)
-    machine.init_all("k", whole_numbers(COUNT))
-    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
-    assert machine.ok(machine.send(0, m.PutState, "k", 0, 3, ["momentum"], payloads=[np.full(COUNT, 2, "f4")]))
-    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT))
-    machine.push(0, "k", 1, np.ones(COUNT, "f4"))
-    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT) - 2.0)
-
-
-@pytest.mark.parametrize(("names", "payloads", "updates"), [
-    (["value"], [], 1), ([], [bytes(4 * COUNT)], 1), (["value"], [bytes(4 * COUNT - 1)], 1),
-    (["value"], [bytes(4 * COUNT + 4)], 1), (["a", "a"], [bytes(4 * COUNT)] * 2, 1), (["value"], [bytes(4 * COUNT)], -1),
-])  # fmt: skip
-def test_malformed_state_is_refused(names: list[str], payloads: list[bytes], updates: int) -> None:
-    machine = Machine("sync", 1)
-    machine.init_all("k", whole_numbers(COUNT))
-    error = machine.error(machine.send(0, m.PutState, "k", 0, updates, names, payloads=payloads))
-    assert isinstance(error, ProtocolError)
-    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT))
-
-
-def test_state_that_the_rule_does_not_know_is_ignored() -> None:
-    machine = Machine("async", 1)
-    machine.init_all("k", whole_numbers(COUNT))
-    machine.rule(optim.SGD(lr=1.0, momentum=0.5))
-    assert machine.ok(machine.send(0, m.PutState, "k", 0, 1, ["exp_avg"], payloads=[np.ones(COUNT, "f4")]))
-    assert machine.ok(machine.push(0, "k", 1, np.ones(COUNT, "f4")))
-    np.testing.assert_array_equal(machine.read("k"), whole_numbers(COUNT) - 1.0)

@@ -226,7 +226,7 @@ def test_a_store_that_everyone_has_left_is_forgotten() -> None:
     desk = with_clients(2)
     for rank in range(2):
         desk.say(f"1/{rank}", m.Leave)
-    assert not (desk.state.members or desk.state._stores or desk.state._names)
+    assert [*desk.state.members, *desk.state._stores, *desk.state._names] == []
     desk.client(0, 1)  # the number may be used again, even for another size
 
 

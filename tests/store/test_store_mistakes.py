@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 import pytest
-
 from jobs import run_job
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -152,6 +152,36 @@ def test_a_connection_keeps_its_route_when_the_listener_drops_it(context: Contex
     assert (again, message) == (route, m.Bye(2))
 
 
+def test_a_connection_survives_a_frame_above_its_own_limit(
+    context: Context[Any], listener: Listener, endpoint: str
+) -> None:
+    connection = Connection(context, endpoint, 1000)
+    for i in range(3):
+        connection.send(m.Bye(i))
+        route, message, _ = receive(listener)
+        assert message == m.Bye(i)
+        listener.send(route, m.Value(i, 0), [pattern(1001, 0)])
+        deadline = time.monotonic() + TIMEOUT_S
+        while connection.raw.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            assert time.monotonic() < deadline, "the link was not given up: this test proves nothing"
+            time.sleep(0.005)
+    hears_from(listener, connection)
+
+
+def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_dead_is_heard(
+    context: Context[Any], listener: Listener
+) -> None:
+    old, new = Connection(context, listener.endpoints[0], MIB), context.socket(zmq.DEALER)
+    old.send(m.Bye(1))
+    route = receive(listener)[0]
+    new.setsockopt(zmq.ROUTING_ID, route)
+    new.connect(listener.endpoints[0])
+    new.send(encode(m.Bye(2)))
+    assert receive(listener)[:2] == (route, m.Bye(2))
+    listener.send(route, m.Ack(2, 0))
+    assert new.poll(TIMEOUT_S * 1000), "the answer went to the old link"
+
+
 GARBAGE: dict[str, bytes] = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -243,9 +273,9 @@ def test_a_message_that_cannot_be_encoded_leaves_the_socket_usable(context: Cont
 
 def test_a_port_in_use_and_a_bad_endpoint_are_config_errors(context: Context[Any], listener: Listener) -> None:
     port = int(listener.endpoints[0].rsplit(":", 1)[1])
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the address is in use"):
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use"):
         Listener(context, MIB).bind_tcp("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="203.0.113.9"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9"):
         Listener(context, MIB).bind_tcp("203.0.113.9")
     with pytest.raises(ConfigError, match="cannot connect to 'nonsense'"):
         Connection(context, "nonsense", MIB)

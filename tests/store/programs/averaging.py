@@ -22,7 +22,7 @@ def scripted(name):
         kv.set_optimizer(kvmpi.optim.Elastic(ALPHA))
         local = [weights_of(client) for client in range(clients)]  # every worker of a client holds the same
         mine = local[kv.client_rank].astype("f4")
-        for turn in range(TURNS):
+        for _ in range(TURNS):
             for client in range(clients):
                 if client == kv.client_rank:
                     met = np.empty(COUNT, "f4")

@@ -11,7 +11,10 @@ for name in sys.argv[1:]:
     with kvmpi.create(name) as kv:
         n = kv.num_workers
         for key, count in enumerate([1, 7, 1000, 300_001]):
-            parts = [[np.random.default_rng([key, r, d]).standard_normal(count).astype("f4") for d in range(2)] for r in range(n)]
+            parts = [
+                [np.random.default_rng([key, r, d]).standard_normal(count).astype("f4") for d in range(2)]
+                for r in range(n)
+            ]
             flat = [part for parts_of_rank in parts for part in parts_of_rank]
             exact, bound = np.sum(flat, axis=0, dtype="f8"), np.sum(np.abs(flat), axis=0, dtype="f8")
             kv.init(key, np.zeros(count, "f4"))

@@ -1,4 +1,4 @@
-"""256 MB of keys: prints how far the peak memory of this worker and of the servers grew beyond the arrays of the program."""
+"""256 MB of keys: prints how far the peak memory of workers and servers grew beyond the arrays of the program."""
 
 import os
 import sys

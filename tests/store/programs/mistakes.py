@@ -1,4 +1,4 @@
-"""Mistakes of one worker or of all: each is a clear error at the call that made it, on every worker, and the job goes on.
+"""Mistakes of one worker or of all: each is a clear error at the call that made it, and the job goes on.
 
 Prints one line for each mistake and worker: what was raised.
 """

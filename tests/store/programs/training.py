@@ -1,4 +1,4 @@
-"""Least squares with momentum and weight decay over 50 steps: any grouping equals one process on the union of batches."""
+"""Least squares with momentum and weight decay, 50 steps: any grouping equals one process on the union of batches."""
 
 import sys
 

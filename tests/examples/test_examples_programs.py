@@ -1,0 +1,125 @@
+"""The example programs: every algorithm as a job of one worker in this process, and one comparison of real jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compare
+import pytest
+import train_images
+
+EXAMPLES = Path(train_images.__file__).parent
+
+
+def read(log: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header, *epochs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert header["event"] == "config"
+    assert all(epoch["event"] == "epoch" for epoch in epochs)
+    return header, epochs
+
+
+@pytest.mark.parametrize("algorithm", list(train_images.ALGORITHMS))
+def test_every_algorithm_learns_alone(algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ["--limit", "500", "--epochs", "3", "--log", str(log)]
+    assert train_images.main(["--algorithm", algorithm, *options]) == 0
+    header, epochs = read(log)
+    assert header["algorithm"] == algorithm
+    assert header["store"] == train_images.ALGORITHMS[algorithm].store
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3]
+    assert epochs[-1]["val_accuracy"] > 0.7
+    assert epochs[-1]["elapsed_s"] == pytest.approx(sum(epoch["epoch_s"] for epoch in epochs), abs=1e-4)
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{algorithm}: 1 worker, 1 client, ")
+    assert lines[1].split() == ["epoch", "train", "loss", "val", "accuracy", "seconds"]
+    assert len({len(line) for line in lines[1:]}) == 1, "columns are not aligned"
+    assert err == ""  # no progress bar where there is no terminal
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    logs = [tmp_path / "first", tmp_path / "second"]
+    for log in logs:
+        train_images.main(["--algorithm", "mpi-sgd", "--limit", "100", "--epochs", "2", "--log", str(log)])
+    first, second = ([(e["train_loss"], e["val_accuracy"]) for e in read(log)[1]] for log in logs)
+    assert first == second
+
+
+@pytest.mark.parametrize("options", [["--model", "cnn", "--augment"], ["--model", "resnet20", "--interval", "2"]])
+def test_an_image_folder_in_a_tar(image_tar: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(image_tar), "--batch-size", "4", "--epochs", "2", "--target-accuracy", "0.9", *options]
+    assert train_images.main(["--algorithm", "dist-esgd", *options]) == 0
+    assert "48 images, 12 batches of 4" in capsys.readouterr().out
+
+
+def test_below_the_target_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--limit", "16", "--epochs", "1", "--target-accuracy", "0.99"]
+    assert train_images.main(["--algorithm", "local", *options]) == 1
+    assert "below --target-accuracy 99.00%" in capsys.readouterr().err
+
+
+def test_help_lists_the_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_images.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {name:<10} {a.store}" in out for name, a in train_images.ALGORITHMS.items())
+
+
+def test_local_refuses_several_workers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVMPI_NUM_WORKERS", "2")
+    assert train_images.main(["--algorithm", "local"]) == 2
+    assert "one worker" in capsys.readouterr().err
+
+
+def test_a_job_without_servers_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVMPI_ROLE", "worker")
+    assert train_images.main(["--algorithm", "dist-sgd"]) == 2
+    assert "needs servers" in capsys.readouterr().err
+
+
+def test_comparison_of_jobs(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, str(EXAMPLES / "compare.py"), "--algorithms", "mpi-esgd,dist-sgd", "--out", str(tmp_path)),
+        *("-n", "2", "-c", "1", "-s", "1", "--epochs", "2", "--limit", "400", "--target-accuracy", "0.3"),
+    ]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, clients in (("mpi-esgd", 1), ("dist-sgd", 2)):
+        header, epochs = read(tmp_path / f"{name}.jsonl")
+        assert (header["workers"], header["clients"], header["servers"], len(epochs)) == (2, clients, 1, 2)
+        row = next(line for line in done.stdout.splitlines() if line.startswith(f"│ {name}"))
+        assert row.split("│")[2].strip() == str(clients)
+        assert f"{epochs[-1]['val_accuracy']:.2%}" in row
+    for picture in ("accuracy.png", "epoch_time.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_fails_with_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(algorithm: str, *_: Any) -> compare.Result:
+        settings = {"model": "cnn", "data": "digits", "workers": 4, "clients": 2}
+        epochs = [{"val_accuracy": 0.96, "epoch_s": 0.5, "elapsed_s": 0.5}]
+        return {
+            "mpi-sgd": compare.Result(algorithm, 0, 1.0, settings, epochs),
+            "mpi-esgd": compare.Result(algorithm, 3, 1.0),
+        }[algorithm]
+
+    monkeypatch.setattr(compare, "run", run)
+    assert compare.main(["--algorithms", "mpi-sgd", "--target-accuracy", "0.95", "--out", str(tmp_path)]) == 0
+    assert compare.main(["--algorithms", "mpi-sgd", "--target-accuracy", "0.97", "--out", str(tmp_path)]) == 1
+    assert compare.main(["--algorithms", "mpi-esgd,mpi-sgd", "--out", str(tmp_path)]) == 1
+    assert "failed (3)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare.main(["--algorithms", "mpi-sdg"])
+    assert "unknown algorithm mpi-sdg" in capsys.readouterr().err
+
+
+def test_comparison_knows_every_algorithm() -> None:
+    assert list(compare.COLOURS) == list(train_images.ALGORITHMS)

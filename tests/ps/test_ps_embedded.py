@@ -1,0 +1,55 @@
+"""A scheduler and a server inside the process of a program that no launcher started."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError
+from kvmpi.ps import EmbeddedJob, PsClient
+from kvmpi.trace import Recorder
+
+COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
+
+
+def test_an_embedded_job_serves_one_worker_and_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
+    folder = Path(job.config.job_dir)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    ps = PsClient(job.config, store=1, mode="sync", client=0, num_clients=1, recorder=Recorder())
+    ps.connect(deadline())
+    for key, count in COUNTS.items():
+        initialise([ps], {key: count})
+        out = np.empty(count, "f4")
+        ps.pushpull(key, whole_numbers(count, 1), out, deadline()).wait()
+        np.testing.assert_array_equal(out, whole_numbers(count, 1))
+    ps.close(deadline())
+    for _ in range(2):
+        job.close()
+    assert not folder.exists()
+    assert threading.active_count() <= before
+    assert capfd.readouterr().err == ""
+
+
+def test_an_embedded_job_that_cannot_start_says_why() -> None:
+    with pytest.raises(ConfigError, match="'no_such_module_at_all'"):
+        EmbeddedJob(Config(imports="no_such_module_at_all"))
+
+
+def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
+    job.close()
+    assert not os.path.exists(job.config.job_dir)

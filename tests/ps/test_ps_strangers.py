@@ -1,0 +1,69 @@
+"""Peers that speak nonsense to the ports of a job that works."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
+
+from kvmpi import optim
+from kvmpi.wire import encode
+from kvmpi.wire import messages as m
+
+
+def _plain_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
+    rng = np.random.default_rng(4)
+    while not stop.is_set():
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5.0) as raw:
+                raw.sendall(rng.bytes(int(rng.integers(1, 3000))))
+                sent[0] += 1
+        except OSError:
+            pass
+
+
+def _zmq_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
+    rng = np.random.default_rng(5)
+    header = encode(m.Push(1, "k", 0, 1, "none", False))
+    with zmq.Context() as context:
+        while not stop.is_set():
+            with context.socket(zmq.DEALER) as peer:
+                peer.linger = 0
+                peer.connect(f"tcp://127.0.0.1:{port}")
+                for frames in ([b""], [rng.bytes(50)], [header], [header, rng.bytes(64)], [header] * 200,
+                               [encode(m.Hello(1, 1, "sync", 0, 1 << 40, 1))], [encode(m.Lost("client", 0, 1, 9, "x"))],
+                               [encode(m.Register(1, "server", 0, -1, 2, 1 << 62, "h", ["tcp://1.2.3.4:5"] * 5000))],
+                               [encode(m.Leave(1))], [encode(m.Barrier(1, 1))]):  # fmt: skip
+                    peer.send_multipart(frames)
+                if peer.poll(2000):
+                    sent[0] += 1
+
+
+@pytest.mark.parametrize("stranger", [_plain_garbage, _zmq_garbage])
+def test_strangers_at_the_ports_do_not_disturb_a_job(start_job: Callable[..., Any], stranger: Any) -> None:
+    job = start_job(2, chunk_bytes=20_000)
+    (ps,) = job.connect(1, transport="tcp")
+    initialise([ps], {"k": 50_000}, optim.Test(lr=-1.0))
+    stop, sent = threading.Event(), [0]
+    ports = [int(job.config.scheduler.rsplit(":", 1)[1])]
+    ports += [int(connection.endpoint.rsplit(":", 1)[1]) for connection in ps._link._connections.values()]
+    threads = [threading.Thread(target=stranger, args=(port, stop, sent), daemon=True) for port in set(ports)]
+    assert len(threads) == 3
+    for thread in threads:
+        thread.start()
+    out = np.empty(50_000, "f4")
+    rounds = 0
+    while sent[0] < 60 or rounds < 10:
+        rounds += 1
+        ps.pushpull("k", np.ones(50_000, "f4"), out, deadline()).wait()
+        np.testing.assert_array_equal(out, whole_numbers(50_000) + rounds)
+        ps.barrier(deadline()).wait()
+    stop.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)

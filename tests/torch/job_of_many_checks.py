@@ -1,0 +1,136 @@
+"""Run by test_torch_jobs with 4 workers in 2 clients and 2 servers: what needs several processes, in one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import kvmpi
+from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer
+
+NUM_WORKERS, NUM_CLIENTS, BATCH, STEPS = 4, 2, 8, 4
+
+
+def make_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+
+
+def samples(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(BATCH, 5, generator=generator), torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+
+
+def plain_torch() -> nn.Module:
+    """One process with the samples of all workers, from worker 0's first weights."""
+    model = make_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for step in range(STEPS):
+        parts = [samples(step, rank) for rank in range(NUM_WORKERS)]
+        backward(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        for p in model.parameters():
+            p.grad /= NUM_WORKERS * BATCH
+        optimizer.step()
+    return model
+
+
+def synchronous_training(store: str, update: bool) -> None:
+    with kvmpi.create(store) as kv:
+        assert kv.num_workers == NUM_WORKERS
+        model = make_model(seed=kv.rank)  # worker 0's count
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        trainer = Trainer(model.parameters(), optimizer, kv, update)
+        for step in range(STEPS):
+            backward(model, *samples(step, kv.rank))
+            trainer.step(NUM_WORKERS * BATCH)
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
+
+
+def gradient_of_one_worker(store: str) -> None:
+    """The others have None, and still take part."""
+    with kvmpi.create(store) as kv:
+        weight = nn.Parameter(torch.ones(3))
+        trainer = Trainer([weight], kvmpi.optim.SGD(lr=1.0), kv)
+        if kv.rank == 1:
+            weight.grad = torch.full((3,), 0.5)
+        trainer.step(1)
+        kv.barrier()
+        kv.pull(0, weight)
+        assert torch.equal(weight.detach(), torch.full((3,), 0.5)), f"{store}: {weight}"
+
+
+def client_store(store: str) -> None:
+    with kvmpi.create(store) as kv:
+        ranks = torch.zeros(NUM_WORKERS)
+        ranks[kv.rank] = 1.0
+        kv.client.init("ranks", ranks)
+        kv.client.pushpull("ranks", ranks)
+        mine = [2 * kv.client_rank, 2 * kv.client_rank + 1] if store.endswith("mpi") else [kv.rank]
+        assert ranks.nonzero().flatten().tolist() == mine, f"{store}: {ranks}"
+        assert (kv.client.rank, kv.client.num_workers) == (kv.mpi_rank, kv.mpi_size)
+        inside = kv.client
+    assert inside.closed
+
+
+def elastic_averaging(store: str) -> None:
+    """Servers and clients exchange in any order; the sum of the center and of every client's weights stays."""
+    with kvmpi.create(store) as kv, kvmpi.create("dist_sync") as total:
+        model = make_model(seed=0)
+        elastic = ElasticAveraging(model.parameters(), kv, alpha=0.3, interval=1)
+        for p in model.parameters():
+            p.data += kv.client_rank  # in place of local steps
+        start = flat(model.parameters())
+        count = kv.num_clients
+        expected = (count + 1) * (start - kv.client_rank) + sum(range(count))
+        for _ in range(5):
+            elastic.step()
+        kv.barrier()
+        weights = flat(model.parameters()) * (kv.mpi_rank == 0)
+        total.init(0, weights)
+        total.pushpull(0, weights)
+        found = weights + flat(elastic.pull_center())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert not torch.allclose(flat(model.parameters()), start), "nothing was exchanged"
+
+
+def diloco_that_averages(store: str) -> None:
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        diloco = DiLoCo(model.parameters(), kv, interval=1, lr=1.0, momentum=0.0, nesterov=False)
+        start = flat(model.parameters())
+        assert torch.equal(start, flat(make_model(seed=0).parameters()))
+        for p in model.parameters():
+            p.data += kv.rank
+        diloco.step()
+        mean = sum(range(NUM_WORKERS)) / NUM_WORKERS
+        torch.testing.assert_close(flat(model.parameters()), start + mean, atol=1e-6, rtol=0)
+        assert torch.equal(flat(model.parameters()), flat(diloco.pull_center()))
+
+
+def main() -> None:
+    for store in ("dist_sync", "dist_sync_mpi"):
+        synchronous_training(store, update=True)
+        synchronous_training(store, update=False)
+        diloco_that_averages(store)
+    for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):
+        gradient_of_one_worker(store)
+    for store in ("dist_async", "dist_async_mpi"):
+        client_store(store)
+        elastic_averaging(store)
+    print("all checks passed")
+
+
+if __name__ == "__main__":
+    main()

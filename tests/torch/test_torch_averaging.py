@@ -1,0 +1,148 @@
+"""``ElasticAveraging`` and ``DiLoCo`` in one process: conservation, intervals, and the averages they must reduce to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.errors import ConfigError
+from kvmpi.torch import DiLoCo, ElasticAveraging
+
+STORES = ["mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi"]
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def disturb(model: nn.Module, seed: int) -> None:
+    """In place of local steps."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data += torch.randn(p.shape, generator=generator)
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_elastic_averaging_conserves_weights_plus_center(store: str) -> None:
+    model = make_model()
+    with kvmpi.create(store) as kv:
+        elastic = ElasticAveraging(model.named_parameters(), kv, alpha=0.25, interval=1)
+        center = flat(elastic.pull_center())
+        assert torch.equal(center, flat(model.parameters()))  # worker 0's weights
+        for round_ in range(3):
+            disturb(model, round_)
+            weights = flat(model.parameters())
+            assert elastic.step()
+            new_center = flat(elastic.pull_center())
+            torch.testing.assert_close(new_center, center + 0.25 * (weights - center), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                flat(model.parameters()) + new_center, weights + center, atol=1e-6, rtol=0, msg="w + center"
+            )
+            center = new_center
+
+
+@pytest.mark.parametrize("make", [lambda p, kv: ElasticAveraging(p, kv, 0.5, 3), lambda p, kv: DiLoCo(p, kv, 3)])
+def test_every_interval_th_step_exchanges(make: Any) -> None:
+    model = make_model()
+    with kvmpi.create("dist_sync") as kv:
+        averaging = make(model.parameters(), kv)
+        assert [averaging.step() for _ in range(7)] == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_diloco_that_averages_takes_the_weights_as_they_are(store: str) -> None:
+    """The mean over one worker; several are in test_torch_jobs."""
+    model = make_model()
+    with kvmpi.create(store) as kv:
+        diloco = DiLoCo(model.parameters(), kv, interval=1, lr=1.0, momentum=0.0, nesterov=False)
+        for round_ in range(3):
+            disturb(model, round_)
+            weights = flat(model.parameters())
+            diloco.step()
+            torch.testing.assert_close(flat(model.parameters()), weights, atol=1e-6, rtol=0)
+            assert torch.equal(flat(diloco.pull_center()), flat(model.parameters()))
+
+
+def test_diloco_steps_like_torch_sgd_on_the_difference() -> None:
+    model = make_model()
+    expected = flat(model.parameters()).requires_grad_()
+    outer = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=True)
+    with kvmpi.create("dist_async_mpi") as kv:
+        diloco = DiLoCo(model.parameters(), kv, interval=2)
+        for round_ in range(6):
+            disturb(model, round_)
+            weights = flat(model.parameters())
+            if diloco.step():
+                expected.grad = expected.detach() - weights
+                outer.step()
+                torch.testing.assert_close(flat(model.parameters()), expected.detach(), atol=1e-5, rtol=0)
+
+
+def test_workers_of_a_client_step_together_through_kv_client() -> None:
+    model = make_model()
+    with kvmpi.create("dist_async_mpi") as kv:
+        inside = kvmpi.torch.Trainer(model.parameters(), torch.optim.SGD(model.parameters(), 0.5), kv.client)
+        elastic = ElasticAveraging(model.parameters(), kv, alpha=0.5, interval=1)
+        start = flat(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        inside.step(kv.mpi_size)
+        elastic.step()
+        torch.testing.assert_close(flat(model.parameters()), start - 0.25, atol=1e-6, rtol=0)
+        torch.testing.assert_close(flat(elastic.pull_center()), start - 0.25, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("make", [lambda p, kv: ElasticAveraging(p, kv, 0.5, 1), lambda p, kv: DiLoCo(p, kv, 1)])
+def test_reset_goes_on_from_a_loaded_center(make: Any, tmp_path: Path) -> None:
+    model = make_model()
+    with kvmpi.create("dist_sync") as kv:
+        averaging = make(model.parameters(), kv)
+        disturb(model, 0)
+        averaging.step()
+        kv.save(tmp_path / "center")
+        center = flat(averaging.pull_center())
+    model = make_model(seed=9)
+    with kvmpi.create("dist_sync") as kv:
+        averaging = make(model.parameters(), kv)
+        kv.load(tmp_path / "center")
+        averaging.reset()
+        assert torch.equal(flat(model.parameters()), center)
+        averaging.step()
+        if isinstance(averaging, ElasticAveraging):  # Outer's momentum goes on moving
+            assert torch.equal(flat(averaging.pull_center()), center)
+
+
+def test_pull_center_fills_another_model() -> None:
+    model, other = make_model(), make_model(seed=5)
+    with kvmpi.create("dist_async") as kv:
+        elastic = ElasticAveraging(model.parameters(), kv, 0.5)
+        elastic.pull_center(other.parameters())
+        assert torch.equal(flat(other.parameters()), flat(model.parameters()))
+        with pytest.raises(ConfigError, match="out has 1 tensors, the model 4"):
+            elastic.pull_center([torch.empty(3)])
+
+
+def test_arguments_are_checked() -> None:
+    model = make_model()
+    with kvmpi.create("mpi") as kv:
+        for interval in (0, 1.5, True):
+            with pytest.raises(ConfigError, match="interval"):
+                DiLoCo(model.parameters(), kv, interval=interval)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="alpha"):
+            ElasticAveraging(model.parameters(), kv, alpha=1.5)
+        with pytest.raises(ConfigError, match="expected a store"):
+            ElasticAveraging(model.parameters(), "mpi", alpha=0.5)  # type: ignore[arg-type]
+        kv.set_optimizer(optim.SGD(0.1))
+        with pytest.raises(ConfigError, match=r"applies SGD\(lr=0\.1\) already"):
+            DiLoCo(model.parameters(), kv)

@@ -1,0 +1,330 @@
+"""``kvmpi.torch.Trainer`` in one process: its rules, and its results beside those of a plain torch loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.errors import ConfigError
+from kvmpi.torch import Trainer
+from kvmpi.torch import trainer as trainer_module
+
+BATCH = 8
+SYNC = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
+ASYNC = ["dist_async", "dist_async_mpi"]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def all_warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def backward(model: nn.Module, step: int, batch: int = BATCH) -> None:
+    """Gradients of a loss that is a sum over ``batch`` samples."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(batch, 5, generator=generator), torch.randint(0, 3, (batch,), generator=generator)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+
+
+def plain_steps(optimizer: str = "nesterov", steps: int = 5, batch: int = BATCH) -> nn.Module:
+    model = make_model()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        backward(model, step, batch)
+        for p in model.parameters():
+            p.grad /= batch
+        opt.step()
+    return model
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+
+
+def trainer_for(model: nn.Module, store: Any, update: bool | None = None, optimizer: str = "nesterov") -> Trainer:
+    return Trainer(model.parameters(), OPTIMIZERS[optimizer](model.parameters()), store, update)
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("store", "update"), [*((s, u) for s in SYNC for u in (True, False)), *((s, True) for s in ASYNC)]
+)
+def test_steps_equal_plain_torch(store: str, update: bool, optimizer: str) -> None:
+    model = make_model()
+    with trainer_for(model, store, update, optimizer) as trainer:
+        for step in range(5):
+            backward(model, step)
+            trainer.step(BATCH)
+    assert_equal(model, plain_steps(optimizer))
+
+
+def test_a_rule_of_kvmpi_does_what_its_torch_twin_does() -> None:
+    model = make_model()
+    rule = optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    with Trainer(model.named_parameters(), rule, "local") as trainer:
+        assert trainer.update_on_kvstore
+        assert trainer.kvstore is not None
+        for step in range(5):
+            backward(model, step)
+            trainer.step(BATCH)
+    assert_equal(model, plain_steps())
+
+
+def test_own_rescale_grad_of_a_rule_counts_too() -> None:
+    model = make_model()
+    rule = optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, rescale_grad=0.5)
+    with Trainer(model.parameters(), rule, "mpi") as trainer:
+        for step in range(5):
+            backward(model, step)
+            trainer.step(BATCH / 2)
+    assert_equal(model, plain_steps())
+
+
+def test_allreduce_then_update_equals_step_and_leaves_room_for_clipping() -> None:
+    model, expected = make_model(), make_model()
+    opt = torch.optim.SGD(expected.parameters(), lr=0.1)
+    with trainer_for(model, "mpi", False, "sgd") as trainer:
+        for step in range(3):
+            backward(model, step)
+            trainer.allreduce_grads()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            trainer.update(BATCH)
+            backward(expected, step)
+            nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+            for p in expected.parameters():
+                p.grad /= BATCH
+            opt.step()
+    assert_equal(model, expected)
+
+
+@pytest.mark.parametrize(("store", "update"), [("mpi", True), ("mpi", False), ("dist_async", True)])
+def test_frozen_parameters_stay_and_missing_gradients_are_zero(store: str, update: bool) -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    with trainer_for(model, store, update, "sgd") as trainer:
+        for step in range(2):
+            backward(model, step)
+            model[2].weight.grad = None
+            trainer.step(BATCH)
+    changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert changed == [False, True, False, True]
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_another_batch_size_divides_by_it_and_warns_once(update: bool) -> None:
+    model, expected = make_model(), make_model()
+    opt = torch.optim.SGD(expected.parameters(), lr=0.1)
+    with trainer_for(model, "dist_sync", update, "sgd") as trainer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, batch in enumerate([8, 8, 3, 8, 5]):
+            backward(model, step, batch)
+            trainer.step(batch)
+            backward(expected, step, batch)
+            for p in expected.parameters():
+                p.grad /= batch
+            opt.step()
+    assert_equal(model, expected)
+    assert [w.category for w in caught] == ([UserWarning] if update else [])
+    assert all(Path(w.filename) == Path(__file__) for w in caught)
+
+
+# ---- learning rates
+
+
+@pytest.mark.parametrize(
+    ("store", "update"), [("local", None), ("mpi", True), ("mpi", False), ("dist_sync", True), ("dist_async", True)]
+)
+def test_learning_rates_and_schedulers_reach_the_store(store: str, update: bool | None) -> None:
+    model, expected = make_model(), make_model()
+    opts = [OPTIMIZERS["nesterov"](m.parameters()) for m in (model, expected)]
+    schedules = [torch.optim.lr_scheduler.StepLR(opt, 2, 0.5) for opt in opts]
+    with Trainer(model.parameters(), opts[0], store, update) as trainer:
+        for step in range(6):
+            backward(model, step)
+            trainer.step(BATCH)
+            backward(expected, step)
+            for p in expected.parameters():
+                p.grad /= BATCH
+            opts[1].step()
+            for schedule in schedules:
+                schedule.step()
+        assert trainer.learning_rate == pytest.approx(0.1 / 8)
+        trainer.set_learning_rate(0.0)
+        assert trainer.learning_rate == 0.0
+        backward(model, 9)
+        trainer.step(BATCH)
+        if trainer.update_on_kvstore:
+            assert trainer.kvstore.optimizer.lr == 0.0
+    assert_equal(model, expected)
+
+
+def test_set_learning_rate_of_a_rule() -> None:
+    model = make_model()
+    with Trainer(model.parameters(), optim.SGD(lr=0.5), "mpi") as trainer:
+        trainer.set_learning_rate(0.25)
+        assert trainer.learning_rate == 0.25
+        backward(model, 0)
+        trainer.step(BATCH)
+        assert trainer.kvstore.optimizer == optim.SGD(lr=0.25, rescale_grad=1 / BATCH)
+        trainer.set_learning_rate(0.125)
+        trainer.step(BATCH)
+        assert trainer.kvstore.optimizer == optim.SGD(lr=0.125, rescale_grad=1 / BATCH)
+
+
+# ---- which way
+
+
+@pytest.mark.parametrize("store", [*SYNC, *ASYNC])
+def test_the_store_updates_by_default_where_it_can(store: str) -> None:
+    with trainer_for(make_model(), store) as trainer:
+        assert trainer.update_on_kvstore == (store != "local")
+        assert (trainer.kvstore is None) == (store == "local")
+
+
+def test_gradients_come_back_by_default_where_the_store_cannot_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    with Trainer(model.parameters(), torch.optim.RMSprop(model.parameters()), "mpi") as trainer:
+        assert not trainer.update_on_kvstore
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}]
+    with Trainer(model.parameters(), torch.optim.SGD(groups), "mpi") as trainer:
+        assert not trainer.update_on_kvstore
+    with kvmpi.create("dist_sync_mpi") as kv:
+        assert not trainer_for(model, kv.client).update_on_kvstore
+    monkeypatch.setattr(trainer_module, "BIG_PARAMETER", 10)
+    with kvmpi.create("local") as kv:
+        assert not trainer_for(model, kv).update_on_kvstore
+
+
+def combinations() -> dict[str, Callable[[nn.Module], Trainer]]:
+    def stepped(model: nn.Module) -> Trainer:
+        opt = torch.optim.Adam(model.parameters())
+        backward(model, 0)
+        opt.step()
+        return Trainer(model.parameters(), opt, "mpi", True)
+
+    def on_client(model: nn.Module) -> Trainer:
+        with kvmpi.create("mpi") as kv:
+            return trainer_for(model, kv.client, True)
+
+    def store_with_rule(model: nn.Module) -> Trainer:
+        with kvmpi.create("mpi") as kv:
+            kv.set_optimizer(optim.SGD(0.1))
+            return trainer_for(model, kv, False)
+
+    groups: Callable[[nn.Module], Any] = lambda m: [  # noqa: E731
+        {"params": m[0].parameters(), "lr": 0.1}, {"params": m[2].parameters(), "lr": 0.2},
+    ]  # fmt: skip
+    return {
+        "asynchronous store": lambda m: trainer_for(m, "dist_async", False),
+        "no sum of gradients": lambda m: trainer_for(m, "dist_async_mpi", False),
+        "no equivalent": lambda m: Trainer(m.parameters(), torch.optim.RMSprop(m.parameters()), "dist_sync", True),
+        "has no equivalent": lambda m: Trainer(m.parameters(), torch.optim.RMSprop(m.parameters()), "dist_async"),
+        "all groups must agree": lambda m: Trainer(m.parameters(), torch.optim.SGD(groups(m)), "mpi", True),
+        "takes no optimizer": on_client,
+        "stepped already": stepped,
+        "create another": store_with_rule,
+        "run in the store": lambda m: Trainer(m.parameters(), optim.SGD(0.1), "mpi", False),
+        "without a store": lambda m: Trainer(m.parameters(), optim.SGD(0.1), None),
+        "works on weights": lambda m: Trainer(m.parameters(), optim.Elastic(0.5), "mpi"),
+        "ElasticAveraging or DiLoCo": lambda m: Trainer(m.parameters(), optim.Outer(), "mpi"),
+        "unknown store type": lambda m: trainer_for(m, "dist_snyc"),
+        "was not given": lambda m: Trainer(m[0].parameters(), torch.optim.SGD(m.parameters(), 0.1), "mpi"),
+        "is not in the optimizer": lambda m: Trainer(m.parameters(), torch.optim.SGD(m[0].parameters(), 0.1), "mpi"),
+        "same tensor": lambda m: Trainer([*m.parameters()] * 2, optim.SGD(0.1), "mpi"),
+        "only once": lambda m: Trainer([], optim.SGD(0.1), "mpi"),
+        "one tensor": lambda m: Trainer(m[0].weight, optim.SGD(0.1), "mpi"),
+        "expected a torch tensor": lambda m: Trainer([1.0], optim.SGD(0.1), "mpi"),
+        "not an optimizer": lambda m: Trainer(m.parameters(), "sgd", "mpi"),
+    }
+
+
+@pytest.mark.parametrize("said", list(combinations()))
+def test_forbidden_combinations(said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        combinations()[said](make_model())
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_halves_of_a_step_need_a_worker_that_updates() -> None:
+    with trainer_for(make_model(), "mpi") as trainer:
+        with pytest.raises(ConfigError, match=r"allreduce_grads\(\) needs update_on_kvstore=False"):
+            trainer.allreduce_grads()
+        with pytest.raises(ConfigError, match=r"update\(\) needs"):
+            trainer.update(BATCH)
+        with pytest.raises(ConfigError, match="batch_size=0"):
+            trainer.step(0)
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_a_sparse_gradient_names_its_parameter(update: bool) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Trainer(model.named_parameters(), opt, "mpi", update) as trainer:
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse"):
+            trainer.step(1)
+
+
+def test_who_creates_a_store_closes_it() -> None:
+    with trainer_for(make_model(), "dist_sync") as trainer:
+        mine = trainer.kvstore
+    assert mine.closed
+    with kvmpi.create("mpi") as kv:
+        trainer_for(make_model(), kv).close()
+        assert not kv.closed
+
+
+# ---- states
+
+
+@pytest.mark.parametrize(("store", "update"), [("local", None), ("mpi", True), ("mpi", False), ("dist_sync", True)])
+@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    store: str, update: bool | None, optimizer: str, tmp_path: Path
+) -> None:
+    model = make_model()
+    with trainer_for(model, store, update, optimizer) as trainer:
+        for step in range(3):
+            backward(model, step)
+            trainer.step(BATCH)
+        trainer.save_states(tmp_path / "states")
+    with trainer_for(model, store, update, optimizer) as trainer:
+        trainer.set_learning_rate(123.0)  # the file knows better
+        trainer.load_states(tmp_path / "states")
+        assert trainer.learning_rate == {"nesterov": 0.1, "adamw": 0.01}[optimizer]
+        for step in range(3, 5):
+            backward(model, step)
+            trainer.step(BATCH)
+    assert_equal(model, plain_steps(optimizer))
+
+
+def test_states_that_cannot_be_written_leave_the_old_file(tmp_path: Path) -> None:
+    trainer = trainer_for(make_model(), None)
+    with pytest.raises(kvmpi.KVError, match="save_states"):
+        trainer.save_states(tmp_path / "no such folder" / "states")
