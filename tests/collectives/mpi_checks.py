@@ -189,10 +189,10 @@ def silence(folder: Path) -> None:
 
 def absent_duplicate() -> None:
     """A rank that does not create its store is a timeout on the others, not a hang."""
-    comm = mpi_comm.world(1.0)
+    comm = mpi_comm.world(0.5)
     WORLD.Barrier()
     if RANK == SIZE - 1:
-        time.sleep(1.5)
+        time.sleep(0.8)
         comm.duplicate()
     else:
         with pytest.raises(KVTimeoutError, match=f"communicator on MPI rank {RANK} of {SIZE}"):

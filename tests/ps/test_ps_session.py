@@ -166,6 +166,15 @@ def test_an_operation_ends_with_its_last_answer_and_its_first_error() -> None:
     assert bench.session.idle
 
 
+def test_an_init_that_one_server_refuses_waits_for_no_other() -> None:
+    bench = Bench()
+    bench.start("op", *(Ask(peer, m.Init, ("k", peer, 2, 3, [6], "float32")) for peer in (0, 1)))
+    refused, _ = bench.flush()
+    bench.answer(refused, m.Failure, "ShapeMismatchError", "not yours")
+    assert isinstance(bench.ended["op"], ShapeMismatchError)
+    assert bench.session.idle
+
+
 def test_no_requests_are_done_at_once() -> None:
     bench = Bench()
     bench.start("op")
