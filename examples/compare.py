@@ -109,7 +109,7 @@ def draw(results: list[Result], folder: Path, target: float) -> list[Path]:
     axes.set_xlim(left=0)
     axes.set_ylim(top=100)
     axes.grid(color="0.9")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
     curves = folder / "accuracy.png"
     figure.savefig(curves, dpi=150)
 

@@ -106,7 +106,7 @@ class ServerDaemon(Daemon):
                 importlib.import_module(module)
             except ImportError as error:
                 raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
-        keep_large_buffers()
+        keep_large_buffers(32 << 20)
         scheduler = Connection(context, self._config.scheduler, self._config.max_message_bytes)
         listener = Listener(context, self._config.max_message_bytes)
         try:

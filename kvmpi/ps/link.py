@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.wire import Connection, Readiness, Waker, new_context
+from kvmpi.wire import Connection, Readiness, Waker, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
 _log = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Link:
                 self._session.submit(operation, asks, priority)
 
     def _run(self) -> None:
+        # Just above the size of a received chunk: the program's own large arrays stay as they were.
+        keep_large_buffers(2 * self._config.chunk_bytes)
         try:
             scheduler = Connection(self._context, self._config.scheduler, self._config.max_message_bytes)
             self._connections[SCHEDULER] = scheduler

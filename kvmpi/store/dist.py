@@ -25,6 +25,7 @@ from kvmpi.store.core import Invocation, KeyState, scaled
 
 Buffer = npt.NDArray[Any]
 
+_LEND_FROM_BYTES = 2 << 20
 #: Stores are numbered in the order of their creation, which is the same in every worker.
 _numbers = itertools.count(1)
 
@@ -49,6 +50,7 @@ class DistStore(KVStore):
         self._client = config.client_rank if grouped else self._rank
         self._num_clients = config.num_clients if grouped else config.num_workers
         self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True}
+        self._alone = self._num_clients == 1
         self._ps: PsClient | None = None
         number = next(_numbers)
         if self.mpi_rank == 0:
@@ -108,10 +110,12 @@ class DistStore(KVStore):
             )
 
     def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
-        lent = self._lent(vectors, until_done=call.async_op)
+        # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
+        waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
+        lent = self._lent(vectors, until_done=waits)
         if lent is not None:
             work = self._ask_op(state, lambda ps: ps.push(state.key, lent, call.deadline, call.priority), call)
-            return work if call.async_op else self._nothing()
+            return work if waits else self._nothing()
         local = self._sum_op(state, vectors, call)
 
         def ask(ps: PsClient) -> Work:

@@ -23,7 +23,7 @@ Context = zmq.Context
 _LEND_FROM_BYTES = 64 << 10
 _LINGER_MS = 1000
 #: Kernel buffers that hold a few chunks, so that a sender is not woken for every few hundred kilobytes.
-_KERNEL_BUFFER_BYTES = 4 << 20
+_KERNEL_BUFFER_BYTES = 1 << 20
 
 
 def new_context() -> zmq.Context[Any]:
@@ -222,8 +222,8 @@ def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:
     return np.frombuffer(payload, dtype=dtype)
 
 
-def keep_large_buffers() -> None:
-    """Let malloc keep and reuse megabyte buffers instead of mapping and faulting in each one anew (glibc only).
+def keep_large_buffers(largest_bytes: int) -> None:
+    """Let malloc keep and reuse buffers of up to ``largest_bytes`` instead of mapping each one anew (glibc only).
 
     ZeroMQ allocates every received message; without this, page faults cost more than the transfer.
     """
@@ -234,7 +234,7 @@ def keep_large_buffers() -> None:
     except (OSError, AttributeError):
         return  # musl has no mallopt, and no such threshold
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
-    mallopt(m_mmap_threshold, 32 << 20)
+    mallopt(m_mmap_threshold, min(largest_bytes, 32 << 20))
     mallopt(m_trim_threshold, 32 << 20)
     mallopt(m_top_pad, 4 << 20)
 
