@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from kvmpi.store.grammar import Group, groups
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class KVStore(StoreCore):
+class KVStore(StoreCore, ABC):
     """A key-value store on arrays. Made by ``kvmpi.create``; also a context manager that closes it.
 
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
@@ -359,29 +360,37 @@ class KVStore(StoreCore):
 
     # ---- what store types do
 
+    @abstractmethod
     def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
-        raise NotImplementedError
+        """One operation for each new key, finished when the key can be read."""
 
+    @abstractmethod
     def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
-        raise NotImplementedError
+        """Sum over the client and apply the push rule; finished when the vectors may be reused."""
 
+    @abstractmethod
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
-        raise NotImplementedError
+        """Fill ``outs``."""
 
+    @abstractmethod
     def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
-        raise NotImplementedError
+        """Both, in one exchange."""
 
+    @abstractmethod
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
-        raise NotImplementedError
+        """Put a new rule in force everywhere."""
 
+    @abstractmethod
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
-        raise NotImplementedError
+        """Put changed hyperparameters in force everywhere."""
 
+    @abstractmethod
     def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:
-        raise NotImplementedError
+        """Everything a checkpoint needs of one key."""
 
+    @abstractmethod
     def _restore(self, saved: list[checkpoint.SavedKey], with_values: bool, deadline: Deadline) -> None:
-        raise NotImplementedError
+        """The inverse of ``_dump``."""
 
     def _barrier(self, call: Invocation) -> None:
         """All workers are here. The agreement has seen to it where there is one client."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-import weakref
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,8 @@ _ALIASES = {
     "synchronous-mpi": "dist_sync_mpi",
     "asynchronous-mpi": "dist_async_mpi",
 }
-_open_stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
+#: Kept alive until they are closed: a store that was merely dropped still has threads, peers and files.
+_open_stores: list[KVStore] = []
 
 
 def create(name: str = "local", **settings: Any) -> KVStore:
@@ -50,7 +51,8 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     except TypeError as error:
         raise ConfigError(f"create({name!r}): {error}") from None
     store = _FACTORIES[_ALIASES.get(name, name)](config)
-    _open_stores.add(store)
+    _open_stores[:] = [known for known in _open_stores if not known.closed or known.broken]
+    _open_stores.append(store)
     return store
 
 
@@ -137,13 +139,15 @@ _FACTORIES: dict[str, Factory] = {
 def _close_at_exit() -> None:
     """Close what is open; if this process ends with an error, do not wait for peers that wait for it."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    stores = list(_open_stores)
-    for store in stores:
+    for store in _open_stores:
         if error is not None:
             store.abort()
-        else:
+            continue
+        try:
             store.close()
-    if any(store.mpi_size > 1 and (error is not None or store.broken) for store in stores):
+        except Exception:  # the other stores are to be closed all the same
+            traceback.print_exc()
+    if any(store.mpi_size > 1 and (error is not None or store.broken) for store in _open_stores):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         sys.stdout.flush()
         sys.stderr.flush()

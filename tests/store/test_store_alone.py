@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -397,3 +401,21 @@ def test_statistics_count_what_was_done():
         assert stats["phases"]["pull"]["bytes"] == 4_000
         assert sum(stats["staleness"].values()) == 3
         assert stats["imbalance"] == 1.0
+
+
+def test_a_store_that_was_dropped_is_closed_at_exit(tmp_path):
+    program = """
+import numpy, kvmpi
+def leave_one():
+    kv = kvmpi.create("dist_sync")
+    kv.init("w", numpy.ones(3, "f4"))
+leave_one()
+import os
+assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the process live here"
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
