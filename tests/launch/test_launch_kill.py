@@ -182,9 +182,7 @@ def test_a_watchdog_that_was_killed_is_replaced_by_the_launcher(launch, write):
 def test_a_job_within_a_job_ends_with_it(launch, write):
     write("stuck.py", STUCK)
     outer = "import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[1], '-n', '2', '-c', '2', 'stuck.py'])"
-    from conftest import LAUNCHER
-
-    job = launch(write("outer.py", outer), LAUNCHER)
+    job = launch(write("outer.py", outer), str(Path(__file__).with_name("launcher_under_test.py")))
     wait_until(lambda: all((job.folder / f"ready-{rank}").exists() for rank in range(2)))
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
