@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -25,7 +26,7 @@ class Lane:
         self.name = name
 
 
-class ThreadLane(Lane):
+class ThreadLane(Lane, ABC):
     """A queue and its threads, which start with the first operation and park on a gate each while idle."""
 
     inline = False
@@ -37,21 +38,21 @@ class ThreadLane(Lane):
         self.parked: list[threading.Lock] = []  # gates of the idle threads; opening one wakes one
         self.stopped = False
 
+    @abstractmethod
     def admit(self, op: Operation) -> None:
         """Called at push, in push order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enqueue(self, op: Operation) -> bool:
         """``op`` waits for no variable any more; ``True`` if a thread could run something now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self) -> Operation | None:
         """The next operation that may run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget every operation that has not started."""
-        raise NotImplementedError
 
     def summon(self, wake: list[Callable[[], object]], start_thread: Callable[[ThreadLane], None]) -> None:
         """Append to ``wake`` what gets one more thread going, if one is free; to be called without the lock.

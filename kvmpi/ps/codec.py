@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy.typing as npt
@@ -12,18 +13,18 @@ from kvmpi.kernels import host
 Buffer = npt.NDArray[Any]
 
 
-class Codec:
+class Codec(ABC):
     """Encodes chunks on the master, tells the server what arrives. Subclass it, set ``name``, and ``register`` it."""
 
     name = ""
 
+    @abstractmethod
     def wire_dtype(self, dtype: str) -> str:
         """The dtype in which a chunk of ``dtype`` travels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, chunk: Buffer, dtype: str) -> Buffer:
         """The payload for ``chunk``; may be ``chunk`` itself."""
-        raise NotImplementedError
 
 
 _CODECS: dict[str, Codec] = {}

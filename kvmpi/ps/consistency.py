@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from kvmpi.errors import ConfigError
 
 
-class Consistency:
+class Consistency(ABC):
     """How the pushes of several clients to one chunk combine. Subclass it, set ``name``, and ``register`` it."""
 
     name = ""
     #: Contributions are added in client order, each round holds one of each, and step s belongs to round s.
     in_rounds = False
 
+    @abstractmethod
     def complete(self, contributed: int, num_clients: int) -> bool:
         """Whether ``contributed`` pushes make an update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def readable(self, rounds: int, min_round: int) -> bool:
         """Whether a reader who has pushed ``min_round`` times may see the value after ``rounds`` updates."""
-        raise NotImplementedError
 
 
 _DISCIPLINES: dict[str, Consistency] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Part:
     stop: int
 
 
-class Placement:
+class Placement(ABC):
     """A rule that assigns parts of keys to servers. Subclass it, set ``name``, and ``register`` it.
 
     The answer may depend only on the sequence of keys placed so far, so that every client computes the same.
@@ -54,9 +55,9 @@ class Placement:
         """In which order the keys of one call are placed."""
         return range(len(sizes))
 
+    @abstractmethod
     def split(self, size: KeySize) -> list[Part]:
         """The parts of one key."""
-        raise NotImplementedError
 
     def imbalance(self) -> float:
         """The most loaded server's bytes over the mean; 1 is even."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,8 +14,11 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
 from kvmpi.store import checkpoint
-from kvmpi.store.core import Invocation, KeyState, StoreCore, Updater, check_array
-from kvmpi.store.grammar import Group, groups
+from kvmpi.store.core import Invocation, KeyState, StoreCore, check_array
+from kvmpi.store.grammar import Group, Key, groups
+
+#: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
+Updater = Callable[[Key, Any, Any], None]
 
 _CLOSE_TIMEOUT_S = 30.0
 

@@ -38,8 +38,6 @@ from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.trace import Recorder
 
 Buffer = npt.NDArray[Any]
-Updater = Callable[[Key, Any, Any], None]
-
 T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 20
@@ -118,7 +116,6 @@ class StoreCore:
         self._control = self._engine.variable("control")
         self._keys: dict[Key, KeyState] = {}
         self._rule: optim.Rule | None = None
-        self._updater: Updater | None = None
         self._clock = 0
         self._closed = False
 
@@ -321,7 +318,7 @@ class StoreCore:
             status = b""
             if self.mpi_rank == 0:
                 if cause is not None:
-                    status = json.dumps([type(cause).__name__, str(cause)]).encode()[:60000]
+                    status = json.dumps([type(cause).__name__, str(cause)]).encode()
                 elif result:
                     status = json.dumps([None, result[0]]).encode()
             heard = self._cast.tell(status, 0, call.deadline, label)

@@ -15,9 +15,9 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.store.base import KVStore
+from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import Invocation, KeyState, Updater, as_accumulated, scaled
+from kvmpi.store.core import Invocation, KeyState, as_accumulated, scaled
 
 Buffer = npt.NDArray[Any]
 
@@ -42,6 +42,7 @@ class ReplicatedStore(KVStore):
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
         self._replicas: dict[int | str, _Replica] = {}
+        self._updater: Updater | None = None
 
     @property
     def rank(self) -> int:

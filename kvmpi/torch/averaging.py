@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -12,7 +13,7 @@ from kvmpi.store import KVStore
 from kvmpi.torch.parameters import KeyedParameters, Parameters
 
 
-class _Averaging:
+class _Averaging(ABC):
     """What both have in common: the store holds a center, and every ``interval``-th ``step`` meets it."""
 
     def __init__(self, params: Parameters, kvstore: KVStore, rule: optim.Rule, interval: int) -> None:
@@ -43,9 +44,9 @@ class _Averaging:
         self.exchange()
         return True
 
+    @abstractmethod
     def exchange(self) -> None:
         """Exchange with the center now. Collective over a client's workers; in a synchronous store over all workers."""
-        raise NotImplementedError
 
     def pull_center(self, out: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The center as it is now, in tensors of its own or in ``out`` (for example ``other_model.parameters()``).

@@ -53,4 +53,3 @@ class KeyedParameters:
     def create_in(self, kv: KVStore) -> None:
         """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``."""
         kv.broadcast(self.keys, self.data, self.data)
-        kv.barrier()  # nobody pushes to an asynchronous store before all have read the first weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jobs import run_job
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -59,3 +60,16 @@ def test_averaging_follows_the_oracle(job, options):
 def test_the_naive_engine_gives_the_same(job):
     done = job("-n 4 -c 2 -s 2", PROGRAMS / "sums.py", "dist_sync_mpi", "dist_sync", engine="naive")
     assert len(lines(done, "dist_sync")) == 2
+
+
+def test_servers_run_a_rule_of_the_users_own(job, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    done = job("-n 2 -c 2 -s 2 --import custom_rules", PROGRAMS / "custom.py")
+    assert done.stdout.count("custom rule") == 2
+    without = run_job("-n 2 -c 2 -s 2", PROGRAMS / "custom.py", timeout_s=60)
+    assert without.returncode == 1
+    assert "'doubler'" in without.stderr
+    assert "--import" in without.stderr
+    missing = run_job("-n 2 -c 2 -s 1 --import no_such_module", PROGRAMS / "custom.py", timeout_s=60)
+    assert missing.returncode != 0
+    assert "cannot import 'no_such_module'" in missing.stderr
