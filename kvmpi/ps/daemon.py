@@ -68,11 +68,12 @@ class SchedulerDaemon(Daemon):
             readiness = Readiness([listener, self._waker])
             next_tick_s = 0.0
             while not self._stopped:
-                readiness.wait(_POLL_S)
-                self._waker.clear()
+                ready = readiness.wait(_POLL_S)
+                if self._waker in ready:
+                    self._waker.clear()
                 now_s = time.monotonic()
                 replies: list[Reply] = []
-                for _ in range(_BATCH):
+                for _ in range(_BATCH if listener in ready else 0):
                     received = listener.recv()
                     if received is None:
                         break
@@ -134,14 +135,15 @@ class ServerDaemon(Daemon):
         readiness = Readiness([listener, scheduler, self._waker])
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
         while not self._stopped:
-            readiness.wait(_POLL_S)
-            self._waker.clear()
-            for _ in range(_BATCH):
+            ready = readiness.wait(_POLL_S)
+            if self._waker in ready:
+                self._waker.clear()
+            for _ in range(_BATCH if listener in ready else 0):
                 received = listener.recv()
                 if received is None:
                     break
                 self._send(listener, self._state.handle(*received))
-            while (notice := scheduler.recv()) is not None:
+            while scheduler in ready and (notice := scheduler.recv()) is not None:
                 self._hear(listener, notice[0])
             now_s = time.monotonic()
             if now_s >= next_heartbeat_s:

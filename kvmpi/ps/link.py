@@ -130,10 +130,11 @@ class Link:
             if self._readiness is None:
                 self._readiness = Readiness([self._waker, *self._connections.values()])
             idle_s = max(_TICK_S, next_heartbeat_s - self.now_s()) if self._session.idle else _TICK_S
-            self._readiness.wait(idle_s)
-            self._waker.clear()
-            for connection in list(self._connections.values()):
-                self._receive(connection)
+            for source in self._readiness.wait(idle_s):
+                if isinstance(source, Connection):
+                    self._receive(source)
+                else:
+                    self._waker.clear()
             now_s = self.now_s()
             if now_s >= next_tick_s:
                 self._session.tick(now_s)

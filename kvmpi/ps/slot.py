@@ -16,6 +16,9 @@ from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
+#: From this size on a received frame has memory of its own, which may become the accumulator as it is.
+_ADOPT_FROM_BYTES = 64 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -65,6 +68,7 @@ class Slot:
         self.cursor = 0
         self.accumulator: Buffer | None = None
         self._spare: Buffer | None = None
+        self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
         # What became of the last round: the error if it had no effect, the old value if that is the answer.
         self.failed: Exception | None = None
         self.met: Buffer | None = None
@@ -93,7 +97,7 @@ class Slot:
         old, lent = self.value, self._lent()
         self.value, self._loans = value, []
         if not lent and old.dtype == self._accumulator_dtype() and old.flags.writeable:
-            self._spare = old
+            self._keep_spare(old)
 
     def own_value(self) -> Buffer:
         """The value in memory that may be written."""
@@ -104,8 +108,12 @@ class Slot:
     # ---- one round
 
     def add(self, contribution: Contribution) -> None:
-        """Add one push to the open round."""
+        """Add one push to the open round. The first one's memory is taken over where that is possible."""
         if self.accumulator is None:
+            self._adopted = self._can_adopt(contribution)
+            if self._adopted:
+                self.accumulator, self._spare = contribution.wire, None
+                return
             accumulator = self._take_spare()
             self._widen(contribution, accumulator)
             self.accumulator = accumulator
@@ -161,7 +169,7 @@ class Slot:
             value = self.own_value()
             optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master)
             if recycle is not None:
-                self._spare = recycle
+                self._keep_spare(recycle)
         else:
             value = self.value
             out = self._out_buffer(recycle)
@@ -182,7 +190,8 @@ class Slot:
             return
         if self.dtype in host.HALF:
             host.narrow(pushed, self.own_value(), self.dtype)
-            self._spare = recycle
+            if recycle is not None:
+                self._keep_spare(recycle)
         else:
             np.copyto(self.own_value(), pushed)
 
@@ -202,6 +211,14 @@ class Slot:
 
     def _accumulator_dtype(self) -> np.dtype[Any]:
         return DTYPES[host.ACCUMULATE[self.dtype]]
+
+    def _can_adopt(self, contribution: Contribution) -> bool:
+        wire = contribution.wire
+        own = wire.nbytes >= _ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned
+        return own and contribution.wire_dtype == host.ACCUMULATE[self.dtype]
+
+    def _keep_spare(self, buffer: Buffer) -> None:
+        self._spare = None if self._adopted else buffer
 
     def _take_spare(self) -> Buffer:
         spare, self._spare = self._spare, None

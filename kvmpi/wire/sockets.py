@@ -22,6 +22,9 @@ Context = zmq.Context
 #: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
 _LEND_FROM_BYTES = 64 << 10
 _LINGER_MS = 1000
+# Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
+_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_LAST = int(zmq.NOBLOCK)
 #: Kernel buffers that hold a few chunks, so that a sender is not woken for every few hundred kilobytes.
 _KERNEL_BUFFER_BYTES = 1 << 20
 
@@ -50,21 +53,23 @@ class _Socket:
         self._socket.close()
 
     def _send(self, frames: list[bytes], payloads: Sequence[Payload]) -> None:
-        more = zmq.SNDMORE
-        for frame in frames[:-1]:
-            self._socket.send(frame, more | zmq.NOBLOCK)
-        self._socket.send(frames[-1], (more if payloads else 0) | zmq.NOBLOCK)
-        for i, payload in enumerate(payloads):
-            flags = (more if i + 1 < len(payloads) else 0) | zmq.NOBLOCK
+        send, last = self._socket.send, len(frames) + len(payloads) - 1
+        for i, frame in enumerate(frames):
+            send(frame, _LAST if i == last else _MORE)
+        for i, payload in enumerate(payloads, len(frames)):
             # An array of length 0 has no memory to lend.
             lend = payload.nbytes >= _LEND_FROM_BYTES
-            self._socket.send(payload.data if payload.nbytes else b"", flags, copy=not lend)
+            send(payload.data if payload.nbytes else b"", _LAST if i == last else _MORE, copy=not lend)
 
     def _recv(self) -> list[zmq.Frame] | None:
+        receive = self._socket.recv
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = [receive(_LAST, copy=False)]
         except zmq.Again:
             return None
+        while frames[-1].more:
+            frames.append(receive(_LAST, copy=False))
+        return frames
 
 
 def _payloads(frames: list[zmq.Frame]) -> list[memoryview]:
@@ -203,12 +208,14 @@ class Readiness:
 
     def __init__(self, sources: Sequence[_Socket | Waker]) -> None:
         self._poller = zmq.Poller()
-        for source in sources:
-            self._poller.register(source.raw if isinstance(source, _Socket) else source.fileno(), zmq.POLLIN)
+        self._sources = {source.raw if isinstance(source, _Socket) else source.fileno(): source for source in sources}
+        for handle in self._sources:
+            self._poller.register(handle, zmq.POLLIN)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until something can be read, at most ``timeout_s``; whether anything can."""
-        return bool(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
+    def wait(self, timeout_s: float) -> list[_Socket | Waker]:
+        """Sleep until something can be read, at most ``timeout_s``; which of the sources can."""
+        ready = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
+        return [self._sources[handle] for handle, _ in ready]
 
 
 def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:

@@ -59,7 +59,7 @@ class Machine:
     ) -> int:
         request = request or next(self.numbers)
         at = client if isinstance(client, bytes) else route(client)
-        frames = [memoryview(np.asarray(p).tobytes() if not isinstance(p, bytes) else p) for p in payloads]
+        frames = [memoryview(bytearray(np.asarray(p).tobytes() if not isinstance(p, bytes) else p)) for p in payloads]
         self.take(self.state.handle(at, kind(request, *fields), frames))
         return request
 

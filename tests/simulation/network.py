@@ -91,7 +91,7 @@ class Network:
             assert [payload.tobytes() for payload in lent] == frames, f"{source} changed what it had lent to {target}"
         inbox = self._inboxes.get(target)
         if inbox is not None:
-            inbox(source.encode(), decode(header), [memoryview(frame) for frame in frames])
+            inbox(source.encode(), decode(header), [memoryview(bytearray(frame)) for frame in frames])
 
     def _at(self, at_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._sequence), event))
