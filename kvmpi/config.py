@@ -43,7 +43,7 @@ class Config:
     allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "ring", "mpi", "naive"))
     ring_chunk_bytes: int = _setting(512 << 10, "bytes of one piece of a ring's segment")
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
-    chunk_bytes: int = _setting(MIB, "bytes of one message between master and server")
+    chunk_bytes: int = _setting(2 * MIB, "bytes of one message between master and server")
     window_bytes: int = _setting(4 * MIB, "unacknowledged bytes of one master at one server")
     retry_s: float = _setting(10.0, "seconds without any answer after which a request is sent again")
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
