@@ -28,6 +28,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     }
 )
 
+#: The way back for NumPy and CuPy, by dtype: names may lie (">f4", or a package that adds a "bfloat16" to NumPy).
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "bfloat16"}
+
 Buffer = npt.NDArray[Any]
 
 
@@ -59,6 +62,8 @@ class Vector:
 
 def _library(array: Any) -> str:
     """ "numpy", "torch" or "cupy"; anything else is an error."""
+    if type(array) is np.ndarray:
+        return "numpy"
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         return "numpy"
     torch = sys.modules.get("torch")
@@ -103,17 +108,15 @@ def dtype_of(array: Any) -> str:
     if library == "torch":
         _check_torch(array)
         name = str(array.dtype).removeprefix("torch.")
-        carried = name in DTYPES
+        found = name if name in DTYPES else None
     else:
-        # Equal dtypes, not equal names: ">f4" and packages that add a "bfloat16" to NumPy bear a name that we know.
-        name = array.dtype.name
-        carried = name in DTYPES and array.dtype == DTYPES[name]
-    if not carried:
+        found = _NAMES.get(array.dtype)
+    if found is None:
         raise DTypeMismatchError(
             f"dtype {array.dtype} of {library} is not carried; use one of {', '.join(DTYPES)} "
             "(bfloat16 is torch's), native byte order"
         )
-    return name
+    return found
 
 
 def _check_torch(tensor: Any) -> None:

@@ -116,6 +116,8 @@ class Engine(ABC):
 
     def raise_pending(self, var: Variable) -> None:
         """Raise the first undelivered failure that poisons ``var``, if there is one. Never waits."""
+        if not var.poisoned:
+            return
         with self._lock:
             failure = var.undelivered()
         if failure is not None:

@@ -104,6 +104,11 @@ class Variable:
         self._failures = [failure for failure in self._failures if failure.concerns(seq)]
         return min(self._failures, key=lambda failure: failure.order, default=None)
 
+    @property
+    def poisoned(self) -> bool:
+        """Whether any failure is remembered; may be asked without the engine's lock."""
+        return bool(self._failures)
+
     def undelivered(self) -> Failure | None:
         """The first failure that poisons the variable and that no caller has seen."""
         active = [failure for failure in self._failures if failure.delivered_at is None]

@@ -199,7 +199,7 @@ def test_a_bfloat16_of_numpy_is_refused() -> None:
     class Foreign(np.ndarray):
         @property
         def dtype(self) -> Any:
-            return type("dtype", (), {"name": "bfloat16", "__eq__": lambda *_: False, "__hash__": None})()
+            return type("dtype", (), {"name": "bfloat16", "__eq__": lambda *_: False, "__hash__": lambda _: 0})()
 
     with pytest.raises(DTypeMismatchError, match="bfloat16 is torch's"):
         arrays.dtype_of(np.zeros(2, "u2").view(Foreign))
