@@ -2,6 +2,7 @@
 
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.embedded import EmbeddedJob
+from kvmpi.ps.landing import Landing
 from kvmpi.ps.placement import Placement
 
-__all__ = ["EmbeddedJob", "Placement", "PsClient"]
+__all__ = ["EmbeddedJob", "Landing", "Placement", "PsClient"]

@@ -19,6 +19,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.ps import codec, placement
+from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.session import SCHEDULER, Ask, Operation
 from kvmpi.trace import Recorder
@@ -197,7 +198,20 @@ class PsClient:
         """``push``, and fill ``out`` with the answer; ``out`` may be ``value``."""
         return self._exchange(key, value, out, deadline, priority)
 
-    def _exchange(self, key: Key, value: Buffer, out: Buffer | None, deadline: Deadline, priority: int) -> Work:
+    def push_ahead(
+        self, key: Key, value: Buffer, landing: Landing, deadline: Deadline, priority: int = 0,
+        on_accepted: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        """``push``, and the round's value into ``landing``, whose memory may be ``value``; done when it is there.
+
+        ``on_accepted`` is called when every server has ``value``, or when the Work is done.
+        """
+        return self._exchange(key, value, landing, deadline, priority, on_accepted)
+
+    def _exchange(
+        self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
+        on_accepted: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
         layout = self._layouts[key]
         if layout.pushing:
             raise KVError(
@@ -209,18 +223,17 @@ class PsClient:
         asks = []
         for i, chunk in enumerate(layout.chunks):
             part = value[chunk.start : chunk.stop]
-            target = None if out is None else out[chunk.start : chunk.stop]
             asks.append(
                 Ask(
                     chunk.server,
                     m.Push,
-                    (key, i, step, name, out is not None),
+                    (key, i, step, name, out is not None, on_accepted is not None),
                     cost_bytes=part.nbytes,
                     payloads=lambda part=part: (encode(part, dtype),),  # type: ignore[misc]
-                    on_reply=self._on_value(layout, i, target, pushed=True),
+                    on_reply=self._on_value(layout, i, out, pushed=True),
                 )
             )
-        op = "push" if out is None else "pushpull"
+        op = "pushpull" if isinstance(out, np.ndarray) else "push"
 
         def count(error: KVError | None) -> None:
             layout.pushing = False
@@ -228,8 +241,9 @@ class PsClient:
                 layout.steps = step
 
         return self._start(
-            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=value.nbytes, settle=count
-        )
+            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=value.nbytes, settle=count,
+            on_accepted=on_accepted,
+        )  # fmt: skip
 
     def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
@@ -238,7 +252,7 @@ class PsClient:
             Ask(
                 chunk.server, m.Pull, (key, i, layout.steps), reads=True,
                 cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
-                on_reply=self._on_value(layout, i, out[chunk.start : chunk.stop], pushed=False),
+                on_reply=self._on_value(layout, i, out, pushed=False),
             )
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
@@ -246,11 +260,14 @@ class PsClient:
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
 
     def _on_value(
-        self, layout: KeyLayout, chunk: int, out: Buffer | None, *, pushed: bool
+        self, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool
     ) -> Callable[[Message, list[memoryview]], None]:
+        chunk = layout.chunks[index]
+        where = slice(chunk.start, chunk.stop)
+
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
             version = message.version if isinstance(message, m.Value | m.Ack) else 0
-            if chunk == 0:
+            if index == 0:
                 if pushed and self._mode == "async":
                     self._recorder.staleness(max(0, version - 1 - layout.seen_version))
                 if out is not None:
@@ -259,10 +276,13 @@ class PsClient:
                 return
             if not isinstance(message, m.Value) or len(payloads) != 1:
                 raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
-            value = as_array(payloads[0], out.dtype)
-            if value.size != out.size:
-                raise ProtocolError(f"a chunk of {value.size} elements came, expected {out.size}")
-            np.copyto(out, value)
+            value = as_array(payloads[0], DTYPES[layout.dtype])
+            if value.size != where.stop - where.start:
+                raise ProtocolError(f"a chunk of {value.size} elements came, expected {where.stop - where.start}")
+            if isinstance(out, Landing):
+                out.put(where, value)
+            else:
+                np.copyto(out[where], value)
 
         return on_reply
 
@@ -368,7 +388,7 @@ class PsClient:
 
     def _start(
         self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
-        settle: Settle | None = None,
+        settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
         work = Work(label)
@@ -382,7 +402,7 @@ class PsClient:
             work.finish(error)
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done), asks, priority)
+        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
         return work
 
 

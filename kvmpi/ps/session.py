@@ -26,6 +26,8 @@ Outgoing = tuple[int, Message, Sequence[Buffer]]
 SCHEDULER = -1
 #: After this part of an operation's time without an answer a request is repeated, to learn whom it waits for.
 _RETRY_FRACTION = 0.25
+#: Where a push says among its fields whether it wants the value for an answer.
+_FUSED = 4
 #: Answers that end a request; anything else in their place is a mistake of the peer.
 _ANSWERS = (m.Ack, m.Value, m.State, m.Roster, m.Dead)
 
@@ -37,14 +39,20 @@ class Operation:
         label: what it does, for error messages.
         timeout_s: seconds that it may take from ``now_s`` on.
         on_done: called once with the first error, or None.
+        on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
     """
 
-    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_done", "pending", "timeout_s")
+    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "timeout_s",
+                 "unaccepted")  # fmt: skip
 
-    def __init__(self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None]) -> None:
+    def __init__(
+        self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
+        on_accepted: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
+        self.on_accepted = on_accepted
         self.asks: Sequence[Ask] = ()
-        self.pending = 0
+        self.pending = self.unaccepted = 0
         self.error: KVError | None = None
         self.finished = False
 
@@ -82,6 +90,11 @@ class Ask:
         self.operation: Operation
 
     @property
+    def awaits_value(self) -> bool:
+        """Whether it is a fused push, for which an acknowledgement is not the end."""
+        return self.kind is m.Push and bool(self.fields[_FUSED])
+
+    @property
     def where(self) -> tuple[int, bool]:
         """The window that it takes from."""
         return self.peer, self.reads
@@ -110,7 +123,7 @@ class ClientSession:
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int = 0) -> None:
         """Queue all requests of an operation; larger ``priority`` leaves first. No requests: it is done at once."""
-        operation.asks, operation.pending = asks, len(asks)
+        operation.asks, operation.pending, operation.unaccepted = asks, len(asks), max(1, len(asks))
         if not asks:
             self._finish(operation)
             return
@@ -180,10 +193,11 @@ class ClientSession:
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
                 ask.missing = message.clients
-            case m.Ack() if ask.kind is m.Push and ask.fields[-1]:
+            case m.Ack() if ask.awaits_value:
                 if not ask.accepted:  # in its round; the value follows
                     self._release(ask)
                     ask.accepted = True
+                    self._count_accepted(ask.operation)
             case _:
                 error: KVError | None = None
                 try:
@@ -232,8 +246,10 @@ class ClientSession:
         self._ready[ask.where] = None  # so that what is still queued goes
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
-        self._close(ask)
         operation = ask.operation
+        if not ask.accepted:
+            self._count_accepted(operation)
+        self._close(ask)
         operation.pending -= 1
         operation.error = operation.error or error
         if operation.pending == 0:
@@ -255,6 +271,14 @@ class ClientSession:
         if not operation.finished:
             operation.finished = True
             operation.on_done(operation.error)
+            operation.unaccepted = min(operation.unaccepted, 1)
+            self._count_accepted(operation)
+
+    @staticmethod
+    def _count_accepted(operation: Operation) -> None:
+        operation.unaccepted -= 1
+        if operation.unaccepted == 0 and operation.on_accepted is not None:
+            operation.on_accepted()
 
 
 def _as_kv_error(ask: Ask, error: Exception) -> KVError:

@@ -193,7 +193,7 @@ class Shard:
             return [Reply(route, m.Waiting(message.request, [0]))] if known else []
         if not 0 <= message.chunk < message.num_chunks:
             raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
-        value = self._array(key, payloads, message.dtype, message.count, "init").copy()
+        value = self._array(key, payloads, message.dtype, message.count, "init")
         self._slots[where] = Slot(message.count, message.dtype, value, self._rule, self._generation)
         self._layouts.setdefault(key, message)
         return [Reply(route, m.Ack(message.request, 0)), *self._answer_early(key, message.chunk)]
@@ -252,7 +252,7 @@ class Shard:
             raise ProtocolError(
                 f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
             )
-        contribution = Contribution(route, message.request, message.fused, wire, wire_dtype)
+        contribution = Contribution(route, message.request, message.fused, message.acknowledge, wire, wire_dtype)
         if self._discipline.in_rounds:
             known = client in slot.held
             slot.held[client] = contribution
@@ -281,7 +281,8 @@ class Shard:
                 if contribution.fused:
                     slot.fused[slot.cursor] = (contribution.route, contribution.request)
                 slot.cursor += 1
-                if not (contribution.fused and slot.cursor == self.num_clients):
+                follows_at_once = contribution.fused and slot.cursor == self.num_clients
+                if contribution.acknowledge or not follows_at_once:
                     replies.append(Reply(contribution.route, m.Ack(contribution.request, slot.rounds)))
             if not self._discipline.complete(slot.cursor, self.num_clients):
                 return replies + self._fail_stuck(key, slot)

@@ -27,6 +27,7 @@ class Contribution:
     route: bytes
     request: int
     fused: bool
+    acknowledge: bool
     wire: Buffer
     wire_dtype: str
 
@@ -49,15 +50,21 @@ class RuleChange:
     rule: optim.Rule | None
 
 
+def _can_adopt(wire: Buffer) -> bool:
+    return bool(wire.nbytes >= _ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned)
+
+
 class Slot:
     """The arithmetic of one chunk. Holds at most the value, one accumulator of its size, and the rule's state.
 
-    A synchronous slot whose rule answers with the old value also keeps that one, for a client that asks again.
+    ``value`` is taken over if possible, else copied. A synchronous slot whose rule answers with the old value
+    also keeps that one, for a client that asks again.
     """
 
     def __init__(self, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int) -> None:
         self.count, self.dtype = count, dtype
-        self.value = value
+        # All values come from where messages do: malloc finds their memory again only for its own kind.
+        self.value = value if _can_adopt(value) else value.copy()
         self.master: Buffer | None = None
         self.state: dict[str, Buffer] = {}
         self.updates = 0
@@ -110,7 +117,8 @@ class Slot:
     def add(self, contribution: Contribution) -> None:
         """Add one push to the open round. The first one's memory is taken over where that is possible."""
         if self.accumulator is None:
-            self._adopted = self._can_adopt(contribution)
+            same_dtype = contribution.wire_dtype == host.ACCUMULATE[self.dtype]
+            self._adopted = same_dtype and _can_adopt(contribution.wire)
             if self._adopted:
                 self.accumulator, self._spare = contribution.wire, None
                 return
@@ -211,11 +219,6 @@ class Slot:
 
     def _accumulator_dtype(self) -> np.dtype[Any]:
         return DTYPES[host.ACCUMULATE[self.dtype]]
-
-    def _can_adopt(self, contribution: Contribution) -> bool:
-        wire = contribution.wire
-        own = wire.nbytes >= _ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned
-        return own and contribution.wire_dtype == host.ACCUMULATE[self.dtype]
 
     def _keep_spare(self, buffer: Buffer) -> None:
         self._spare = None if self._adopted else buffer

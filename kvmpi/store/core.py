@@ -40,7 +40,8 @@ from kvmpi.trace import Recorder
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
 
-_INLINE_BYTES = 1 << 20
+#: Up to here a copy in the thread at hand costs less than a hand-over to another.
+INLINE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -298,7 +299,7 @@ class StoreCore:
         lane = "reduce"
         if self.mpi_size == 1:
             # Nobody to keep in step with. A hand-over between threads costs more than to add up a small array here.
-            here = not call.async_op and sum(vector.nbytes for vector in vectors) <= _INLINE_BYTES
+            here = not call.async_op and sum(vector.nbytes for vector in vectors) <= INLINE_BYTES
             lane = "inline" if here else "cpu"
         return self._engine.push(
             run, reads=call.done, writes=[state.sent, *writes], lane=lane, name=label, no_skip=True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Comm, Entry
 from kvmpi.config import Config, client_bounds
 from kvmpi.deadline import Deadline
-from kvmpi.engine import Work
+from kvmpi.engine import Variable, Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.ps import EmbeddedJob, PsClient
+from kvmpi.ps import EmbeddedJob, Landing, PsClient
 from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import Invocation, KeyState, scaled
+from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, scaled
+from kvmpi.store.grammar import Key
 
 Buffer = npt.NDArray[Any]
 
@@ -53,6 +55,9 @@ class DistStore(KVStore):
         self._num_clients = config.num_clients if grouped else config.num_workers
         self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True}
         self._alone = self._num_clients == 1
+        # By key: what the last push fetches, and whether there was a pull since.
+        self._answers: dict[Key, _Answer | None] = {}
+        self._pulled: set[Key] = set()
         self._ps: PsClient | None = None
         number = next(_numbers)
         if self.mpi_rank == 0:
@@ -115,24 +120,76 @@ class DistStore(KVStore):
         # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
         waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
         lent = self._lent(vectors, until_done=waits)
-        if lent is not None:
-            work = self._ask_op(state, lambda ps: ps.push(state.key, lent, call.deadline, call.priority), call)
-            return work if waits else self._nothing()
-        local = self._sum_op(state, vectors, call)
+        local = self._nothing() if lent is not None else self._sum_op(state, vectors, call)
+        answer = self._read_ahead(state, call)
+        if answer is not None:
+            accepted = self._push_ahead(state, lent, answer, call)
+            return accepted if waits and lent is not None else local
 
         def ask(ps: PsClient) -> Work:
-            return ps.push(state.key, state.host_buffer(), call.deadline, call.priority)
+            value = state.host_buffer() if lent is None else lent
+            return ps.push(state.key, value, call.deadline, call.priority)
 
-        work = self._ask_op(state, ask, call, reads_buffer=True)
+        work = self._ask_op(state, ask, call, reads=[state.sent] if lent is None else [])
         # The caller's arrays are free once the sum is in the key's own buffer.
-        return work if call.async_op and self._ps is not None else local
+        return work if self._ps is not None and (call.async_op or (waits and lent is not None)) else local
+
+    def _push_ahead(self, state: KeyState, lent: Buffer | None, answer: _Answer, call: Invocation) -> Work:
+        """Push on the master: send, and let the round's value land; done when the servers have what was lent."""
+        accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
+
+        def ask(ps: PsClient) -> Work:
+            value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accepted.finish)
+            return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted)
+
+        def end(_: Work) -> None:
+            if not accepted.done():  # nothing was lent, or it was never sent
+                accepted.finish()
+
+        answer.work = self._ask_op(state, ask, call, writes=[state.sent])
+        answer.work.add_done_callback(end)
+        return accepted
+
+    def _read_ahead(self, state: KeyState, call: Invocation) -> _Answer | None:
+        """Where a push brings its round's value, for the pull that is likely to follow; None if it does not.
+
+        Nothing is guessed but that there will be a pull: a client reads the same value however late it pulls, since the
+        next round needs its next push. (A rule that replies with the old value has another answer for a pull.)
+        """
+        answer, pulled = None, state.key in self._pulled
+        self._pulled.discard(state.key)
+        replies_old = self._rule is not None and self._rule.replies_old
+        if self._ps is not None and self._mode == "sync" and pulled and not replies_old and not call.async_op:
+            answer = _Answer(Landing(state.host_buffer()))
+        self._answers[state.key] = answer
+        return answer
 
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         target = _Target(state, outs)
-        work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
+        self._pulled.add(state.key)
+        answer = self._answers.get(state.key)
+        work = None if answer is None else self._answer_op(state, answer, target, call)
+        if work is None:
+            work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
         return self._spread_op(state, target, work, call)
 
+    def _answer_op(self, state: KeyState, answer: _Answer, target: _Target, call: Invocation) -> Work | None:
+        """Push on the master: take what the last push brings; None if that has failed."""
+        if answer.work.error() is not None:
+            self._answers[state.key] = None
+            return None
+        here, copy = answer.work.done() or target.buffer.nbytes <= INLINE_BYTES, True
+        if not answer.work.done() and not call.done:
+            # Nothing can refuse this call any more: what is still to come need not make a stop on its way.
+            answer.landing.move(target.buffer)
+            self._answers[state.key], copy = None, False
+        return self._engine.push(
+            lambda: np.copyto(target.buffer, answer.landing.buffer) if copy else None, reads=[*call.done, state.sent],
+            writes=[state.value], lane="inline" if here or not copy else "cpu", name=f"{call.op} of key {state.key!r}",
+        )  # fmt: skip
+
     def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
+        self._answers[state.key] = None  # its buffer is about to be overwritten
         target = _Target(state, outs)
         source = self._lent(vectors, until_done=True)
         if source is None:
@@ -142,7 +199,7 @@ class DistStore(KVStore):
             value = state.host_buffer() if source is None else source
             return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority)
 
-        work = self._ask_op(state, ask, call, reads_buffer=source is None)
+        work = self._ask_op(state, ask, call, reads=[state.sent] if source is None else [])
         return self._spread_op(state, target, work, call)
 
     def _lent(self, vectors: list[Vector], *, until_done: bool) -> Buffer | None:
@@ -159,16 +216,16 @@ class DistStore(KVStore):
         return self._reduce_op(state, vectors, call, then=lambda: scaled(state.host_buffer(), factor, state.dtype))
 
     def _ask_op(
-        self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *, reads_buffer: bool = False
-    ) -> Work:
+        self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *,
+        reads: Sequence[Variable] = (), writes: Sequence[Variable] = (),
+    ) -> Work:  # fmt: skip
         """Push on the master: ask the servers about one key. Other workers have nothing to do."""
         ps = self._ps
         if ps is None:
             return self._nothing()
-        reads = [*call.done, *([state.sent] if reads_buffer else [])]
         return self._engine.push(
-            lambda: ask(ps), reads=reads, writes=[state.value], lane="inline", priority=call.priority,
-            name=f"{call.op} of key {state.key!r}",
+            lambda: ask(ps), reads=[*call.done, *reads], writes=[state.value, *writes], lane="inline",
+            priority=call.priority, name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
     def _spread_op(self, state: KeyState, target: _Target, asked: Work, call: Invocation) -> Work:
@@ -274,6 +331,8 @@ class DistStore(KVStore):
         return saved
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
+        for key in saved:
+            self._answers[key.key] = None
         if self.rank == 0 and self._ps is not None:
             for key in saved:
                 self._ps.put_state(key.key, key.updates, key.arrays, deadline).wait()
@@ -294,6 +353,14 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.abort()
         super().abort()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The value of the round of a push, on its way; ``work`` is done when all of it has landed."""
+
+    landing: Landing
+    work: Work = field(default_factory=Work)
 
 
 class _Target:

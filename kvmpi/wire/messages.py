@@ -48,7 +48,11 @@ class Init(Message, tag="init"):
 
 
 class Push(Message, tag="push"):
-    """One client's contribution to one chunk at its ``step`` (1 for the first); ``fused`` also asks for the value."""
+    """One client's contribution to one chunk at its ``step`` (1 for the first).
+
+    ``fused`` also asks for the value, which is then the answer; with ``acknowledge`` the server also says when the
+    contribution is in its round, even if the value follows at once.
+    """
 
     request: int
     key: Key
@@ -56,6 +60,7 @@ class Push(Message, tag="push"):
     step: int
     codec: str
     fused: bool
+    acknowledge: bool = False
 
 
 class Pull(Message, tag="pull"):

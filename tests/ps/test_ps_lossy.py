@@ -12,6 +12,7 @@ from simulation.network import Cluster, Faults, Network, Program
 from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.ps.client import PsClient
+from kvmpi.ps.landing import Landing
 
 KEYS = {"weight": 23, "bias": 1, "empty": 0, 4: 30}
 STEPS = 3
@@ -71,17 +72,34 @@ def run(seed: int, mode: str, program: Callable[[PsClient, Cluster, int, int], P
 
 
 def exchange(ps: PsClient, cluster: Cluster, rank: int, step: int, outs: dict[Any, np.ndarray], way: int) -> Program:
-    """One step with every key: a fused pushpull, or a push and a pull."""
-    fused = {key: (i + step + way) % 2 == 0 for i, key in enumerate(KEYS)}
+    """One step with every key: a fused pushpull, a push and a pull, or a push that brings the value.
+
+    That value changes its destination when the push is accepted, which is also when the buffer is ours again.
+    """
     values = {key: pushed(key, rank, step) for key in KEYS}
-    yield [
-        ps.pushpull(key, values[key], outs[key], cluster.deadline(), priority=-i) if fused[key]
-        else ps.push(key, values[key], cluster.deadline(), priority=-i)
-        for i, key in enumerate(KEYS)
-    ]  # fmt: skip
+    accepted, works, to_pull = [], [], []
+    for i, key in enumerate(KEYS):
+        kind = (i + step + way) % 3
+        if kind == 0:
+            works.append(ps.pushpull(key, values[key], outs[key], cluster.deadline(), priority=-i))
+        elif kind == 1:
+            works.append(ps.push(key, values[key], cluster.deadline(), priority=-i))
+            to_pull.append(key)
+        else:
+            landing = Landing(np.full(KEYS[key], np.nan, "f4"))
+
+            def on_accepted(key: Any = key, landing: Landing = landing) -> None:
+                accepted.append(key)
+                values[key][:] = np.nan
+                landing.move(outs[key])
+
+            works.append(ps.push_ahead(key, values[key], landing, cluster.deadline(), -i, on_accepted))
+    yield works
+    assert accepted
+    assert len(set(accepted)) == len(accepted)
     for value in values.values():
-        value[:] = np.nan  # the buffer is ours again
-    yield [ps.pull(key, outs[key], cluster.deadline()) for key in KEYS if not fused[key]]
+        value[:] = np.nan
+    yield [ps.pull(key, outs[key], cluster.deadline()) for key in to_pull]
 
 
 def _sum_up_to(key: Any, num_clients: int, step: int) -> np.ndarray:

@@ -23,13 +23,15 @@ class Bench:
         self.now_s = 0.0
         self.sent: list[tuple[int, Message]] = []
         self.ended: dict[str, KVError | None] = {}
+        self.accepted: list[str] = []
 
     def start(self, label: str, *asks: Ask, timeout_s: float = 100.0, priority: int = 0) -> None:
         def on_done(error: KVError | None) -> None:
             assert label not in self.ended, f"{label} ended twice"
             self.ended[label] = error
 
-        self.session.submit(Operation(label, timeout_s, self.now_s, on_done), asks, priority)
+        operation = Operation(label, timeout_s, self.now_s, on_done, lambda: self.accepted.append(label))
+        self.session.submit(operation, asks, priority)
 
     def flush(self) -> list[Message]:
         out = [(peer, message) for peer, message, _ in self.session.sendable(self.now_s)]
@@ -285,6 +287,33 @@ def test_an_accepted_fused_push_asks_only_for_its_answer() -> None:
     bench.answer(message, m.Value)
     assert bench.ended == {"op": None}
     assert bench.session._in_flight[0, False] == 10
+
+
+def test_acceptance_is_told_once_when_every_push_is_in_its_round_or_all_is_over() -> None:
+    bench = Bench()
+    bench.start("both", push(0, 1, "a", fused=True), push(1, 1, "b", fused=True))
+    first, second = bench.flush()
+    bench.answer(first)
+    bench.answer(first)
+    assert bench.accepted == []
+    bench.answer(second)
+    assert bench.accepted == ["both"]
+    assert bench.ended == {}
+    bench.answer(first, m.Value)
+    bench.answer(second, m.Value)
+    assert bench.accepted == ["both"]
+    assert bench.ended == {"both": None}
+
+    bench.start("value first", push(0, 1, "a", fused=True), push(1, 1, "b", fused=True))
+    first, second = bench.flush()
+    bench.answer(first, m.Value)
+    assert bench.accepted == ["both"]
+    bench.answer(second)
+    assert bench.accepted == ["both", "value first"]
+    bench.start("too late", push(0, 1, "a", fused=True), timeout_s=1.0)
+    bench.after(2.0)
+    bench.start("nothing to ask")
+    assert bench.accepted == ["both", "value first", "too late", "nothing to ask"]
 
 
 def test_what_has_not_left_is_not_repeated() -> None:

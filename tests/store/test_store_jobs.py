@@ -43,6 +43,13 @@ def test_every_worker_gets_the_same_bits(job, algorithm):
     assert lines(again, "bits") == found
 
 
+@pytest.mark.parametrize("options", ["-n 1 -c 1 -s 2", "-n 3 -c 3 -s 2", "-n 4 -c 2 -s 2"])
+def test_a_push_fetches_the_value_for_the_pull_behind_it(job, tmp_path, options):
+    done = job(options, PROGRAMS / "ahead.py", tmp_path / "saved")
+    assert done.stdout.count("ahead dist_sync right") == int(options.split()[1])
+    assert done.stdout.count("ahead dist_sync_mpi right") == int(options.split()[1])
+
+
 @pytest.mark.parametrize(("workers", "clients"), [(1, 1), (4, 4), (4, 2), (4, 1), (5, 2)])
 def test_training_equals_one_process(job, workers, clients):
     names = ["dist_sync_mpi", "dist_sync"] + (["mpi"] if clients == 1 else [])
