@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 import kvmpi
 from kvmpi import arrays
-from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
+from kvmpi.collectives import ALGORITHMS, Call, Collectives, Entry, mpi_comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 
@@ -136,7 +136,7 @@ class Gloo(Contestant):
 
 
 KINDS: dict[str, type[Contestant]] = {
-    "auto": OurAlgorithm, "ring": OurAlgorithm, "mpi": OurAlgorithm, "naive": OurAlgorithm, "store": Store,
+    **{name: OurAlgorithm for name in ALGORITHMS}, "store": Store,
     "MPI_Allreduce": RawMpi, "gloo": Gloo, "agree": Agreement,
 }  # fmt: skip
 

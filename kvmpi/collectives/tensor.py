@@ -11,8 +11,10 @@ import numpy.typing as npt
 from kvmpi.arrays import Vector
 from kvmpi.collectives.agreement import Call, verdict
 from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.host_group import HostGroup, form
 from kvmpi.collectives.naive import MAX_PIECE_COUNT, naive_allreduce, naive_broadcast
 from kvmpi.collectives.ring import chain_broadcast, ring_allreduce
+from kvmpi.collectives.shared import BLOCK_BYTES, MAX_VECTORS, shared_allreduce, shared_broadcast
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError, UnsupportedError
@@ -21,11 +23,13 @@ from kvmpi.trace import Recorder
 
 Buffer = npt.NDArray[Any]
 
-ALGORITHMS = ("auto", "ring", "mpi", "naive")
+ALGORITHMS = ("auto", "ring", "shared", "mpi", "naive")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
 #: Up to this size the library's own allreduce has the lower latency (benchmarks/allreduce.py).
 _AUTO_MPI_BYTES = 256 << 10
+#: From this size on ranks of one host read from each other's memory.
+_AUTO_SHARED_BYTES = 512 << 10
 
 
 class Collectives:
@@ -45,6 +49,8 @@ class Collectives:
         self._recorder = recorder or Recorder()
         self._scratch: Buffer = np.empty(0, dtype=np.uint8)
         self._broken: str | None = None
+        # The ranks as a group of one host, or why they are none; formed when it is first of use.
+        self._group: HostGroup | str | None = None
 
     @property
     def rank(self) -> int:
@@ -83,10 +89,21 @@ class Collectives:
             if self.size == 1 or out.size == 0:
                 terms.sum_into_out()
             else:
-                self._guarded(lambda: self._allreduce(terms, deadline, label))
+                self._guarded(lambda: self._allreduce(terms, dtype, deadline, label))
 
-    def _allreduce(self, terms: _HostTerms, deadline: Deadline, label: str) -> None:
+    def _allreduce(self, terms: _HostTerms, dtype: str, deadline: Deadline, label: str) -> None:
         algorithm = self._algorithm
+        group: HostGroup | str = ""
+        if algorithm == "shared" or (algorithm == "auto" and terms.out.nbytes >= _AUTO_SHARED_BYTES):
+            group = self._host_group(deadline)
+            if isinstance(group, HostGroup):
+                shared_allreduce(
+                    group, terms.vectors(MAX_VECTORS), terms.out, dtype, block_bytes=BLOCK_BYTES, deadline=deadline,
+                    label=label, scratch=self._scratch_of,
+                )  # fmt: skip
+                return
+            if algorithm == "shared":
+                raise UnsupportedError(f"{label}: allreduce algorithm 'shared': {group}")
         if algorithm == "auto":
             small = terms.out.size * terms.accumulate.itemsize <= _AUTO_MPI_BYTES
             algorithm = "mpi" if small else "ring"
@@ -103,6 +120,11 @@ class Collectives:
                 raise UnsupportedError("allreduce algorithm 'mpi' needs an MPI communicator")
             naive_allreduce(self._comm, accumulator, deadline, label)
         terms.finish()
+
+    def _host_group(self, deadline: Deadline) -> HostGroup | str:
+        if self._group is None:
+            self._group = form(self._comm, deadline)
+        return self._group
 
     def _mpi_allreduce(self, accumulator: Buffer, deadline: Deadline, label: str) -> bool:
         """Sum with MPI's own allreduce; False where the communicator has none."""
@@ -135,6 +157,11 @@ class Collectives:
             if self._algorithm == "naive":
                 self._guarded(lambda: naive_broadcast(self._comm, buffer, root, deadline, label))
                 return
+            if self._algorithm == "shared" or (self._algorithm == "auto" and buffer.nbytes >= _AUTO_SHARED_BYTES):
+                group = self._guarded(lambda: self._host_group(deadline))
+                if isinstance(group, HostGroup):
+                    self._guarded(lambda: shared_broadcast(group, buffer, root, deadline=deadline, label=label))
+                    return
             max_chunk_count = max(1, self._chunk_bytes // buffer.itemsize)
             self._guarded(
                 lambda: chain_broadcast(
@@ -202,6 +229,13 @@ class _HostTerms:
             staged = out if not self._buffers else host.empty(out.size, dtype)
             gpu.sum_vectors_to_host(staged, devices, dtype)
             self._buffers.append(staged)
+
+    def vectors(self, max_vectors: int) -> list[Buffer]:
+        """This rank's vectors, or their sum where they are more than ``max_vectors``."""
+        if len(self._buffers) > max_vectors:
+            self.sum_into_out()
+            self._buffers = [self.out]
+        return self._buffers
 
     @property
     def accumulator(self) -> Buffer:

@@ -18,12 +18,13 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host
+from kvmpi.machine import host_name
 from kvmpi.ps import codec, placement
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.session import SCHEDULER, Ask, Operation
 from kvmpi.trace import Recorder
-from kvmpi.wire import Message, as_array, host_name
+from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]

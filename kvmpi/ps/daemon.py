@@ -11,10 +11,11 @@ from typing import Any
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, ServerLostError
+from kvmpi.machine import host_name
 from kvmpi.ps.reply import Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, host_name, keep_large_buffers
+from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
 #: Messages taken from one socket before others, and the clock, get their turn.

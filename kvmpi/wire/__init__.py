@@ -8,7 +8,6 @@ from kvmpi.wire.sockets import (
     Readiness,
     Waker,
     as_array,
-    host_name,
     keep_large_buffers,
     new_context,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "as_array",
     "decode",
     "encode",
-    "host_name",
     "keep_large_buffers",
     "new_context",
 ]

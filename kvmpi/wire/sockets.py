@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import socket
 import sys
 import uuid
@@ -244,13 +243,3 @@ def keep_large_buffers(largest_bytes: int) -> None:
     mallopt(m_mmap_threshold, min(largest_bytes, 32 << 20))
     mallopt(m_trim_threshold, 32 << 20)
     mallopt(m_top_pad, 4 << 20)
-
-
-def host_name() -> str:
-    """Tells whether two processes share a host: name and boot, since names alone may repeat."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{os.uname().nodename}/{boot}" if hasattr(os, "uname") else socket.gethostname()

@@ -38,7 +38,7 @@ def sums() -> None:
     # Many ranks on few cores are slow, and the sizes of the world that matter here are small and odd ones.
     dtypes = DTYPES if SIZE <= 3 else ("float32", "bfloat16", "int8")
     shapes = [(0, 1, False), (1, 1, True), (5, 2, False), (4097, 1, False), (999, 3, True)]  # count, vectors, in place
-    for algorithm in ("ring", "mpi", "naive", "auto"):
+    for algorithm in ("ring", "shared", "mpi", "naive", "auto"):
         for dtype in dtypes:
             for count, num_vectors, in_place in shapes if SIZE <= 3 else shapes[2:]:
                 own = vectors(RANK, num_vectors, count, dtype)
@@ -54,7 +54,7 @@ def large_sums() -> None:
     count = 10_000_003 if SIZE <= 3 else 2_000_003
     index = np.arange(count, dtype="f4") % 1000
     expected = SIZE * index + sum(range(SIZE))  # exact
-    for algorithm in ("ring", "mpi", "naive"):
+    for algorithm in ("ring", "shared", "mpi", "naive"):
         out = np.empty(count, "f4")
         own = on_host([index + RANK], "float32")
         Collectives(comm, algorithm).allreduce(own, out, "float32", Deadline(TIMEOUT_S), "large")
@@ -79,11 +79,13 @@ def pieces() -> None:
 def broadcasts() -> None:
     comm = mpi_comm.world()
     collectives = Collectives(comm, "ring", 512)
+    shared = Collectives(comm, "shared")
     for root in range(SIZE):
         for count in (0, 1, 4097):
-            buffer = vectors(RANK, 1, count, "float32")[0]
-            collectives.broadcast(buffer, root, Deadline(TIMEOUT_S), "cast")
-            np.testing.assert_array_equal(buffer, vectors(root, 1, count, "float32")[0])
+            for how in (collectives, shared):
+                buffer = vectors(RANK, 1, count, "float32")[0]
+                how.broadcast(buffer, root, Deadline(TIMEOUT_S), "cast")
+                np.testing.assert_array_equal(buffer, vectors(root, 1, count, "float32")[0])
         text = bytes([root]) * 100_000
         assert collectives.tell(text if root == RANK else b"", root, Deadline(TIMEOUT_S), "tell") == text
         assert collectives.tell(b"", root, Deadline(TIMEOUT_S), "tell") == b""
@@ -152,14 +154,16 @@ def two_threads() -> None:
 
 def silence(folder: Path) -> None:
     """The last rank is stopped by SIGSTOP: all others say so in time. It is woken when they have."""
-    agreeing, ring = mpi_comm.world(), mpi_comm.world()
+    agreeing, ring, shared = mpi_comm.world(), mpi_comm.world(), mpi_comm.world()
     timeout_s, silent = 1.0, SIZE - 1
+    large = np.ones(3_000_000, "f4")
+    of_one_host = Collectives(shared, "shared")
+    of_one_host.allreduce(on_host([large], "float32"), large, "float32", Deadline(TIMEOUT_S), "first")
     (folder / f"pid{RANK}").write_text(str(os.getpid()))
     WORLD.Barrier()
     if silent == RANK:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    large = np.ones(3_000_000, "f4")
 
     def agree(collectives: Collectives) -> None:
         collectives.agree(Call("barrier"), Deadline(timeout_s))
@@ -167,11 +171,13 @@ def silence(folder: Path) -> None:
     def allreduce_large(collectives: Collectives) -> None:
         collectives.allreduce(on_host([large], "float32"), large, "float32", Deadline(timeout_s), "push of key 1")
 
-    for comm, act in ((agreeing, agree), (ring, allreduce_large)):
-        collectives = Collectives(comm, "ring")
+    for collectives, act in (
+        (Collectives(agreeing, "ring"), agree), (Collectives(ring, "ring"), allreduce_large),
+        (of_one_host, allreduce_large),
+    ):  # fmt: skip
         for expected, at_most_s in ((KVTimeoutError, 2 * timeout_s), (PeerLostError, timeout_s / 2)):
             # In the ring a neighbour is named, which may be waiting itself.
-            named = silent if act is agree or SIZE == 2 else ""
+            named = "" if collectives._comm is ring and SIZE > 2 else silent
             start_s = time.monotonic()
             with pytest.raises(expected, match=f"MPI rank {named}"):
                 act(collectives)

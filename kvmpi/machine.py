@@ -1,0 +1,16 @@
+"""Which machine this is."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def host_name() -> str:
+    """Tells whether two processes share a host: name and boot, since names alone may repeat."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename}/{boot}" if hasattr(os, "uname") else socket.gethostname()

@@ -1,0 +1,213 @@
+"""Ranks of one host that read from each other: ranks as threads, which read from their own process in the same way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, vectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.collectives import Collectives, cross_memory, host_group
+from kvmpi.collectives.cross_memory import CrossMemory, address_of
+from kvmpi.collectives.host_group import HostGroup, form
+from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.collectives.shared import shared_allreduce, shared_broadcast
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVTimeoutError, PeerLostError, UnsupportedError
+
+RunRanks = Callable[..., list[Any]]
+
+TIMEOUT_S = 20.0
+
+
+def group_of(comm: MemoryComm) -> HostGroup:
+    group = form(comm, Deadline(TIMEOUT_S))
+    assert isinstance(group, HostGroup), group
+    return group
+
+
+def scratch(count: int, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.full(count, 99, dtype)
+
+
+def reduce_shared(
+    group: HostGroup, own: list[np.ndarray], dtype: str, block_bytes: int, *, in_place: bool = False
+) -> np.ndarray:
+    out = own[0] if in_place else np.full_like(own[0], 77)
+    shared_allreduce(
+        group, own, out, dtype, block_bytes=block_bytes, deadline=Deadline(TIMEOUT_S), label="test", scratch=scratch
+    )
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 6), count=st.integers(0, 700), num_vectors=st.integers(1, 8), block_bytes=st.integers(1, 600),
+    in_place=st.booleans(), dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "int8", "int64"]),
+)  # fmt: skip
+def test_sums_of_any_shape_have_the_bits_of_the_ring(
+    run_ranks: RunRanks, size: int, count: int, num_vectors: int, block_bytes: int, in_place: bool, dtype: str
+) -> None:
+    def rank_main(comm: MemoryComm) -> tuple[np.ndarray, np.ndarray]:
+        own = vectors(comm.rank, num_vectors, count, dtype)
+        ring = allreduce(comm, "ring", own, dtype, chunk_bytes=64)
+        before = [vector.copy() for vector in own]
+        out = reduce_shared(group_of(comm), own, dtype, block_bytes, in_place=in_place)
+        for i in range(in_place, num_vectors):
+            np.testing.assert_array_equal(own[i], before[i], err_msg=f"vector {i} of rank {comm.rank} was changed")
+        return out, ring
+
+    outs = run_ranks(size, rank_main)
+    assert_is_sum(outs[0][0], all_vectors(size, num_vectors, count, dtype), dtype)
+    assert len({result.tobytes() for pair in outs for result in pair}) == 1
+
+
+def test_many_calls_of_one_group_in_any_order(run_ranks: RunRanks) -> None:
+    """Ranks run apart: whoever is ahead must not be taken for a rank of the call before."""
+    size, num_calls = 4, 120
+
+    def rank_main(comm: MemoryComm) -> None:
+        group = group_of(comm)
+        pace = np.random.default_rng(comm.rank)
+        for call in range(num_calls):
+            if pace.random() < 0.2:
+                time.sleep(pace.random() * 2e-3)
+            if call % 3:
+                root = call % size
+                buffer = np.arange(500 + call) + (1000 * call if comm.rank == root else 0)
+                shared_broadcast(group, buffer, root, deadline=Deadline(TIMEOUT_S), label="test")
+                np.testing.assert_array_equal(buffer, np.arange(500 + call) + 1000 * call)
+                buffer[:] = -1  # ours again, at once
+            else:
+                own = np.arange(500 + call) * (comm.rank + 1) + call
+                out = reduce_shared(group, [own], "int64", 256)
+                own[:] = -1
+                np.testing.assert_array_equal(out, 10 * np.arange(500 + call) + size * call)
+                out[:] = -1
+
+    run_ranks(size, rank_main)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_broadcast_from_every_root(run_ranks: RunRanks, size: int) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        collectives = Collectives(comm, "shared")
+        for root in range(size):
+            for count in (0, 1, 999):
+                buffer = vectors(comm.rank, 1, count, "float64")[0]
+                collectives.broadcast(buffer, root, Deadline(TIMEOUT_S), "test")
+                np.testing.assert_array_equal(buffer, vectors(root, 1, count, "float64")[0])
+
+    run_ranks(size, rank_main)
+
+
+# ---- where it cannot be
+
+
+class _Rank(threading.local):
+    rank = 0
+
+
+@pytest.mark.parametrize("cause", ["hosts", "refused", "system", "other process"])
+def test_where_it_cannot_be_every_rank_says_why_and_the_default_sums_otherwise(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    here = _Rank()
+    read = CrossMemory.read
+
+    def refused(self: CrossMemory, address: int, into: np.ndarray) -> None:
+        if here.rank == 2:
+            raise PermissionError(1, "reading from process 1: Operation not permitted")
+        read(self, address, into)
+
+    def elsewhere(self: CrossMemory, address: int, into: np.ndarray) -> None:
+        read(self, address, into)
+        if here.rank == 2:
+            into[:] = 0
+
+    if cause == "hosts":
+        monkeypatch.setattr(host_group, "host_name", lambda: f"host {here.rank % 2}")
+    elif cause == "system":
+        monkeypatch.setattr(cross_memory, "_process_vm_readv", None)
+    else:
+        monkeypatch.setattr(CrossMemory, "read", refused if cause == "refused" else elsewhere)
+    count = 200_000  # large enough for the default to try it
+    expected = {
+        "hosts": "different hosts", "system": "no cross-memory attach",
+        "refused": "not permitted|MPI rank 2 cannot read", "other process": "the same processes|MPI rank 2 cannot read",
+    }[cause]  # fmt: skip
+
+    def rank_main(comm: MemoryComm) -> np.ndarray:
+        here.rank = comm.rank
+        own = vectors(comm.rank, 1, count, "float32")
+        with pytest.raises(UnsupportedError, match=f"'shared': .*({expected})"):
+            allreduce(comm.duplicate(), "shared", own, "float32")
+        return allreduce(comm.duplicate(), "auto", own, "float32")
+
+    outs = run_ranks(4, rank_main)
+    assert_is_sum(outs[0], all_vectors(4, 1, count, "float32"), "float32")
+
+
+def test_memory_that_is_gone_is_a_lost_peer() -> None:
+    with pytest.raises(PeerLostError, match="cannot read from process"):
+        CrossMemory(2**22 + 1).read(4096, np.zeros(8, np.uint8))
+    import os
+
+    with pytest.raises(PeerLostError, match="Bad address"):
+        CrossMemory(os.getpid()).read(8, np.zeros(8, np.uint8))
+
+
+# ---- ranks that stop
+
+
+@pytest.mark.parametrize(("moment", "problem"), [("before", "did not start"), ("posted", "did not sum its part"),
+                                                 ("summed", "did not finish")])  # fmt: skip
+def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks, moment: str, problem: str) -> None:
+    size, silent, timeout_s = 4, 2, 0.4
+    own = [np.arange(1000.0) + rank for rank in range(size)]
+    kept = np.empty(1000)
+
+    def rank_main(comm: MemoryComm) -> Any:
+        group = group_of(comm)
+        if comm.rank == silent:
+            if moment != "before":
+                group.post([address_of(kept), address_of(own[silent])])
+            if moment == "summed":
+                group.advance(1)
+            return None
+        start_s = time.monotonic()
+        with pytest.raises(
+            KVTimeoutError, match=f"key 7.*on MPI rank {comm.rank} of 4: MPI rank 2 {problem} within"
+        ) as e:
+            shared_allreduce(
+                group, [own[comm.rank]], np.empty(1000), "float64", block_bytes=1 << 16, deadline=Deadline(timeout_s),
+                label="push of key 7", scratch=scratch,
+            )  # fmt: skip
+        assert timeout_s <= time.monotonic() - start_s < 2 * timeout_s
+        return str(e.value)
+
+    run_ranks(size, rank_main)
+
+
+def test_after_a_failure_the_communicator_is_unusable(run_ranks: RunRanks) -> None:
+    own = [np.ones(1000, "f4") for _ in range(3)]
+
+    def rank_main(comm: MemoryComm) -> None:
+        collectives = Collectives(comm, "shared")
+        buffer = own[comm.rank]
+        collectives.allreduce(on_host([buffer], "float32"), buffer, "float32", Deadline(TIMEOUT_S), "first")
+        if comm.rank == 1:
+            return
+        with pytest.raises(KVTimeoutError, match="MPI rank 1 did not start"):
+            collectives.allreduce(on_host([buffer], "float32"), buffer, "float32", Deadline(0.2), "second")
+        with pytest.raises(PeerLostError, match="unusable since"):
+            collectives.allreduce(on_host([buffer], "float32"), buffer, "float32", Deadline(0.2), "third")
+
+    run_ranks(3, rank_main)
+    assert (own[1] == 3).all()
