@@ -6,7 +6,7 @@
 Rows: ``auto``, ``ring``, ``mpi``, ``naive`` are algorithms of ``kvmpi.collectives``; ``store`` is ``kv.pushpull`` on an
 ``mpi`` store; ``MPI_Allreduce`` is mpi4py's call; ``gloo`` is torch.distributed, when torch is there; ``agree`` is the
 agreement alone, which every call of a store begins with. All rows copy: from one buffer into another, except gloo's
-and those named ``NAME:in``, which sum in place.
+and those named ``NAME:in``, which sum in place; ``NAME:empty`` takes its input from memory of ``kv.empty``.
 
 Every row is verified with rank-dependent integers before it is timed; a wrong element makes the exit status 1. The
 time of an iteration is that of the slowest rank, after a barrier; rank 0 fixes the number of iterations. The rows of a
@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 import kvmpi
 from kvmpi import arrays
-from kvmpi.collectives import ALGORITHMS, Call, Collectives, Entry, mpi_comm
+from kvmpi.collectives import ALGORITHMS, Call, Collectives, Entry, arena, mpi_comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 
@@ -53,8 +53,12 @@ class Contestant:
 
     def __init__(self, name: str, count: int, dtype: str) -> None:
         self.name = name
-        self.source = np.zeros(count, arrays.DTYPES[dtype])
-        self.out = self.source if name.endswith(":in") else np.zeros(count, arrays.DTYPES[dtype])
+        _, *how = name.split(":")
+        self.source = arena.own().empty(count, arrays.DTYPES[dtype]) if "empty" in how else None
+        if self.source is None:
+            self.source = np.empty(count, arrays.DTYPES[dtype])
+        self.source[:] = 0
+        self.out = self.source if "in" in how else np.zeros(count, arrays.DTYPES[dtype])
 
     def run(self) -> None:
         raise NotImplementedError
@@ -136,7 +140,7 @@ class Gloo(Contestant):
 
 
 KINDS: dict[str, type[Contestant]] = {
-    **{name: OurAlgorithm for name in ALGORITHMS}, "store": Store,
+    **dict.fromkeys(ALGORITHMS, OurAlgorithm), "store": Store,
     "MPI_Allreduce": RawMpi, "gloo": Gloo, "agree": Agreement,
 }  # fmt: skip
 
@@ -240,7 +244,7 @@ def in_bytes(text: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="how fast sums over workers are")
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M", help="bytes of a rank's buffer, e.g. 0,4K,1M")
-    parser.add_argument("--algorithms", default="ring,mpi,auto,naive,store,MPI_Allreduce,gloo", help="rows, see above")
+    parser.add_argument("--algorithms", default="auto,shared,ring,mpi,store,MPI_Allreduce,gloo", help="rows, see above")
     parser.add_argument("--dtype", default="float32", choices=list(arrays.DTYPES))
     parser.add_argument("--seconds", type=float, default=0.5, help="time for one row")
     parser.add_argument("--json", metavar="FILE", help="append one JSON line per row to this file")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -188,8 +189,12 @@ def write(array: Any, flat: Buffer) -> None:
             cupy.cuda.get_current_stream().synchronize()  # from here on, flat belongs to the caller
 
 
-def empty(shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
+def empty(
+    shape: tuple[int, ...], dtype: Any, device: str | None = None, allocate: Callable[[int, str], Buffer] | None = None
+) -> Any:
     """An uninitialised array: a torch tensor for a torch dtype or bfloat16, a CuPy array on a device, else NumPy.
+
+    ``allocate(count, dtype)`` gives the memory where that is the host's.
 
     Raises:
         DTypeMismatchError: a dtype that kvmpi does not carry.
@@ -199,7 +204,10 @@ def empty(shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
     name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)
     if name not in DTYPES:
         raise DTypeMismatchError(f"dtype {dtype} is not carried; use one of {', '.join(DTYPES)}")
-    if of_torch or name == "bfloat16":
+    like = "torch" if of_torch or name == "bfloat16" else "numpy"
+    if device in (None, "cpu") and allocate is not None:
+        return wrap(allocate(math.prod(shape), name), shape, name, like)
+    if like == "torch":
         import torch as installed
 
         return installed.empty(shape, dtype=getattr(installed, name), device=device or "cpu")

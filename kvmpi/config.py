@@ -40,7 +40,7 @@ class Config:
     on_client_loss: str = _setting("fail", "what synchronous rounds do when a client dies", ("fail",))
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")
-    allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "ring", "mpi", "naive"))
+    allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "shared", "ring", "mpi", "naive"))
     ring_chunk_bytes: int = _setting(512 << 10, "bytes of one piece of a ring's segment")
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
     chunk_bytes: int = _setting(2 * MIB, "bytes of one message between master and server")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives import cross_memory
+from kvmpi.collectives.arena import TOKEN_BYTES, own
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cross_memory import CrossMemory, address_of
 from kvmpi.collectives.waiting import Patience, wait_all
@@ -23,28 +23,40 @@ from kvmpi.machine import host_name
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 
-#: Addresses that a rank can post for one call.
-MAX_ADDRESSES = 9
+#: Buffers that a rank can post for one call.
+MAX_BUFFERS = 9
 _TAG_INVITE = 7
 _TAG_JOINED = 8
-_PAGE_BYTES = 4096
+_PAGE_WORDS = 64
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
-_POSTED, _ADDRESSES, _PROGRESS, _FINISHED, _TOKEN = 0, 1, 16, 32, 48
+_POSTED, _PLACES, _PROGRESS, _FINISHED = 0, 1, 16, 32
 _BLOCK_BITS = 32
+#: Marks a place in a rank's arena; other places are addresses in its memory, which end below that bit.
+_IN_ARENA = 1 << 63
+
+#: A whole vector of another rank: mapped, or the address from which it can be read.
+Remote = Buffer | int
+
+
+class _Peer(NamedTuple):
+    words: Words
+    arena: Buffer
+    memory: CrossMemory
 
 
 class HostGroup:
     """One rank's view of all ranks of ``comm``. Calls must be the same, in the same order, on every rank.
 
-    A call goes: ``post`` where this rank's memory is; ``await_posts``; read from the others while ``advance`` and
+    A call goes: ``post`` where this rank's vectors are; ``await_posts``; read from the others while ``advance`` and
     ``blocks_of`` tell how far each rank's results are; ``finish``, after which nobody reads here any more.
     """
 
-    def __init__(self, rank: int, pages: list[Words], memories: list[CrossMemory]) -> None:
-        self.rank, self.size = rank, len(pages)
-        self._pages, self._memories = pages, memories
-        self._mine = pages[rank]
+    def __init__(self, rank: int, peers: list[_Peer]) -> None:
+        self.rank, self.size = rank, len(peers)
+        self._peers = peers
+        self._pages = [peer.words for peer in peers]
+        self._mine = self._pages[rank]
         self._call = 0
         self._order = threading.Lock()
 
@@ -53,17 +65,24 @@ class HostGroup:
         with self._order:
             pass
 
-    def post(self, addresses: Sequence[int]) -> None:
-        """Begin a call: others may read from ``addresses`` until ``finish``."""
-        assert len(addresses) <= MAX_ADDRESSES
+    def post(self, buffers: Sequence[Buffer]) -> None:
+        """Begin a call: others may read from ``buffers`` until ``finish``."""
+        assert len(buffers) <= MAX_BUFFERS
         self._call += 1
-        self._mine[_ADDRESSES : _ADDRESSES + len(addresses)] = addresses
+        for i, buffer in enumerate(buffers):
+            offset = own().offset_of(buffer)
+            self._mine[_PLACES + i] = address_of(buffer) if offset is None else offset | _IN_ARENA
         self._fence()
         self._mine[_POSTED] = self._call
 
-    def addresses_of(self, rank: int, count: int) -> list[int]:
-        """What ``rank`` has posted."""
-        return [int(word) for word in self._pages[rank][_ADDRESSES : _ADDRESSES + count]]
+    def remotes_of(self, rank: int, num_buffers: int, like: Buffer) -> list[Remote]:
+        """What ``rank`` has posted: buffers with as many elements as ``like``, and its dtype."""
+        found: list[Remote] = []
+        for word in map(int, self._pages[rank][_PLACES : _PLACES + num_buffers]):
+            start = word & ~_IN_ARENA
+            mapped = self._peers[rank].arena[start : start + like.nbytes] if word & _IN_ARENA else None
+            found.append(word if mapped is None else mapped.view(like.dtype))
+        return found
 
     def advance(self, num_blocks: int) -> None:
         """So many blocks of this rank's results can be read."""
@@ -76,9 +95,19 @@ class HostGroup:
         self._fence()
         return blocks if call == self._call else 0
 
-    def read(self, rank: int, address: int, into: Buffer) -> None:
-        """Copy from memory of ``rank``; see ``CrossMemory.read``."""
-        self._memories[rank].read(address, into)
+    def fetch(self, rank: int, remote: Remote, part: slice, into: Buffer) -> Buffer:
+        """The elements ``part`` of a vector of ``rank``: where they are, or copied to ``into``."""
+        if not isinstance(remote, int):
+            return remote[part]
+        self.read(rank, remote, part, into)
+        return into
+
+    def read(self, rank: int, remote: Remote, part: slice, into: Buffer) -> None:
+        """Copy the elements ``part`` of a vector of ``rank``; see ``CrossMemory.read``."""
+        if isinstance(remote, int):
+            self._peers[rank].memory.read(remote + part.start * into.itemsize, into)
+        else:
+            np.copyto(into, remote[part])
 
     def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: str) -> None:
         """Return when ``ranks`` have posted.
@@ -124,77 +153,91 @@ def form(comm: Comm, deadline: Deadline) -> HostGroup | str:
     Raises:
         KVTimeoutError: a rank did not take part.
     """
-    page, why_not = _page()
-    token = np.frombuffer(secrets.token_bytes(16), np.uint64).copy()
-    invitation = np.zeros(7, np.uint64)
-    if page is not None:
-        words, fd = page
-        words[_TOKEN : _TOKEN + 2] = token
-        digest = hashlib.sha256(host_name().encode()).digest()
-        invitation[:] = [*np.frombuffer(digest[:16], np.uint64), os.getpid(), fd, *token, address_of(token)]
-    invitations = _exchange(comm, invitation, _TAG_INVITE, deadline)
+    invitation = np.zeros(9, np.uint64)
     group: HostGroup | None = None
+    page, why_not = None, ""
+    try:
+        page = _page()
+        mine = own()
+        host = np.frombuffer(hashlib.sha256(host_name().encode()).digest()[:16], np.uint64)
+        place = [mine.pid, mine.fd, mine.size_bytes, mine.address, mine.offset_of(page)]
+        invitation[:] = [*host, *place, *mine.token]
+    except OSError as error:
+        why_not = str(error)
+    invitations = _exchange(comm, invitation, _TAG_INVITE, deadline)
     if page is not None:
         try:
-            group = _join(comm.rank, page[0], invitations)
+            group = _join(comm.rank, page, invitations)
         except OSError as error:
             why_not = str(error)
-        except _Elsewhere as error:
-            why_not = str(error)
     joined = _exchange(comm, np.array([group is not None], np.uint64), _TAG_JOINED, deadline)
-    if page is not None:
-        os.close(page[1])  # everybody has mapped it, or never will
     outside = [rank for rank, answer in enumerate(joined) if not answer[0]]
     if group is not None and not outside:
         return group
     return why_not or f"MPI rank {outside[0]} cannot read from all others"
 
 
-class _Elsewhere(Exception):
-    pass
+#: Never used again: a rank that is done cannot know whether others have seen its last word yet.
+_pages: list[Words] = []
 
 
-def _page() -> tuple[tuple[Words, int] | None, str]:
-    """A page of shared memory that no name refers to, so that nothing is left behind whatever ends this process."""
-    if not cross_memory.available() or not hasattr(os, "memfd_create"):
-        return None, "this system has no cross-memory attach"
-    try:
-        fd = os.memfd_create("kvmpi", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _PAGE_BYTES)
-        cross_memory.admit_peers()
-        return (_map(fd), fd), ""
-    except OSError as error:
-        return None, f"no shared memory: {error}"
+def _page() -> Words:
+    """Zeroed counters in this process's arena."""
+    if not cross_memory.available():
+        raise OSError("this system has no cross-memory attach")
+    cross_memory.admit_peers()
+    page = own().empty(_PAGE_WORDS, np.dtype(np.uint64))
+    if page is None:
+        raise OSError("the arena of shared memory is full")
+    page[:] = 0
+    _pages.append(page)
+    return page
 
 
-def _map(fd: int) -> Words:
-    return np.frombuffer(mmap.mmap(fd, _PAGE_BYTES), np.uint64)
-
-
-def _join(rank: int, own: Words, invitations: list[Words]) -> HostGroup:
-    mine = invitations[rank]
-    pages, memories = [], []
+def _join(rank: int, page: Words, invitations: list[Words]) -> HostGroup:
+    """Raises OSError: not all ranks can be read from."""
+    peers = []
     for peer, invitation in enumerate(invitations):
-        if (invitation[:2] != mine[:2]).any():
-            raise _Elsewhere(f"MPI ranks {rank} and {peer} are on different hosts")
-        pid, fd, address = int(invitation[2]), int(invitation[3]), int(invitation[6])
+        if (invitation[:2] != invitations[rank][:2]).any():
+            raise OSError(f"MPI ranks {rank} and {peer} are on different hosts")
+        pid, fd, size_bytes, address, offset = map(int, invitation[2:7])
         memory = CrossMemory(pid)
-        if peer == rank:
-            page = own
-        else:
-            peer_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-            try:
-                page = _map(peer_fd)
-            finally:
-                os.close(peer_fd)
         seen = np.zeros(2, np.uint64)
         memory.read(address, seen)
+        mapped = _mapped(pid, fd, size_bytes, invitation[7:9])
         # The same process number may mean another process, where ranks live in containers of their own.
-        if (seen != invitation[4:6]).any() or (page[_TOKEN : _TOKEN + 2] != invitation[4:6]).any():
-            raise _Elsewhere(f"MPI ranks {rank} and {peer} do not see the same processes")
-        pages.append(page)
-        memories.append(memory)
-    return HostGroup(rank, pages, memories)
+        if mapped is None or (seen != invitation[7:9]).any():
+            raise OSError(f"MPI ranks {rank} and {peer} do not see the same processes")
+        words = page if peer == rank else mapped[offset : offset + _PAGE_WORDS * 8].view(np.uint64)
+        peers.append(_Peer(words, mapped, memory))
+    return HostGroup(rank, peers)
+
+
+#: Other processes' arenas, by process and token: each is mapped once, however many groups there are.
+_arenas: dict[tuple[int, bytes], Buffer] = {}
+_arenas_lock = threading.Lock()
+
+
+def _mapped(pid: int, fd: int, size_bytes: int, token: Words) -> Buffer | None:
+    """The arena of process ``pid`` as bytes; None if what is there is something else."""
+    mine = own()
+    if pid == mine.pid:
+        return mine.bytes if (mine.token == token).all() else None
+    with _arenas_lock:
+        known = _arenas.get((pid, token.tobytes()))
+        if known is not None:
+            return known
+        peer_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        try:
+            if os.fstat(peer_fd).st_size != size_bytes:
+                return None
+            mapped = np.frombuffer(mmap.mmap(peer_fd, size_bytes), np.uint8)
+        finally:
+            os.close(peer_fd)
+        if (mapped[:TOKEN_BYTES].view(np.uint64) != token).any():
+            return None
+        _arenas[pid, token.tobytes()] = mapped
+        return mapped
 
 
 def _exchange(comm: Comm, mine: Words, tag: int, deadline: Deadline) -> list[Words]:

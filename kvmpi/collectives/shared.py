@@ -1,7 +1,8 @@
 """Allreduce and broadcast among the ranks of one host, each reading straight from the others' memory.
 
 Every rank sums one segment of the result, block by block while a block is in its cache, out of all ranks' vectors; then
-it copies the other segments from where their ranks have put them, as far as these are. No rank's data is staged.
+it copies the other segments from where their ranks have put them, as far as these are. No rank's data is staged; what
+lies in an ``Arena`` is mapped, and read without a system call.
 
 Cost per rank for S bytes: (P-1)/P * S read and added, (P-1)/P * S copied; three latencies. A segment is added in rank
 order from its owner on, each vector by itself: the same bits on every rank and in every run, and those of ``ring``.
@@ -15,15 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.cross_memory import address_of
-from kvmpi.collectives.host_group import MAX_ADDRESSES, HostGroup
+from kvmpi.collectives.host_group import MAX_BUFFERS, HostGroup, Remote
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
-MAX_VECTORS = MAX_ADDRESSES - 1
+MAX_VECTORS = MAX_BUFFERS - 1
 #: A block and what is added to it stay in a core's cache.
 BLOCK_BYTES = 256 << 10
 
@@ -47,9 +47,9 @@ def shared_allreduce(
     others = [(rank + i) % size for i in range(1, size)]
     block_count = max(1, block_bytes // itemsize)
     segments = segment_bounds(out.size, size)
-    group.post([address_of(out), *(address_of(source) for source in sources)])
+    group.post([out, *sources])
     group.await_posts(others, deadline, what)
-    posted = {peer: group.addresses_of(peer, 1 + len(sources)) for peer in others}
+    posted = {peer: group.remotes_of(peer, 1 + len(sources), out) for peer in others}
 
     start, stop = segments[rank]
     longest = min(block_count, stop - start)
@@ -67,12 +67,12 @@ def shared_allreduce(
 
 
 def _sum_block(
-    group: HostGroup, posted: dict[int, list[int]], sources: Sequence[Buffer], out: Buffer, block: slice, dtype: str,
+    group: HostGroup, posted: dict[int, list[Remote]], sources: Sequence[Buffer], out: Buffer, block: slice, dtype: str,
     incoming: Buffer, wide: Buffer,
 ) -> None:  # fmt: skip
     """``out[block]`` becomes the sum of all vectors of all ranks, this rank's first."""
-    count, offset = block.stop - block.start, block.start * out.itemsize
-    target, term = out[block], incoming[:count]
+    count = block.stop - block.start
+    target = out[block]
     half = dtype in host.HALF
     if half:
         total = wide[:count]
@@ -84,9 +84,9 @@ def _sum_block(
         for source in sources[1:]:
             np.add(total, source[block], out=target)
             total = target
-    for peer, addresses in posted.items():
-        for address in addresses[1:]:
-            group.read(peer, address + offset, term)
+    for peer, remotes in posted.items():
+        for remote in remotes[1:]:
+            term = group.fetch(peer, remote, block, incoming[:count])
             if half:
                 host.add_widened(total, "float32", term, dtype)
             else:
@@ -97,7 +97,7 @@ def _sum_block(
 
 
 def _gather(
-    group: HostGroup, peer: int, address: int, out: Buffer, segment: tuple[int, int], block_count: int,
+    group: HostGroup, peer: int, remote: Remote, out: Buffer, segment: tuple[int, int], block_count: int,
     deadline: Deadline, what: str,
 ) -> None:  # fmt: skip
     """Copy ``peer``'s segment of the result, block by block as they are done."""
@@ -106,7 +106,7 @@ def _gather(
     while start < stop:
         ready = min(segment[0] + group.blocks_of(peer) * block_count, stop)
         if ready > start:
-            group.read(peer, address + start * out.itemsize, out[start:ready])
+            group.read(peer, remote, slice(start, ready), out[start:ready])
             start = ready
             patience.progress()
         else:
@@ -116,10 +116,10 @@ def _gather(
 def shared_broadcast(group: HostGroup, buffer: Buffer, root: int, *, deadline: Deadline, label: str) -> None:
     """Copy ``buffer`` of ``root`` to every rank, each reading it for itself. Raises as ``shared_allreduce``."""
     what = f"{label}: broadcast"
-    group.post([address_of(buffer)])
+    group.post([buffer])
     if group.rank == root:
         group.finish([rank for rank in range(group.size) if rank != root], deadline, what)
         return
     group.await_posts([root], deadline, what)
-    group.read(root, group.addresses_of(root, 1)[0], buffer)
+    group.read(root, group.remotes_of(root, 1, buffer)[0], slice(0, buffer.size), buffer)
     group.finish([], deadline, what)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import Vector
+from kvmpi.collectives import arena, cross_memory
 from kvmpi.collectives.agreement import Call, verdict
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup, form
@@ -23,7 +24,7 @@ from kvmpi.trace import Recorder
 
 Buffer = npt.NDArray[Any]
 
-ALGORITHMS = ("auto", "ring", "shared", "mpi", "naive")
+ALGORITHMS = ("auto", "shared", "ring", "mpi", "naive")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
 #: Up to this size the library's own allreduce has the lower latency (benchmarks/allreduce.py).
@@ -64,6 +65,17 @@ class Collectives:
     def broken(self) -> bool:
         """Whether a peer was lost, so that nothing more can be exchanged."""
         return self._broken is not None
+
+    def empty(self, count: int, dtype: str) -> Buffer:
+        """Uninitialised host memory of shape ``(count,)`` in storage dtype, which other ranks can read directly."""
+        if self.size > 1 and self._algorithm in ("auto", "shared") and cross_memory.available():
+            try:
+                found = arena.own().empty(count, host.STORAGE[dtype])
+            except OSError:
+                found = None  # ordinary memory will do
+            if found is not None:
+                return found
+        return host.empty(count, dtype)
 
     def agree(self, call: Call, deadline: Deadline) -> None:
         """Return when every rank has made the same call; raises what ``agreement.verdict`` returns or raises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ def main(role: str) -> int:
     config = Config.from_env()
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
     context = new_context()
+    gc.freeze()  # what was imported stays: the collector need not look through it again and again
     try:
         if role == "scheduler":
             scheduler = SchedulerDaemon(config)

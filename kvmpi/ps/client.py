@@ -139,6 +139,7 @@ class PsClient:
         if self._link.is_open:
             asks = [*(Ask(server, m.Bye, ()) for server in range(self._num_joined)), Ask(SCHEDULER, m.Leave, ())]
             short = Deadline(min(deadline.remaining_s(), _GOODBYE_S))
+            self._link.stop_heartbeats()
             try:
                 # Whatever is still queued goes first.
                 self._start(f"client {self._client} leaves", asks, short, priority=-(1 << 62)).wait()

@@ -156,8 +156,11 @@ class KVStore(StoreCore, ABC):
         self.barrier()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:
-        """An uninitialised array in memory that the collectives use without a copy."""
-        return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device)
+        """An uninitialised array in memory that the collectives use without a copy: torch's for a torch dtype.
+
+        The workers of one host read each other's arrays in it directly. It is freed with its last view.
+        """
+        return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, self._reduce.empty)
 
     # ---- update rules
 

@@ -41,7 +41,7 @@ Buffer = npt.NDArray[Any]
 T = TypeVar("T")
 
 #: Up to here a copy in the thread at hand costs less than a hand-over to another.
-INLINE_BYTES = 1 << 20
+INLINE_BYTES = 8 << 20
 
 
 @dataclass(slots=True)

@@ -65,6 +65,26 @@ def large_sums() -> None:
     comm.free()
 
 
+def mapped_sums() -> None:
+    """Arrays that other processes have mapped, made anew between the sums, beside arrays that they have not."""
+    comm = mpi_comm.world()
+    collectives = Collectives(comm, "shared")
+    for turn in range(12):
+        count = [300_000, 17, 1_000_003][turn % 3]
+        made = [collectives.empty(count, "float32"), np.empty(count, "f4"), collectives.empty(count, "float32")]
+        mine = made if (RANK + turn) % 2 else made[::-1]
+        for i, vector in enumerate(mine):
+            vector[:] = np.arange(count) % 1000 + RANK + i + turn
+        out = mine[0] if turn % 2 else collectives.empty(count, "float32")
+        collectives.allreduce(on_host(mine, "float32"), out, "float32", Deadline(TIMEOUT_S), "mapped")
+        exact = 3 * SIZE * (np.arange(count) % 1000 + turn) + 3 * sum(range(SIZE)) + 3 * SIZE
+        np.testing.assert_array_equal(out, exact)
+        out[:] = RANK
+        collectives.broadcast(out, turn % SIZE, Deadline(TIMEOUT_S), "mapped")
+        assert (out == turn % SIZE).all()
+    comm.free()
+
+
 def pieces() -> None:
     comm = mpi_comm.world()
     buffer = np.arange(1000, dtype="i8") + RANK
@@ -206,7 +226,7 @@ def absent_duplicate() -> None:
 
 
 def main(folder: Path) -> None:
-    checks = [sums, pieces, broadcasts, disagreements, two_threads, large_sums]
+    checks = [sums, mapped_sums, pieces, broadcasts, disagreements, two_threads, large_sums]
     for check in checks:
         check()
         assert not mpi_comm._under_way, f"{check.__name__} left requests behind"

@@ -13,8 +13,8 @@ from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.collectives import Collectives, cross_memory, host_group
-from kvmpi.collectives.cross_memory import CrossMemory, address_of
+from kvmpi.collectives import Collectives, arena, cross_memory, host_group
+from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.host_group import HostGroup, form
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.shared import shared_allreduce, shared_broadcast
@@ -32,14 +32,26 @@ def group_of(comm: MemoryComm) -> HostGroup:
     return group
 
 
+def placed(own: list[np.ndarray], mapped: int) -> list[np.ndarray]:
+    """The same vectors, those whose bit is set in memory that other ranks have mapped."""
+    found = []
+    for i, vector in enumerate(own):
+        block = arena.own().empty(vector.size, vector.dtype) if mapped >> i & 1 else None
+        if block is not None:
+            block[:] = vector
+        found.append(vector if block is None else block)
+    return found
+
+
 def scratch(count: int, dtype: np.dtype[Any]) -> np.ndarray:
     return np.full(count, 99, dtype)
 
 
 def reduce_shared(
-    group: HostGroup, own: list[np.ndarray], dtype: str, block_bytes: int, *, in_place: bool = False
-) -> np.ndarray:
-    out = own[0] if in_place else np.full_like(own[0], 77)
+    group: HostGroup, own: list[np.ndarray], dtype: str, block_bytes: int, *, in_place: bool = False,
+    out_mapped: bool = False,
+) -> np.ndarray:  # fmt: skip
+    out = own[0] if in_place else placed([np.full_like(own[0], 77)], int(out_mapped))[0]
     shared_allreduce(
         group, own, out, dtype, block_bytes=block_bytes, deadline=Deadline(TIMEOUT_S), label="test", scratch=scratch
     )
@@ -50,15 +62,20 @@ def reduce_shared(
 @given(
     size=st.integers(2, 6), count=st.integers(0, 700), num_vectors=st.integers(1, 8), block_bytes=st.integers(1, 600),
     in_place=st.booleans(), dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "int8", "int64"]),
+    mapped=st.lists(st.integers(0, 511), min_size=6, max_size=6),
 )  # fmt: skip
 def test_sums_of_any_shape_have_the_bits_of_the_ring(
-    run_ranks: RunRanks, size: int, count: int, num_vectors: int, block_bytes: int, in_place: bool, dtype: str
-) -> None:
+    run_ranks: RunRanks, size: int, count: int, num_vectors: int, block_bytes: int, in_place: bool, dtype: str,
+    mapped: list[int],
+) -> None:  # fmt: skip
     def rank_main(comm: MemoryComm) -> tuple[np.ndarray, np.ndarray]:
         own = vectors(comm.rank, num_vectors, count, dtype)
         ring = allreduce(comm, "ring", own, dtype, chunk_bytes=64)
+        own = placed(own, mapped[comm.rank])
         before = [vector.copy() for vector in own]
-        out = reduce_shared(group_of(comm), own, dtype, block_bytes, in_place=in_place)
+        out = reduce_shared(
+            group_of(comm), own, dtype, block_bytes, in_place=in_place, out_mapped=bool(mapped[comm.rank] >> 8)
+        )
         for i in range(in_place, num_vectors):
             np.testing.assert_array_equal(own[i], before[i], err_msg=f"vector {i} of rank {comm.rank} was changed")
         return out, ring
@@ -177,7 +194,7 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
         group = group_of(comm)
         if comm.rank == silent:
             if moment != "before":
-                group.post([address_of(kept), address_of(own[silent])])
+                group.post([kept, own[silent]])
             if moment == "summed":
                 group.advance(1)
             return None

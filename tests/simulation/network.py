@@ -143,6 +143,9 @@ class SimulatedLink:
     def join_servers(self, endpoints: Sequence[str]) -> None:
         assert len(endpoints) == self._num_servers
 
+    def stop_heartbeats(self) -> None:
+        pass
+
     def now_s(self) -> float:
         return self._network.now_s
 

@@ -43,6 +43,15 @@ def test_every_worker_gets_the_same_bits(job, algorithm):
     assert lines(again, "bits") == found
 
 
+@pytest.mark.parametrize(("options", "names"), [
+    ("-n 3 -c 1 -s 1", ["mpi", "dist_sync_mpi"]), ("-n 2 -c 2 -s 1", ["dist_sync_mpi"]),
+])  # fmt: skip
+def test_arrays_of_the_store(job, options, names):
+    done = job(options, PROGRAMS / "empty.py", *names)
+    for name in names:
+        assert done.stdout.count(f"empty {name} right") == int(options.split()[1])
+
+
 @pytest.mark.parametrize("options", ["-n 1 -c 1 -s 2", "-n 3 -c 3 -s 2", "-n 4 -c 2 -s 2"])
 def test_a_push_fetches_the_value_for_the_pull_behind_it(job, tmp_path, options):
     done = job(options, PROGRAMS / "ahead.py", tmp_path / "saved")
