@@ -27,10 +27,8 @@ Buffer = npt.NDArray[Any]
 ALGORITHMS = ("auto", "shared", "ring", "mpi", "naive")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
-#: Up to this size the library's own allreduce has the lower latency (benchmarks/allreduce.py).
-_AUTO_MPI_BYTES = 256 << 10
-#: From this size on ranks of one host read from each other's memory.
-_AUTO_SHARED_BYTES = 512 << 10
+#: Up to this size messages have the lower latency, and MPI's own allreduce the lowest (benchmarks/allreduce.py).
+_AUTO_SMALL_BYTES = 256 << 10
 
 
 class Collectives:
@@ -105,8 +103,8 @@ class Collectives:
 
     def _allreduce(self, terms: _HostTerms, dtype: str, deadline: Deadline, label: str) -> None:
         algorithm = self._algorithm
-        group: HostGroup | str = ""
-        if algorithm == "shared" or (algorithm == "auto" and terms.out.nbytes >= _AUTO_SHARED_BYTES):
+        small = terms.out.nbytes <= _AUTO_SMALL_BYTES
+        if algorithm == "shared" or (algorithm == "auto" and not small):
             group = self._host_group(deadline)
             if isinstance(group, HostGroup):
                 shared_allreduce(
@@ -117,7 +115,6 @@ class Collectives:
             if algorithm == "shared":
                 raise UnsupportedError(f"{label}: allreduce algorithm 'shared': {group}")
         if algorithm == "auto":
-            small = terms.out.size * terms.accumulate.itemsize <= _AUTO_MPI_BYTES
             algorithm = "mpi" if small else "ring"
         if algorithm == "ring":
             max_chunk_count = max(1, self._chunk_bytes // terms.accumulate.itemsize)
@@ -169,7 +166,7 @@ class Collectives:
             if self._algorithm == "naive":
                 self._guarded(lambda: naive_broadcast(self._comm, buffer, root, deadline, label))
                 return
-            if self._algorithm == "shared" or (self._algorithm == "auto" and buffer.nbytes >= _AUTO_SHARED_BYTES):
+            if self._algorithm == "shared" or (self._algorithm == "auto" and buffer.nbytes > _AUTO_SMALL_BYTES):
                 group = self._guarded(lambda: self._host_group(deadline))
                 if isinstance(group, HostGroup):
                     self._guarded(lambda: shared_broadcast(group, buffer, root, deadline=deadline, label=label))
