@@ -102,7 +102,9 @@ def elastic_averaging(store: str) -> None:
         total.pushpull(0, weights)
         found = weights + flat(elastic.pull_center())
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        assert not torch.allclose(flat(model.parameters()), start), "nothing was exchanged"
+        # Client 0 starts at the center, and stays there if it is through before any other begins.
+        moved = not torch.allclose(flat(model.parameters()), start)
+        assert moved or kv.client_rank == 0, "nothing was exchanged"
 
 
 def diloco_that_averages(store: str) -> None:
