@@ -80,6 +80,8 @@ class Arena:
         return None
 
     def _give(self, start: int, nbytes: int) -> None:
+        if os.getpid() != self.pid:
+            return  # a forked child drops its references: the memory is still its parent's
         # The garbage collector calls this at any moment, also in the middle of _take: it must not wait for the lock.
         self._returned.append((start, nbytes))
         while self._returned and self._lock.acquire(blocking=False):
@@ -121,7 +123,7 @@ class _Block:
 
 
 _lock = threading.Lock()
-_mine: Arena | None = None
+_mine: Arena | None = None  # in a forked child still the parent's, whose blocks it may refer to
 _refused: OSError | None = None
 
 

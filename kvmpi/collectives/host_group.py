@@ -30,7 +30,7 @@ _TAG_JOINED = 8
 _PAGE_WORDS = 64
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
-_POSTED, _PLACES, _PROGRESS, _FINISHED = 0, 1, 16, 32
+_POSTED, _NUM_PLACES, _PLACES, _PROGRESS, _FINISHED = 0, 1, 2, 16, 32
 _BLOCK_BITS = 32
 #: Marks a place in a rank's arena; other places are addresses in its memory, which end below that bit.
 _IN_ARENA = 1 << 63
@@ -69,16 +69,18 @@ class HostGroup:
         """Begin a call: others may read from ``buffers`` until ``finish``."""
         assert len(buffers) <= MAX_BUFFERS
         self._call += 1
+        self._mine[_NUM_PLACES] = len(buffers)
         for i, buffer in enumerate(buffers):
             offset = own().offset_of(buffer)
             self._mine[_PLACES + i] = address_of(buffer) if offset is None else offset | _IN_ARENA
         self._fence()
         self._mine[_POSTED] = self._call
 
-    def remotes_of(self, rank: int, num_buffers: int, like: Buffer) -> list[Remote]:
+    def remotes_of(self, rank: int, like: Buffer) -> list[Remote]:
         """What ``rank`` has posted: buffers with as many elements as ``like``, and its dtype."""
         found: list[Remote] = []
-        for word in map(int, self._pages[rank][_PLACES : _PLACES + num_buffers]):
+        words = self._pages[rank]
+        for word in map(int, words[_PLACES : _PLACES + int(words[_NUM_PLACES])]):
             start = word & ~_IN_ARENA
             mapped = self._peers[rank].arena[start : start + like.nbytes] if word & _IN_ARENA else None
             found.append(word if mapped is None else mapped.view(like.dtype))

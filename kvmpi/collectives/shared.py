@@ -35,7 +35,7 @@ def shared_allreduce(
     """Sum all vectors of all ranks into ``out`` of every rank.
 
     Args:
-        sources: 1 to ``MAX_VECTORS`` vectors of shape ``(count,)``, as many on every rank; ``out`` may be the first.
+        sources: 1 to ``MAX_VECTORS`` vectors of shape ``(count,)``; ``out`` may be the first.
         block_bytes: the same on every rank.
         scratch: ``scratch(count, dtype)`` gives memory that is free during the call.
     Raises:
@@ -49,7 +49,7 @@ def shared_allreduce(
     segments = segment_bounds(out.size, size)
     group.post([out, *sources])
     group.await_posts(others, deadline, what)
-    posted = {peer: group.remotes_of(peer, 1 + len(sources), out) for peer in others}
+    posted = {peer: group.remotes_of(peer, out) for peer in others}
 
     start, stop = segments[rank]
     longest = min(block_count, stop - start)
@@ -121,5 +121,5 @@ def shared_broadcast(group: HostGroup, buffer: Buffer, root: int, *, deadline: D
         group.finish([rank for rank in range(group.size) if rank != root], deadline, what)
         return
     group.await_posts([root], deadline, what)
-    group.read(root, group.remotes_of(root, 1, buffer)[0], slice(0, buffer.size), buffer)
+    group.read(root, group.remotes_of(root, buffer)[0], slice(0, buffer.size), buffer)
     group.finish([], deadline, what)

@@ -95,6 +95,20 @@ def test_no_room_and_memory_of_others() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_forked_child_that_drops_an_array_leaves_the_parents_memory_alone() -> None:
+    """As a DataLoader's worker does."""
+    arena = Arena(16 << 20)
+    block = arena.empty(1 << 20, F4)
+    block[:] = 3
+    if (pid := os.fork()) == 0:
+        del block
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert (block == 3).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
 def test_a_forked_child_has_an_arena_of_its_own() -> None:
     mine = own()
     assert own() is mine

@@ -85,6 +85,25 @@ def test_sums_of_any_shape_have_the_bits_of_the_ring(
     assert len({result.tobytes() for pair in outs for result in pair}) == 1
 
 
+def test_ranks_may_have_different_numbers_of_vectors(run_ranks: RunRanks) -> None:
+    """In several calls: what a rank posted for an earlier one must not be taken for a vector of this one."""
+    size = 3
+    numbers = [[1, 2, 3], [8, 1, 1], [1, 1, 5]]
+
+    def rank_main(comm: MemoryComm) -> list[np.ndarray]:
+        group = group_of(comm)
+        return [
+            reduce_shared(group, vectors(comm.rank, of[comm.rank], 999, "float32"), "float32", 256) for of in numbers
+        ]
+
+    outs = run_ranks(size, rank_main)
+    for call, of in enumerate(numbers):
+        assert_is_sum(
+            outs[0][call], [v for rank in range(size) for v in vectors(rank, of[rank], 999, "float32")], "float32"
+        )
+        assert len({out[call].tobytes() for out in outs}) == 1
+
+
 def test_many_calls_of_one_group_in_any_order(run_ranks: RunRanks) -> None:
     """Ranks run apart: whoever is ahead must not be taken for a rank of the call before."""
     size, num_calls = 4, 120
