@@ -206,23 +206,29 @@ def silence(folder: Path) -> None:
     assert mpi_comm._under_way
     (folder / f"done{RANK}").touch()
     if RANK == 0:
-        deadline = Deadline(TIMEOUT_S)
-        while not all((folder / f"done{rank}").exists() for rank in range(silent)):
-            assert not deadline.expired(), "other ranks did not get their errors"
-            time.sleep(0.02)
+        all_there(folder, "done", silent)
         os.kill(int((folder / f"pid{silent}").read_text()), signal.SIGCONT)
 
 
-def absent_duplicate() -> None:
+def absent_duplicate(folder: Path) -> None:
     """A rank that does not create its store is a timeout on the others, not a hang."""
     comm = mpi_comm.world(0.5)
     WORLD.Barrier()
     if RANK == SIZE - 1:
-        time.sleep(0.8)
+        all_there(folder, "alone", SIZE - 1)
         comm.duplicate()
     else:
         with pytest.raises(KVTimeoutError, match=f"communicator on MPI rank {RANK} of {SIZE}"):
             comm.duplicate()
+        (folder / f"alone{RANK}").touch()
+
+
+def all_there(folder: Path, name: str, num_ranks: int) -> None:
+    """Return when the first ``num_ranks`` ranks have left a file of this name: MPI, which is tested, cannot tell."""
+    deadline = Deadline(TIMEOUT_S)
+    while not all((folder / f"{name}{rank}").exists() for rank in range(num_ranks)):
+        assert not deadline.expired(), f"other ranks did not get their errors: {name}"
+        time.sleep(0.02)
 
 
 def main(folder: Path) -> None:
@@ -231,7 +237,7 @@ def main(folder: Path) -> None:
         check()
         assert not mpi_comm._under_way, f"{check.__name__} left requests behind"
     silence(folder)
-    absent_duplicate()
+    absent_duplicate(folder)
     found = WORLD.gather(digest.hexdigest())
     if RANK == 0:
         assert len(set(found)) == 1, "ranks got different bits"

@@ -66,8 +66,9 @@ def test_mistakes_of_clients_of_one(job):
         ("-n 3 -c 3 -s 2", "dist_sync", {0, 1}, "waits for client 2"),
     ],
 )
-def test_a_worker_that_never_comes_is_named(options, store, others, named):
-    done = run_job(options, PROGRAMS / "absent.py", store, timeout_s=60, settings={"timeout_s": 3})
+def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, named):
+    arguments = (store, tmp_path, ",".join(map(str, others)))
+    done = run_job(options, PROGRAMS / "absent.py", *arguments, timeout_s=60, settings={"timeout_s": 3})
     assert done.returncode == 1
     late = dict(re.findall(r"^\[worker (\d+)\] late after [0-9.]+ s: (.*)$", done.stdout, re.MULTILINE))
     assert {int(worker) for worker in late} >= others, done.stdout + done.stderr

@@ -1,7 +1,11 @@
-"""The last worker never makes the call: all others end in KVTimeoutError that names it."""
+"""The last worker never makes the call: all others end in KVTimeoutError that names it.
+
+``absent.py STORE FOLDER WORKERS``: the launcher ends the job with the first of us, so all wait in FOLDER for WORKERS.
+"""
 
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -16,5 +20,8 @@ try:
     kv.pushpull("w", np.ones(4, "f4"))
 except kvmpi.KVTimeoutError as error:
     print(f"late after {time.monotonic() - start:.1f} s: {error}", flush=True)
-    time.sleep(2)  # the launcher ends the job with the first of us; let the others say it too
+    folder = Path(sys.argv[2])
+    (folder / str(kv.rank)).touch()
+    while time.monotonic() - start < 40 and not all((folder / worker).exists() for worker in sys.argv[3].split(",")):
+        time.sleep(0.02)
     raise
