@@ -3,10 +3,11 @@
     kvmpi run -n 4 benchmarks/allreduce.py [--sizes 4K,1M,64M] [--algorithms ring,mpi,MPI_Allreduce,gloo,store]
     mpirun -n 4 python benchmarks/allreduce.py ...
 
-Rows: ``auto``, ``ring``, ``mpi``, ``naive`` are algorithms of ``kvmpi.collectives``; ``store`` is ``kv.pushpull`` on an
-``mpi`` store; ``MPI_Allreduce`` is mpi4py's call; ``gloo`` is torch.distributed, when torch is there; ``agree`` is the
-agreement alone, which every call of a store begins with. All rows copy: from one buffer into another, except gloo's
-and those named ``NAME:in``, which sum in place; ``NAME:empty`` takes its input from memory of ``kv.empty``.
+Rows: ``auto``, ``shared``, ``ring``, ``mpi``, ``naive`` are algorithms of ``kvmpi.collectives``; ``store`` is
+``kv.pushpull`` on an ``mpi`` store; ``MPI_Allreduce`` is mpi4py's call; ``gloo`` is torch.distributed, when torch is
+there; ``agree`` is the agreement alone, which every call of a store begins with. All rows copy: from one buffer into
+another, except gloo's and those named ``NAME:in``, which sum in place; ``NAME:empty`` takes its input from where
+``kv.empty`` does.
 
 Every row is verified with rank-dependent integers before it is timed; a wrong element makes the exit status 1. The
 time of an iteration is that of the slowest rank, after a barrier; rank 0 fixes the number of iterations. The rows of a

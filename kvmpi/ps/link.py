@@ -103,7 +103,7 @@ class Link:
                 self._session.submit(operation, asks, priority)
 
     def _run(self) -> None:
-        # Just above the size of a received chunk: the program's own large arrays stay as they were.
+        # Well above a received chunk, and no more: the program's own large arrays stay as they were.
         keep_large_buffers(2 * self._config.chunk_bytes)
         try:
             scheduler = Connection(self._context, self._config.scheduler, self._config.max_message_bytes)

@@ -158,7 +158,8 @@ class KVStore(StoreCore, ABC):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:
         """An uninitialised array in memory that the collectives use without a copy: torch's for a torch dtype.
 
-        The workers of one host read each other's arrays in it directly. It is freed with its last view.
+        The workers of one host read each other's arrays in it directly. It is freed with its last view. Where there is
+        more than one worker it is shared memory: a process that this one forks writes to the same.
         """
         return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, self._reduce.empty)
 
