@@ -40,8 +40,16 @@ class Config:
     on_client_loss: str = _setting("fail", "what synchronous rounds do when a client dies", ("fail",))
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")
-    allreduce: str = _setting("auto", "algorithm of the tensor collectives", ("auto", "shared", "ring", "mpi", "naive"))
-    ring_chunk_bytes: int = _setting(512 << 10, "bytes of one piece of a ring's segment")
+    allreduce: str = _setting(
+        "auto", "algorithm of the tensor collectives",
+        ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive"),
+    )  # fmt: skip
+    num_rings: int = _setting(2, "rings of multi_ring, 1 to 8")
+    ring_chunk_bytes: int = _setting(512 << 10, "bytes of one message of a ring")
+    shared_input: str = _setting(
+        "attach", "how ranks of a host read each other's private arrays: where they are (if the system allows it), or "
+        "copied to shared memory", ("attach", "stage"),
+    )  # fmt: skip
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
     chunk_bytes: int = _setting(2 * MIB, "bytes of one message between master and server")
     window_bytes: int = _setting(4 * MIB, "unacknowledged bytes of one master at one server")
@@ -68,6 +76,8 @@ class Config:
         for name in ("engine_threads", "ring_chunk_bytes", "chunk_bytes", "window_bytes", "num_workers", "num_clients"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
+        if not 1 <= self.num_rings <= 8:
+            raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.chunk_bytes > self.max_message_bytes:

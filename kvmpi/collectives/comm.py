@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
+
+from kvmpi.machine import host_name
 
 Bytes = npt.NDArray[Any]
 
@@ -29,12 +32,34 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def host(self) -> str:
+        """Equal on two ranks if they can share memory."""
+        ...
+
     def isend(self, buffer: Bytes, dest: int, tag: int) -> Request: ...
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> Request: ...
 
-    def iallreduce(self, buffer: Bytes) -> Request | None:
-        """Start the transport's own sum of ``buffer`` over all ranks, in place; None if it has none."""
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the transport offers the next four; else they must not be called."""
+        ...
+
+    def iallreduce(self, buffer: Bytes) -> Request:
+        """Start the transport's own sum of ``buffer`` over all ranks, in place."""
+        ...
+
+    def ireduce_scatter(self, buffer: Bytes, out: Bytes, counts: Sequence[int]) -> Request:
+        """Likewise, of which ``out`` gets this rank's part; rank r's part has ``counts[r]`` elements."""
+        ...
+
+    def iallgather(self, buffer: Bytes, counts: Sequence[int]) -> Request:
+        """Start the transport's own exchange of parts: rank r's of ``counts[r]`` elements, in place."""
+        ...
+
+    def ibroadcast(self, buffer: Bytes, root: int) -> Request:
+        """Start the transport's own copy of ``buffer`` of ``root`` to all ranks."""
         ...
 
     def duplicate(self) -> Comm:
@@ -49,14 +74,16 @@ class SoloComm:
 
     rank = 0
     size = 1
+    has_collectives = False
 
-    def isend(self, buffer: Bytes, dest: int, tag: int) -> Request:
+    @property
+    def host(self) -> str:
+        return host_name()
+
+    def isend(self, *_: object) -> Request:
         raise AssertionError("a communicator of one rank sends nothing")
 
-    irecv = isend
-
-    def iallreduce(self, buffer: Bytes) -> Request | None:
-        return None
+    irecv = iallreduce = ireduce_scatter = iallgather = ibroadcast = isend
 
     def duplicate(self) -> SoloComm:
         return self

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvmpi.collectives.comm import Bytes
+from kvmpi.machine import host_name
 
 #: Which of several communicators of the same ranks: how often each ancestor had been duplicated.
 _Context = tuple[int, ...]
@@ -39,8 +41,10 @@ class _Receive:
 class MemoryWorld:
     """The mailboxes that the ranks of one world share."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] | None = None) -> None:
+        """``hosts`` names each rank's host; by default all are on this one."""
         self.size = size
+        self.hosts = [host_name()] * size if hosts is None else list(hosts)
         self.lock = threading.Lock()  # guards the mailboxes
         self.boxes: dict[tuple[_Context, int, int, int], deque[np.ndarray]] = defaultdict(deque)
         self.queues: dict[tuple[_Context, int, int, int], deque[_Receive]] = defaultdict(deque)
@@ -53,8 +57,11 @@ class MemoryWorld:
 class MemoryComm:
     """One rank's end of a ``MemoryWorld``. A sent message is copied at once, so a send is done when posted."""
 
+    has_collectives = False
+
     def __init__(self, world: MemoryWorld, rank: int, context: _Context) -> None:
         self._world, self.rank, self.size, self._context = world, rank, world.size, context
+        self.host = world.hosts[rank]
         self._duplicates = 0
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> _Done:
@@ -71,8 +78,10 @@ class MemoryComm:
             queue.append(receive)
         return receive
 
-    def iallreduce(self, buffer: Bytes) -> None:
-        return None
+    def iallreduce(self, *_: object) -> _Done:
+        raise AssertionError("a communicator in memory has no collectives of its own")
+
+    ireduce_scatter = iallgather = ibroadcast = iallreduce
 
     def duplicate(self) -> MemoryComm:
         self._duplicates += 1

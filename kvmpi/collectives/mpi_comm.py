@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvmpi.collectives.comm import Bytes
 from kvmpi.collectives.waiting import expect_cores, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError
+from kvmpi.machine import host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS")
@@ -73,7 +74,7 @@ _under_way: set[_Request] = set()
 class _Request:
     __slots__ = ("_buffer", "_done", "_lock", "_mpi", "_test")
 
-    def __init__(self, mpi: Any, test: Callable[[], bool], lock: threading.Lock | None, buffer: Bytes) -> None:
+    def __init__(self, mpi: Any, test: Callable[[], bool], lock: threading.Lock | None, buffer: object) -> None:
         self._mpi, self._test, self._lock, self._buffer = mpi, test, lock, buffer
         self._done = False
         _under_way.add(self)
@@ -98,12 +99,15 @@ class _Request:
 class MpiComm:
     """One rank of an MPI communicator. No call blocks; with less than THREAD_MULTIPLE a lock guards MPI."""
 
+    has_collectives = True
+
     def __init__(self, mpi: Any, comm: Any, lock: threading.Lock | None, timeout_s: float | None) -> None:
         self._mpi, self._comm, self._lock, self._timeout_s = mpi, comm, lock, timeout_s
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.host = host_name()
 
-    def _start(self, start: Callable[..., Any], buffer: Bytes, *arguments: Any) -> _Request:
+    def _start(self, start: Callable[..., Any], buffer: object, *arguments: Any) -> _Request:
         try:
             if self._lock is None:
                 request = start(*arguments)
@@ -123,6 +127,18 @@ class MpiComm:
     def iallreduce(self, buffer: Bytes) -> _Request:
         message = [buffer, buffer.size, self._mpi._typedict[np.dtype(buffer.dtype).char]]
         return self._start(self._comm.Iallreduce, buffer, self._mpi.IN_PLACE, message, self._mpi.SUM)
+
+    def ireduce_scatter(self, buffer: Bytes, out: Bytes, counts: Sequence[int]) -> _Request:
+        kind = self._mpi._typedict[np.dtype(buffer.dtype).char]
+        arguments = [buffer, buffer.size, kind], [out, out.size, kind], counts, self._mpi.SUM
+        return self._start(self._comm.Ireduce_scatter, [buffer, out], *arguments)
+
+    def iallgather(self, buffer: Bytes, counts: Sequence[int]) -> _Request:
+        sizes = [count * buffer.itemsize for count in counts]
+        return self._start(self._comm.Iallgatherv, buffer, self._mpi.IN_PLACE, [buffer, sizes, None, self._mpi.BYTE])
+
+    def ibroadcast(self, buffer: Bytes, root: int) -> _Request:
+        return self._start(self._comm.Ibcast, buffer, [buffer, buffer.nbytes, self._mpi.BYTE], root)
 
     def duplicate(self) -> MpiComm:
         made: list[Any] = []

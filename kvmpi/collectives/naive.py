@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.collectives.algorithm import Act
 from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.terms import HostTerms
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
+from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
 _TAG = 4
 #: MPI counts in 32-bit integers, and rank 0 has memory for a part of every rank.
 MAX_PIECE_COUNT = 1 << 24
+
+
+class Naive:
+    """See ``Algorithm``. Everything passes through rank 0."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        total = act.scratch(out.size, host.STORAGE[host.ACCUMULATE[dtype]])
+        np.copyto(total, HostTerms(vectors, dtype).own(0, out.size, total))
+        naive_allreduce(self._comm, total, act.deadline, act.what)
+        if dtype in host.HALF:
+            host.narrow(total, out, dtype)
+        else:
+            np.copyto(out, total)
+
+    def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        whole = act.scratch(vectors[0].size, out.dtype)
+        self.allreduce(vectors, whole, dtype, act)
+        np.copyto(out, whole[slice(*act.segments(whole.size)[act.rank])])
+
+    def allgather(self, out: Buffer, act: Act) -> None:
+        for root, (start, stop) in enumerate(act.segments(out.size)):
+            naive_broadcast(self._comm, out[start:stop], root, act.deadline, act.what)
+
+    def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
+        naive_broadcast(self._comm, buffer, root, act.deadline, act.what)
 
 
 def naive_allreduce(

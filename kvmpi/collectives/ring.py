@@ -1,24 +1,28 @@
-"""Ring allreduce (reduce-scatter, then allgather) and a pipelined chain broadcast, over host buffers in chunks.
+"""Rings and chains as state machines: they say what to send, receive and add next, and never wait.
 
-The buffer is cut into one segment per rank and each segment into chunks. In step t of the 2(P-1) steps a rank sends
-one segment to the right and receives another from the left; the segment sent in step t is the one received in step
-t-1, so chunks flow around the ring without waiting for whole steps:
+A ring sums a tensor over its ranks, or brings its parts together. The elements are cut into one segment per rank, and
+each segment into chunks. In step t a rank sends one segment to the right and receives another from the left; the
+segment sent in step t is the one received in step t-1, so chunks flow around without waiting for whole steps:
 
-    reduce, t = 0 .. P-2:      send segment rank-t,   receive rank-t-1 and add it to the own one
-    gather, t = P-1 .. 2P-3:   send segment rank+1-u, receive rank-u,  u = t-(P-1)
+    reduce, t = 0 .. P-2:      send segment i-t,   receive i-t-1 and add it to the own one
+    gather, t = P-1 .. 2P-3:   send segment i+1-u, receive i-u,  u = t-(P-1)
 
-Cost per rank for S bytes: 2(P-1)/P * S bytes sent; 2(P-1) latencies plus one for each chunk of a segment.
-Every element is summed once, in ring order starting with its segment's owner (each rank adds its vectors one by one to
-what it receives), and copied from there: every rank gets the same bits, and the same bits in the next run.
+An allreduce takes all steps, with i the rank's place in the ring. A reduce-scatter takes the first half and an
+allgather the second, with i one less, so that segment i is the one that rank i ends up with, or begins with.
 
-Source: Patarasuk & Yuan, JPDC 69(2):117-124, 2009, doi:10.1016/j.jpdc.2008.09.002.
+Cost per rank for S bytes: (P-1)/P * S bytes sent in each half; P-1 latencies plus one for each chunk of a segment.
+Every element is summed once, in ring order (each rank adds its vectors one by one to what it receives), and copied
+from there: every rank gets the same bits, and the same bits in the next run.
+
+Source: Patarasuk & Yuan, JPDC 69(2):117-124, 2009, doi:10.1016/j.jpdc.2008.09.002. Several rings on parts of one
+tensor, each a machine of its own, are Mamidala et al., arXiv:1801.03855, figure 9.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,9 +34,11 @@ from kvmpi.deadline import Deadline
 
 Buffer = npt.NDArray[Any]
 Range = tuple[int, int]
+#: ``scratch(count, dtype)`` gives memory that is free during a call, a different part each time.
+Scratch = Callable[[int, Any], Buffer]
 
-_TAG_RING = 2
-_TAG_CHAIN = 3
+_TAG_RING = 32
+_TAG_CHAIN = 31
 #: Transfers in flight in each direction: enough to hide a nap of a neighbour, few enough to stay in cache.
 _WINDOW = 4
 
@@ -44,180 +50,293 @@ def segment_bounds(count: int, num_segments: int) -> list[Range]:
     return list(pairwise(starts))
 
 
-def chunked_segments(count: int, num_segments: int, max_chunk_count: int) -> list[list[Range]]:
-    """Each segment's chunks, the same number in every segment, none longer than ``max_chunk_count`` elements."""
-    segments = segment_bounds(count, num_segments)
-    longest = segments[0][1] - segments[0][0]
-    num_chunks = max(1, -(-longest // max_chunk_count))
-    return [[(start + a, start + b) for a, b in segment_bounds(stop - start, num_chunks)] for start, stop in segments]
+def part_of(segments: Sequence[Range], ring: int, num_rings: int) -> list[list[Range]]:
+    """What ``ring`` of ``num_rings`` carries of each segment: an equal part."""
+    parts = []
+    for start, stop in segments:
+        first, last = segment_bounds(stop - start, num_rings)[ring]
+        parts.append([(start + first, start + last)])
+    return parts
 
 
-def segments_of_step(step: int, rank: int, size: int) -> tuple[int, int]:
-    """(segment to send, segment to receive) of ``rank`` in ``step`` of the ``2 * (size - 1)`` steps."""
+def chunks_of(segments: Sequence[Sequence[Range]], max_chunk_count: int) -> list[list[Range]]:
+    """The ranges of each segment cut into chunks of at most ``max_chunk_count`` elements.
+
+    The same number in every segment, the last ones empty where a segment has fewer.
+    """
+    cut = []
+    for ranges in segments:
+        pieces = [(start, stop, -(-(stop - start) // max_chunk_count)) for start, stop in ranges]
+        cut.append(
+            [(start + a, start + b) for start, stop, n in pieces if n for a, b in segment_bounds(stop - start, n)]
+        )
+    longest = max(1, max(map(len, cut)))
+    return [chunks + [(0, 0)] * (longest - len(chunks)) for chunks in cut]
+
+
+def segments_of_step(step: int, place: int, size: int) -> tuple[int, int]:
+    """(segment to send, segment to receive) in ``step`` of the ``2 * (size - 1)`` steps, at ``place`` in the ring."""
     if step < size - 1:
-        return (rank - step) % size, (rank - step - 1) % size
+        return (place - step) % size, (place - step - 1) % size
     gather = step - (size - 1)
-    return (rank + 1 - gather) % size, (rank - gather) % size
+    return (place + 1 - gather) % size, (place - gather) % size
 
 
 class Terms(Protocol):
-    """One rank's part of a ring's arithmetic, range by range. Every element is seen exactly once by one of the two."""
+    """One rank's part of a sum's arithmetic, range by range. Every element is seen exactly once, by one of the three.
 
-    def own(self, start: int, stop: int) -> Buffer:
-        """This rank's contribution to a range, in memory that stays as it is until the ring has ended."""
-        ...
-
-    def add(self, incoming: Buffer, start: int, stop: int, last: bool) -> None:
-        """Add this rank's contribution to ``incoming``, which may be changed, and keep the sum.
-
-        It goes into ``out`` as a result if ``last``, else into ``accumulator`` for the next rank.
-        """
-        ...
-
-
-def ring_allreduce(
-    comm: Comm,
-    terms: Terms,
-    accumulator: Buffer,
-    out: Buffer,
-    *,
-    max_chunk_count: int,
-    deadline: Deadline,
-    label: str,
-    scratch: Callable[[int], Buffer] | None = None,
-) -> None:
-    """Sum over all ranks into ``out``.
-
-    Args:
-        terms: what this rank contributes.
-        accumulator: shape ``(count,)``, where partial sums live and from which they are sent; may be ``out``.
-        out: shape ``(count,)``, where the result goes, of any dtype.
-        max_chunk_count: elements of a chunk at most; the same on every rank.
-        deadline: for the whole call.
-        label: what the call is for, in error messages.
-        scratch: ``scratch(count)`` gives memory of ``accumulator``'s dtype that is free during the call.
-    Raises:
-        KVTimeoutError: names the neighbour that was waited for; ``comm`` is then unusable.
+    ``sum_dtype`` is that of partial sums.
     """
-    rank, size = comm.rank, comm.size
-    left, right = (rank - 1) % size, (rank + 1) % size
-    segments = chunked_segments(accumulator.size, size, max_chunk_count)
-    num_chunks = len(segments[0])
-    reduce_steps = size - 1
-    total = 2 * reduce_steps * num_chunks
-    window = min(_WINDOW, total)
-    longest = segments[0][0][1] - segments[0][0][0]
-    incoming = np.empty(window * longest, accumulator.dtype) if scratch is None else scratch(window * longest)
 
-    def slot(i: int, length: int) -> Buffer:
-        first = i % window * longest
-        return incoming[first : first + length]
+    sum_dtype: np.dtype[Any]
 
-    def post_receive(i: int) -> Request | None:
-        step, chunk = divmod(i, num_chunks)
-        start, stop = segments[segments_of_step(step, rank, size)[1]][chunk]
-        if start == stop:
-            return None
-        return comm.irecv(out[start:stop] if step >= reduce_steps else slot(i, stop - start), left, _TAG_RING)
+    def own(self, start: int, stop: int, into: Buffer) -> Buffer:
+        """This rank's contribution to a range: written to ``into``, or where it lies until the sum is done."""
+        ...
 
-    def finish_receive(i: int) -> None:
-        step, chunk = divmod(i, num_chunks)
-        start, stop = segments[segments_of_step(step, rank, size)[1]][chunk]
-        if step < reduce_steps and start < stop:
-            terms.add(slot(i, stop - start), start, stop, step == reduce_steps - 1)
+    def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
+        """``into`` becomes ``incoming`` plus this rank's contribution; both have ``sum_dtype``."""
+        ...
 
-    def post_send(i: int) -> Request | None:
-        step, chunk = divmod(i, num_chunks)
-        start, stop = segments[segments_of_step(step, rank, size)[0]][chunk]
-        if start == stop:
-            return None
-        if step == 0:
-            return comm.isend(terms.own(start, stop), right, _TAG_RING)
-        return comm.isend((accumulator if step < reduce_steps else out)[start:stop], right, _TAG_RING)
+    def finish(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
+        """Like ``add``; ``into`` is memory of the result, of its dtype. ``incoming`` may be changed."""
+        ...
 
-    receives: deque[Request | None] = deque()
-    sends: deque[Request | None] = deque()
-    posted = received = sent = 0
-    patience = Patience(
-        deadline,
-        lambda: (
-            f"{label}: ring allreduce on MPI rank {rank} of {size}: "
-            f"{_stuck(received < total, left, right)} within {deadline.timeout_s:.1f} s, "
-            f"step {min(received // num_chunks, 2 * reduce_steps - 1) + 1} of {2 * reduce_steps}; "
-            "look at that worker, or raise KVMPI_TIMEOUT_S"
-        ),
-    )
-    while received < total or sent < total or sends:
+
+class Machine(Protocol):
+    """Something under way that is moved on by polling it."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def advance(self) -> bool:
+        """Do a little of what can be done now; whether there was anything."""
+        ...
+
+    def stuck(self) -> str:
+        """What it waits for."""
+        ...
+
+
+def drive(machines: Sequence[Machine], deadline: Deadline, what: str) -> None:
+    """Move ``machines`` on until all are done.
+
+    Raises:
+        KVTimeoutError: says what they wait for.
+    """
+
+    def describe() -> str:
+        stuck = "; ".join(dict.fromkeys(machine.stuck() for machine in machines if not machine.done))
+        return f"{what}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+
+    patience = Patience(deadline, describe)
+    left = list(machines)
+    while left:
         moved = False
-        while posted < total and posted < received + window:
-            receives.append(post_receive(posted))
-            posted += 1
-            moved = True
-        if receives and (receives[0] is None or receives[0].test()):
-            receives.popleft()
-            finish_receive(received)
-            received += 1
-            moved = True
-        while sent < total and len(sends) < window and (sent < num_chunks or received > sent - num_chunks):
-            sends.append(post_send(sent))
-            sent += 1
-            moved = True
-        while sends and (sends[0] is None or sends[0].test()):
-            sends.popleft()
-            moved = True
+        for machine in left:
+            moved |= machine.advance()
+        left = [machine for machine in left if not machine.done]
         if moved:
             patience.progress()
         else:
             patience.pause()
 
 
-def chain_broadcast(
-    comm: Comm, buffer: Buffer, root: int, *, max_chunk_count: int, deadline: Deadline, label: str
-) -> None:
-    """Copy ``buffer`` of ``root`` to every rank, in place: chunks flow down the chain root, root+1, ... .
+class Ring:
+    """One ring over chunks of a tensor. The communicator's messages of tag number ``number`` are its own.
+
+    Args:
+        ranks: the members, in the order of the ring; the same on all of them.
+        chunks: of each segment, as ``chunks_of`` returns them; one segment for each member.
+        out: where results go: element ``i`` to ``out[i - base]``. Of a reduce-scatter, memory of the own segment.
+        terms: what this rank contributes; None for an allgather, where ``out`` holds the own segment.
+        gather: whether the sums are gathered on all ranks.
+        on_chunk: called whenever one more chunk of ``out`` is final, in the order of ``completion_order``.
+    """
+
+    def __init__(
+        self, comm: Comm, ranks: Sequence[int], chunks: list[list[Range]], out: Buffer, terms: Terms | None = None, *,
+        gather: bool = True, base: int = 0, number: int = 0, scratch: Scratch = np.empty,
+        on_chunk: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._comm, self._chunks, self._out, self._terms, self._base = comm, chunks, out, terms, base
+        self._size = len(ranks)
+        place = ranks.index(comm.rank)
+        self._left, self._right = ranks[place - 1], ranks[(place + 1) % self._size]
+        self._tag = _TAG_RING + number
+        self._on_chunk = on_chunk
+        self._reduce_steps = self._size - 1
+        self._steps = range(
+            0 if terms is not None else self._reduce_steps, 2 * self._reduce_steps if gather else self._reduce_steps
+        )
+        self._place = place if terms is not None and gather else (place - 1) % self._size
+        self._num_chunks = len(chunks[0])
+        self._total = len(self._steps) * self._num_chunks
+        self._window = min(_WINDOW, self._total)
+        self._longest_chunk = max(stop - start for segment in chunks for start, stop in segment)
+        # Where in a segment each chunk begins: its ranges need not touch.
+        self._offsets = [[0, *accumulate(stop - start for start, stop in segment)] for segment in chunks]
+        self._incoming = self._partials = out[:0]
+        if terms is not None:
+            self._incoming = scratch(self._window * self._longest_chunk, terms.sum_dtype)
+            # What is received in one step is sent in the next: two segments of partial sums take turns.
+            self._longest_segment = max(offsets[-1] for offsets in self._offsets)
+            self._partials = scratch(min(2, self._size - 1) * self._longest_segment, terms.sum_dtype)
+        self._receives: deque[Request | None] = deque()
+        self._sends: deque[Request | None] = deque()
+        self._posted = self._received = self._sent = self._delivered = 0
+
+    @property
+    def done(self) -> bool:
+        return self._received == self._total and self._delivered == self._total
+
+    def stuck(self) -> str:
+        if self._received < self._total:
+            step = self._received // self._num_chunks
+            return f"no data from MPI rank {self._left}, step {step + 1} of {len(self._steps)}"
+        return f"MPI rank {self._right} does not take its data"
+
+    def advance(self) -> bool:
+        before = self._posted, self._received, self._sent, self._delivered
+        while self._posted < self._total and self._posted < self._received + self._window:
+            self._receives.append(self._post_receive(self._posted))
+            self._posted += 1
+        if self._receives and self._has_room(self._received):
+            first = self._receives[0]
+            if first is None or first.test():
+                self._receives.popleft()
+                self._take(self._received)
+                self._received += 1
+        # The first step's chunks are at hand; each later one is the one received a step before.
+        while self._sent < min(self._total, self._received + self._num_chunks) and len(self._sends) < self._window:
+            self._sends.append(self._post_send(self._sent))
+            self._sent += 1
+        while self._sends:
+            first = self._sends[0]
+            if first is not None and not first.test():
+                break
+            self._sends.popleft()
+            self._delivered += 1
+        return before != (self._posted, self._received, self._sent, self._delivered)
+
+    def _at(self, transfer: int, *, sent: bool) -> tuple[int, int, int, int]:
+        """(step, offset in the segment, start, stop) of a transfer."""
+        index, chunk = divmod(transfer, self._num_chunks)
+        step = self._steps[index]
+        segment = segments_of_step(step, self._place, self._size)[0 if sent else 1]
+        return step, self._offsets[segment][chunk], *self._chunks[segment][chunk]
+
+    def _partial(self, step: int, offset: int, count: int) -> Buffer:
+        """Where the partial sums received in ``step`` are kept until they are sent; of the own part, step -1."""
+        first = (step + 1) % 2 * self._longest_segment if self._size > 2 else 0
+        return self._partials[first + offset : first + offset + count]
+
+    def _result(self, start: int, stop: int) -> Buffer:
+        return self._out[start - self._base : stop - self._base]
+
+    def _slot(self, transfer: int, count: int) -> Buffer:
+        first = transfer % self._window * self._longest_chunk
+        return self._incoming[first : first + count]
+
+    def _post_receive(self, transfer: int) -> Request | None:
+        step, _, start, stop = self._at(transfer, sent=False)
+        if start == stop:
+            return None
+        into = self._slot(transfer, stop - start) if step < self._reduce_steps else self._result(start, stop)
+        return self._comm.irecv(into, self._left, self._tag)
+
+    def _has_room(self, transfer: int) -> bool:
+        """Whether the partial sums that this transfer's will replace have been delivered."""
+        kept = self._terms is not None and transfer < (self._reduce_steps - 1) * self._num_chunks
+        return not kept or self._delivered > transfer - self._num_chunks
+
+    def _take(self, transfer: int) -> None:
+        step, offset, start, stop = self._at(transfer, sent=False)
+        if start < stop and step < self._reduce_steps:
+            assert self._terms is not None
+            incoming = self._slot(transfer, stop - start)
+            if step == self._reduce_steps - 1:
+                self._terms.finish(incoming, start, stop, self._result(start, stop))
+            else:
+                self._terms.add(incoming, start, stop, self._partial(step, offset, stop - start))
+        if self._on_chunk is not None and step >= self._reduce_steps - 1:
+            self._on_chunk()
+
+    def _post_send(self, transfer: int) -> Request | None:
+        step, offset, start, stop = self._at(transfer, sent=True)
+        if start == stop:
+            return None
+        if step >= self._reduce_steps:
+            part = self._result(start, stop)
+        else:
+            part = self._partial(step - 1, offset, stop - start)
+            if step == 0:
+                assert self._terms is not None
+                part = self._terms.own(start, stop, part)
+        return self._comm.isend(part, self._right, self._tag)
+
+
+def completion_order(chunks: list[list[Range]], place: int, *, reduces: bool) -> list[Range]:
+    """The chunks of ``out`` at ``place`` of a ring that gathers, in the order in which they become final.
+
+    Without those that an allgather begins with.
+    """
+    size = len(chunks)
+    steps = range(size - 2 if reduces else size - 1, 2 * (size - 1))
+    place = place if reduces else (place - 1) % size
+    return [chunk for step in steps for chunk in chunks[segments_of_step(step, place, size)[1]]]
+
+
+class Chain:
+    """A broadcast down a chain: chunks flow from the first of ``ranks`` to the last, in place.
 
     Cost: S bytes sent by every rank but the last; P-1 latencies plus one for each chunk.
     """
-    rank, size = comm.rank, comm.size
-    position = (rank - root) % size
-    left, right = (rank - 1) % size, (rank + 1) % size
-    num_chunks = -(-buffer.size // max_chunk_count)
-    chunks = segment_bounds(buffer.size, num_chunks) if num_chunks else []
-    receives: deque[Request] = deque()
-    sends: deque[Request] = deque()
-    posted = received = 0 if position else num_chunks
-    sent = 0 if position < size - 1 else num_chunks
-    patience = Patience(
-        deadline,
-        lambda: (
-            f"{label}: broadcast on MPI rank {rank} of {size}: {_stuck(received < num_chunks, left, right)} within "
-            f"{deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
-        ),
-    )
-    while received < num_chunks or sent < num_chunks or sends:
+
+    def __init__(
+        self, comm: Comm, ranks: Sequence[int], buffer: Buffer, max_chunk_count: int, *,
+        on_chunk: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._comm, self._buffer, self._on_chunk = comm, buffer, on_chunk
+        place = ranks.index(comm.rank)
+        self._left = ranks[place - 1] if place else None
+        self._right = ranks[place + 1] if place + 1 < len(ranks) else None
+        self._chunks = [chunk for chunk in chunks_of([[(0, buffer.size)]], max_chunk_count)[0] if chunk[0] < chunk[1]]
+        self._receives: deque[Request] = deque()
+        self._sends: deque[Request] = deque()
+        self._posted = self._received = 0 if place else len(self._chunks)
+        self._sent = 0 if self._right is not None else len(self._chunks)
+
+    @property
+    def done(self) -> bool:
+        return self._received == self._sent == len(self._chunks) and not self._sends
+
+    def stuck(self) -> str:
+        if self._received < len(self._chunks):
+            return f"no data from MPI rank {self._left}"
+        return f"MPI rank {self._right} does not take its data"
+
+    def advance(self) -> bool:
         moved = False
-        while posted < num_chunks and posted < received + _WINDOW:
-            start, stop = chunks[posted]
-            receives.append(comm.irecv(buffer[start:stop], left, _TAG_CHAIN))
-            posted += 1
+        while self._posted < len(self._chunks) and self._posted < self._received + _WINDOW:
+            start, stop = self._chunks[self._posted]
+            assert self._left is not None
+            self._receives.append(self._comm.irecv(self._buffer[start:stop], self._left, _TAG_CHAIN))
+            self._posted += 1
             moved = True
-        if receives and receives[0].test():
-            receives.popleft()
-            received += 1
+        if self._receives and self._receives[0].test():
+            self._receives.popleft()
+            self._received += 1
             moved = True
-        while sent < received and len(sends) < _WINDOW:
-            start, stop = chunks[sent]
-            sends.append(comm.isend(buffer[start:stop], right, _TAG_CHAIN))
-            sent += 1
+            if self._on_chunk is not None:
+                self._on_chunk()
+        while self._sent < self._received and len(self._sends) < _WINDOW:
+            start, stop = self._chunks[self._sent]
+            assert self._right is not None
+            self._sends.append(self._comm.isend(self._buffer[start:stop], self._right, _TAG_CHAIN))
+            self._sent += 1
             moved = True
-        while sends and sends[0].test():
-            sends.popleft()
+        while self._sends and self._sends[0].test():
+            self._sends.popleft()
             moved = True
-        if moved:
-            patience.progress()
-        else:
-            patience.pause()
-
-
-def _stuck(receiving: bool, left: int, right: int) -> str:
-    return f"no data from MPI rank {left}" if receiving else f"MPI rank {right} does not take its data"
+        return moved

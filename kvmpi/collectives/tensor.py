@@ -9,13 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import Vector
-from kvmpi.collectives import arena, cross_memory
+from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, verdict
+from kvmpi.collectives.algorithm import Act, Algorithm, Scratch
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.host_group import HostGroup, form
-from kvmpi.collectives.naive import MAX_PIECE_COUNT, naive_allreduce, naive_broadcast
-from kvmpi.collectives.ring import chain_broadcast, ring_allreduce
-from kvmpi.collectives.shared import BLOCK_BYTES, MAX_VECTORS, shared_allreduce, shared_broadcast
+from kvmpi.collectives.hierarchical import Hierarchical
+from kvmpi.collectives.library import Library
+from kvmpi.collectives.naive import Naive
+from kvmpi.collectives.rings import Rings
+from kvmpi.collectives.shared import Shared
+from kvmpi.collectives.topology import Topology, locate
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError, UnsupportedError
@@ -24,10 +27,10 @@ from kvmpi.trace import Recorder
 
 Buffer = npt.NDArray[Any]
 
-ALGORITHMS = ("auto", "shared", "ring", "mpi", "naive")
+ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
-#: Up to this size messages have the lower latency, and MPI's own allreduce the lowest (benchmarks/allreduce.py).
+#: Up to this size messages have the lower latency, and MPI's own collectives the lowest.
 _AUTO_SMALL_BYTES = 256 << 10
 
 
@@ -35,21 +38,28 @@ class Collectives:
     """The collectives of one communicator. Calls must come from one thread at a time, in the same order on every rank.
 
     Args:
-        algorithm: one of ``ALGORITHMS``; ``auto`` chooses by size.
-        chunk_bytes: bytes of one chunk in a ring or chain.
+        algorithm: one of ``ALGORITHMS``; ``auto`` chooses by size and by which ranks share a host.
+        chunk_bytes: bytes of one message of a ring or chain.
+        num_rings: rings of ``multi_ring``, 1 to 8.
+        attach: whether ranks of one host read from each other's private memory; else it is staged.
     """
 
     def __init__(
-        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 512 << 10, recorder: Recorder | None = None
-    ) -> None:
+        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 512 << 10, recorder: Recorder | None = None, *,
+        num_rings: int = 2, attach: bool = True,
+    ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
+        if not 1 <= num_rings <= 8:
+            raise ConfigError(f"{num_rings} rings: expected 1 to 8")
         self._comm, self._algorithm, self._chunk_bytes = comm, algorithm, chunk_bytes
+        self._num_rings, self._attach = num_rings, attach
         self._recorder = recorder or Recorder()
-        self._scratch: Buffer = np.empty(0, dtype=np.uint8)
+        self._scratch = Scratch()
         self._broken: str | None = None
-        # The ranks as a group of one host, or why they are none; formed when it is first of use.
-        self._group: HostGroup | str | None = None
+        self._topology: Topology | None = None  # found out at the first call that depends on it
+        self._made: dict[str, Algorithm] = {}
+        self._common: list[Buffer] = []
 
     @property
     def rank(self) -> int:
@@ -64,9 +74,11 @@ class Collectives:
         """Whether a peer was lost, so that nothing more can be exchanged."""
         return self._broken is not None
 
+    # ---- memory
+
     def empty(self, count: int, dtype: str) -> Buffer:
         """Uninitialised host memory of shape ``(count,)`` in storage dtype, which other ranks can read directly."""
-        if self.size > 1 and self._algorithm in ("auto", "shared") and cross_memory.available():
+        if self.size > 1 and self._algorithm in ("auto", "shared", "hierarchical"):
             try:
                 found = arena.own().empty(count, host.STORAGE[dtype])
             except OSError:
@@ -75,13 +87,54 @@ class Collectives:
                 return found
         return host.empty(count, dtype)
 
+    def shared_empty(self, count: int, dtype: str, deadline: Deadline) -> Buffer:
+        """Collective: memory that is one and the same on all ranks of a host, shape ``(count,)`` in storage dtype.
+
+        As ``out`` of a collective it is written once, by all ranks of the host together, and nothing is copied: each
+        rank reads the result in place. A rank may read there until it begins the next call that has this memory as its
+        ``out``: the others write only when all have begun it. Nobody else may write there. It lives as long as this
+        object.
+
+        Raises:
+            UnsupportedError: the ranks of a host share no memory here.
+        """
+        if self.size == 1:
+            return host.empty(count, dtype)
+        group = self._located(deadline).group
+        if isinstance(group, str):
+            raise UnsupportedError(f"no memory is shared between the ranks of a host: {group}")
+        made: Buffer | None = None
+        storage = host.STORAGE[dtype]
+        if group.index == 0:
+            made = arena.own().empty(count, storage)
+            if made is None:
+                made = np.empty(0, storage)
+            self._common.append(made)
+        what = f"creating shared memory on MPI rank {self.rank} of {self.size}"
+        found = self._guarded(lambda: group.share(made, count, storage, deadline, what))
+        if found is None:
+            raise UnsupportedError(f"{what}: no room for {count * storage.itemsize} bytes")
+        return found
+
+    # ---- before and after the collectives
+
     def agree(self, call: Call, deadline: Deadline) -> None:
         """Return when every rank has made the same call; raises what ``agreement.verdict`` returns or raises."""
-        settings = f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_RING_CHUNK_BYTES={self._chunk_bytes}"
+        settings = (
+            f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_NUM_RINGS={self._num_rings} "
+            f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes}"
+        )
         with self._recorder.timed("wait"):
             error = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
         if error is not None:
             raise error
+
+    def _located(self, deadline: Deadline) -> Topology:
+        if self._topology is None:
+            self._topology = self._guarded(lambda: locate(self._comm, deadline, attach=self._attach))
+        return self._topology
+
+    # ---- the collectives
 
     def allreduce(self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str) -> None:
         """Sum all vectors of all ranks into ``out`` of every rank.
@@ -93,90 +146,121 @@ class Collectives:
             dtype: half types are accumulated in float32 and rounded once.
         Raises:
             KVTimeoutError: a rank did not take part in time; the communicator is then unusable.
+            UnsupportedError: the algorithm is not possible here; the message says why.
         """
-        terms = _HostTerms(sources, out, dtype)
         with self._recorder.timed("reduce", out.nbytes):
+            self._scratch.begin()
+            vectors = self._on_host(sources, dtype)
             if self.size == 1 or out.size == 0:
-                terms.sum_into_out()
-            else:
-                self._guarded(lambda: self._allreduce(terms, dtype, deadline, label))
-
-    def _allreduce(self, terms: _HostTerms, dtype: str, deadline: Deadline, label: str) -> None:
-        algorithm = self._algorithm
-        small = terms.out.nbytes <= _AUTO_SMALL_BYTES
-        if algorithm == "shared" or (algorithm == "auto" and not small):
-            group = self._host_group(deadline)
-            if isinstance(group, HostGroup):
-                shared_allreduce(
-                    group, terms.vectors(MAX_VECTORS), terms.out, dtype, block_bytes=BLOCK_BYTES, deadline=deadline,
-                    label=label, scratch=self._scratch_of,
-                )  # fmt: skip
+                _sum_alone(vectors, out, dtype)
                 return
-            if algorithm == "shared":
-                raise UnsupportedError(f"{label}: allreduce algorithm 'shared': {group}")
-        if algorithm == "auto":
-            algorithm = "mpi" if small else "ring"
-        if algorithm == "ring":
-            max_chunk_count = max(1, self._chunk_bytes // terms.accumulate.itemsize)
-            ring_allreduce(
-                self._comm, terms, terms.accumulator, terms.out, max_chunk_count=max_chunk_count, deadline=deadline,
-                label=label, scratch=lambda count: self._scratch_of(count, terms.accumulate),
-            )  # fmt: skip
-            return
-        accumulator = terms.fold()
-        if algorithm == "naive" or not self._mpi_allreduce(accumulator, deadline, label):
-            if self._algorithm == "mpi":
-                raise UnsupportedError("allreduce algorithm 'mpi' needs an MPI communicator")
-            naive_allreduce(self._comm, accumulator, deadline, label)
-        terms.finish()
+            algorithm, act = self._begin("allreduce", out.nbytes, deadline, label)
+            self._guarded(lambda: algorithm.allreduce(vectors, out, dtype, act))
 
-    def _host_group(self, deadline: Deadline) -> HostGroup | str:
-        if self._group is None:
-            self._group = form(self._comm, deadline)
-        return self._group
+    def reduce_scatter(
+        self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str
+    ) -> None:
+        """Like ``allreduce``, but ``out`` gets this rank's segment of the sum, and may be that part of ``sources[0]``.
 
-    def _mpi_allreduce(self, accumulator: Buffer, deadline: Deadline, label: str) -> bool:
-        """Sum with MPI's own allreduce; False where the communicator has none."""
-        what = f"{label}: MPI_Iallreduce on MPI rank {self.rank} of {self.size}: a rank did not take part"
-        # OpenMPI's vectorised sums of short integers do not wrap around but stop at the largest value.
-        short = accumulator.dtype.kind in "iu" and accumulator.itemsize < 4
-        for start in range(0, accumulator.size, MAX_PIECE_COUNT):
-            piece = accumulator[start : start + MAX_PIECE_COUNT]
-            summed = piece.astype(np.int32) if short else piece
-            request = self._comm.iallreduce(summed)
-            if request is None:
-                return False
-            wait_all([request], deadline, lambda: f"{what} within {deadline.timeout_s:.1f} s")
-            if short:
-                np.copyto(piece, summed, casting="unsafe")
-        return True
+        Rank r's segment is ``ring.segment_bounds(count, size)[r]``.
+        """
+        with self._recorder.timed("reduce", sources[0].nbytes):
+            self._scratch.begin()
+            vectors = self._on_host(sources, dtype)
+            if self.size == 1 or vectors[0].size == 0:
+                _sum_alone(vectors, out, dtype)
+                return
+            algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
+            self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act))
 
-    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Buffer:
-        """Memory that the next call uses again: fresh memory costs a page fault every 4 KiB."""
-        nbytes = count * dtype.itemsize
-        if self._scratch.size < nbytes:
-            self._scratch = np.empty(nbytes, dtype=np.uint8)
-        return self._scratch[:nbytes].view(dtype)
+    def allgather(self, source: Buffer, out: Buffer, deadline: Deadline, label: str) -> None:
+        """Bring every rank's segment into ``out``, shape ``(count,)``.
+
+        Args:
+            source: this rank's segment, as of ``reduce_scatter``; may be that part of ``out``.
+        """
+        with self._recorder.timed("broadcast", out.nbytes):
+            self._scratch.begin()
+            algorithm, act = self._begin("allgather", out.nbytes, deadline, label)
+            own = out[slice(*act.segments(out.size)[self.rank])]
+            if own.ctypes.data != source.ctypes.data:
+                np.copyto(own, source)
+            if self.size > 1 and out.size:
+                self._guarded(lambda: algorithm.allgather(out, act))
 
     def broadcast(self, buffer: Buffer, root: int, deadline: Deadline, label: str) -> None:
         """Copy ``buffer`` (shape ``(count,)``, host) of rank ``root`` into that of every rank."""
         if self.size == 1 or buffer.size == 0:
             return
         with self._recorder.timed("broadcast", buffer.nbytes):
-            if self._algorithm == "naive":
-                self._guarded(lambda: naive_broadcast(self._comm, buffer, root, deadline, label))
-                return
-            if self._algorithm == "shared" or (self._algorithm == "auto" and buffer.nbytes > _AUTO_SMALL_BYTES):
-                group = self._guarded(lambda: self._host_group(deadline))
-                if isinstance(group, HostGroup):
-                    self._guarded(lambda: shared_broadcast(group, buffer, root, deadline=deadline, label=label))
-                    return
-            max_chunk_count = max(1, self._chunk_bytes // buffer.itemsize)
-            self._guarded(
-                lambda: chain_broadcast(
-                    self._comm, buffer, root, max_chunk_count=max_chunk_count, deadline=deadline, label=label
-                )
-            )
+            self._scratch.begin()
+            algorithm, act = self._begin("broadcast", buffer.nbytes, deadline, label)
+            self._guarded(lambda: algorithm.broadcast(buffer, root, act))
+
+    def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> str:
+        """How ``op`` on ``count`` elements would be done: the algorithm, and its settings. Collective at first."""
+        if self.size == 1 or count == 0:
+            return "alone"
+        name = self._choose(op, count * host.STORAGE[dtype].itemsize, deadline or Deadline(None))
+        if name == "multi_ring":
+            return f"multi_ring x{self._num_rings} chunk {self._chunk_bytes >> 10}K"
+        return f"{name} chunk {self._chunk_bytes >> 10}K" if name in ("ring", "hierarchical") else name
+
+    def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
+        name = self._algorithm
+        if name == "auto" and self.size > 1:
+            name = self._choose(op, nbytes, deadline)
+        algorithm = self._made.get(name)
+        if algorithm is None:
+            algorithm = self._made[name] = self._make(name, deadline, label)
+        return algorithm, Act(label, op, name, self.rank, self.size, deadline, self._scratch)
+
+    def _choose(self, op: str, nbytes: int, deadline: Deadline) -> str:
+        if self._algorithm != "auto":
+            return self._algorithm
+        if nbytes <= _AUTO_SMALL_BYTES and self._comm.has_collectives:
+            return "mpi"
+        topology = self._located(deadline)
+        if isinstance(topology.group, str):
+            return "ring"
+        if len(topology.layout.hosts) == 1:
+            return "shared"
+        return "ring" if topology.layout.most_on_a_host == 1 else "hierarchical"
+
+    def _make(self, name: str, deadline: Deadline, label: str) -> Algorithm:
+        if name in ("ring", "host_ring"):
+            return Rings(self._comm, 1, self._chunk_bytes)
+        if name == "multi_ring":
+            return Rings(self._comm, self._num_rings, self._chunk_bytes)
+        if name in ("naive", "auto"):
+            return Naive(self._comm)
+        if name == "mpi" and self._comm.has_collectives:
+            return Library(self._comm)
+        where = f"{label}: allreduce algorithm {name!r}"
+        if name == "mpi":
+            raise UnsupportedError(f"{where} needs an MPI communicator")
+        if name == "nccl":
+            raise UnsupportedError(f"{where} needs NCCL and a GPU for every worker")
+        topology = self._located(deadline)
+        if isinstance(topology.group, str):
+            raise UnsupportedError(f"{where}: {topology.group}")
+        if len(topology.layout.hosts) == 1:
+            return Shared(topology.group)
+        if name == "shared":
+            raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
+        return Hierarchical(self._comm, topology.layout, topology.group, self._chunk_bytes)
+
+    def _on_host(self, sources: Sequence[Vector], dtype: str) -> list[Buffer]:
+        """The vectors of host memory, and what those on devices sum up to."""
+        vectors: list[Buffer] = [source.buffer for source in sources if source.on_host]
+        devices = [source.buffer for source in sources if not source.on_host]
+        if devices:
+            from kvmpi.kernels import gpu
+
+            staged = self._scratch(sources[0].count, host.STORAGE[dtype])
+            gpu.sum_vectors_to_host(staged, devices, dtype)
+            vectors.append(staged)
+        return vectors
 
     def tell(self, text: bytes, root: int, deadline: Deadline, label: str) -> bytes:
         """``text`` of rank ``root`` on every rank; other ranks' ``text`` is ignored."""
@@ -219,80 +303,6 @@ class Collectives:
             raise
 
 
-class _HostTerms:
-    """One rank's vectors of one tensor, as ``ring.Terms`` and as a whole.
-
-    Partial sums have the dtype ``accumulate``. That is ``out``'s own but for half types, and then they need memory.
-    """
-
-    def __init__(self, sources: Sequence[Vector], out: Buffer, dtype: str) -> None:
-        self.out, self._dtype = out, dtype
-        self._wide = dtype in host.HALF
-        self.accumulate = host.STORAGE[host.ACCUMULATE[dtype]]
-        self._accumulator: Buffer | None = None
-        self._buffers = [source.buffer for source in sources if source.on_host]
-        devices = [source.buffer for source in sources if not source.on_host]
-        if devices:
-            from kvmpi.kernels import gpu
-
-            staged = out if not self._buffers else host.empty(out.size, dtype)
-            gpu.sum_vectors_to_host(staged, devices, dtype)
-            self._buffers.append(staged)
-
-    def vectors(self, max_vectors: int) -> list[Buffer]:
-        """This rank's vectors, or their sum where they are more than ``max_vectors``."""
-        if len(self._buffers) > max_vectors:
-            self.sum_into_out()
-            self._buffers = [self.out]
-        return self._buffers
-
-    @property
-    def accumulator(self) -> Buffer:
-        """Memory for partial sums, as long as ``out``."""
-        if self._accumulator is None:
-            self._accumulator = np.empty(self.out.size, self.accumulate) if self._wide else self.out
-        return self._accumulator
-
-    def own(self, start: int, stop: int) -> Buffer:
-        """See ``ring.Terms``. A single vector is sent from where it is."""
-        if self._wide:
-            part = self.accumulator[start:stop]
-            host.widen(self._buffers[0][start:stop], self._dtype, part)
-            self._add_others(part, self._buffers[1:], start, stop)
-            return part
-        if len(self._buffers) == 1:
-            return self._buffers[0][start:stop]
-        host.sum_vectors(self.out[start:stop], [buffer[start:stop] for buffer in self._buffers], self._dtype)
-        return self.out[start:stop]
-
-    def add(self, incoming: Buffer, start: int, stop: int, last: bool) -> None:
-        """See ``ring.Terms``."""
-        if not self._wide:
-            parts = [buffer[start:stop] for buffer in self._buffers]
-            host.sum_vectors(self.out[start:stop], [incoming, *parts], self._dtype)
-            return
-        self._add_others(incoming, self._buffers, start, stop)
-        if last:
-            host.narrow(incoming, self.out[start:stop], self._dtype)
-        else:
-            np.copyto(self.accumulator[start:stop], incoming)
-
-    def _add_others(self, part: Buffer, buffers: Sequence[Buffer], start: int, stop: int) -> None:
-        for buffer in buffers:
-            host.add_widened(part, host.ACCUMULATE[self._dtype], buffer[start:stop], self._dtype)
-
-    def fold(self) -> Buffer:
-        """This rank's contribution in the accumulator, where it may be changed."""
-        if self._wide:
-            return self.own(0, self.out.size)
-        self.sum_into_out()
-        return self.out
-
-    def finish(self) -> None:
-        """What the accumulator holds becomes the result."""
-        if self._wide:
-            host.narrow(self.accumulator, self.out, self._dtype)
-
-    def sum_into_out(self) -> None:
-        if len(self._buffers) > 1 or self._buffers[0].ctypes.data != self.out.ctypes.data:
-            host.sum_vectors(self.out, self._buffers, self._dtype)
+def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str) -> None:
+    if len(vectors) > 1 or vectors[0].ctypes.data != out.ctypes.data:
+        host.sum_vectors(out, vectors, dtype)

@@ -108,9 +108,13 @@ class StoreCore:
         self._recorder = Recorder()
         comm = comm or SoloComm()
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
-        chunk_bytes = config.ring_chunk_bytes
-        self._reduce = Collectives(self._comms[0], config.allreduce, chunk_bytes, self._recorder)
-        self._cast = Collectives(self._comms[1], config.allreduce, chunk_bytes, self._recorder)
+        self._reduce, self._cast = (
+            Collectives(
+                comm, config.allreduce, config.ring_chunk_bytes, self._recorder,
+                num_rings=config.num_rings, attach=config.shared_input == "attach",
+            )
+            for comm in self._comms
+        )  # fmt: skip
         self._engine = create_engine(config.engine, config.engine_threads)
         self._engine.add_lane("reduce", ordered=True)
         self._engine.add_lane("broadcast", ordered=True)

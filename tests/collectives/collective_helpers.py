@@ -79,12 +79,13 @@ def on_host(buffers: list[Array], dtype: str) -> list[Vector]:
 
 def allreduce(
     comm: Comm, algorithm: str, own: list[Array], dtype: str, *, in_place: bool = False, chunk_bytes: int = 256 << 10,
-    timeout_s: float = 20.0,
+    timeout_s: float = 20.0, **settings: Any,
 ) -> Array:  # fmt: skip
     """Sum ``own`` over all ranks; the inputs must survive, but for the first one if ``in_place``."""
     before = [vector.copy() for vector in own]
     out = own[0] if in_place else np.full_like(own[0], 77)
-    Collectives(comm, algorithm, chunk_bytes).allreduce(on_host(own, dtype), out, dtype, Deadline(timeout_s), "test")
+    collectives = Collectives(comm, algorithm, chunk_bytes, **settings)
+    collectives.allreduce(on_host(own, dtype), out, dtype, Deadline(timeout_s), "test")
     for i, (vector, old) in enumerate(zip(own, before, strict=True)):
         if not (in_place and i == 0):
             np.testing.assert_array_equal(vector, old, err_msg=f"vector {i} of rank {comm.rank} was changed")

@@ -1,4 +1,7 @@
-"""Ranks as threads: ``run_ranks(size, fn)`` calls ``fn(comm)`` once for each rank of a world in memory."""
+"""Ranks as threads: ``run_ranks(size, fn)`` calls ``fn(comm)`` once for each rank of a world in memory.
+
+``hosts`` names each rank's host, where they are to be on several.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ def run_ranks() -> RunRanks:
     """Results by rank. The first error is raised again, unless ``errors``: then it stands in place of the result."""
 
     def run(
-        size: int, fn: Callable[[MemoryComm], Any], *, absent: tuple[int, ...] = (), errors: bool = False
-    ) -> list[Any]:
+        size: int, fn: Callable[[MemoryComm], Any], *, absent: tuple[int, ...] = (), errors: bool = False,
+        hosts: str | None = None,
+    ) -> list[Any]:  # fmt: skip
         outcomes: list[Any] = [None] * size
         failed: list[BaseException] = []
 
@@ -35,7 +39,7 @@ def run_ranks() -> RunRanks:
 
         threads = [
             threading.Thread(target=rank_main, args=(comm,), name=f"rank {comm.rank}", daemon=True)
-            for comm in MemoryWorld(size).comms()
+            for comm in MemoryWorld(size, hosts).comms()
             if comm.rank not in absent
         ]
         for thread in threads:

@@ -20,6 +20,7 @@ from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
 from kvmpi.collectives.naive import naive_allreduce, naive_broadcast
+from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, OrderMismatchError, PeerLostError
 
@@ -38,7 +39,7 @@ def sums() -> None:
     # Many ranks on few cores are slow, and the sizes of the world that matter here are small and odd ones.
     dtypes = DTYPES if SIZE <= 3 else ("float32", "bfloat16", "int8")
     shapes = [(0, 1, False), (1, 1, True), (5, 2, False), (4097, 1, False), (999, 3, True)]  # count, vectors, in place
-    for algorithm in ("ring", "shared", "mpi", "naive", "auto"):
+    for algorithm in ("ring", "multi_ring", "shared", "hierarchical", "mpi", "naive", "auto"):
         for dtype in dtypes:
             for count, num_vectors, in_place in shapes if SIZE <= 3 else shapes[2:]:
                 own = vectors(RANK, num_vectors, count, dtype)
@@ -48,13 +49,30 @@ def sums() -> None:
     comm.free()
 
 
+def scatters_and_gathers() -> None:
+    comm = mpi_comm.world()
+    for algorithm in ("ring", "multi_ring", "shared", "mpi", "naive", "auto"):
+        collectives = Collectives(comm, algorithm, 512)
+        for dtype in ("float32", "bfloat16", "int8"):
+            for count, num_vectors, in_place in [(1, 1, False), (4097, 2, True), (999, 1, False), (300_001, 1, True)]:
+                start, stop = segment_bounds(count, SIZE)[RANK]
+                own = vectors(RANK, num_vectors, count, dtype)
+                part = own[0][start:stop] if in_place else np.empty(stop - start, DTYPES[dtype])
+                collectives.reduce_scatter(on_host(own, dtype), part, dtype, Deadline(TIMEOUT_S), "scatter")
+                whole = np.zeros(count, DTYPES[dtype])
+                collectives.allgather(part, whole, Deadline(TIMEOUT_S), "gather")
+                assert_is_sum(whole, all_vectors(SIZE, num_vectors, count, dtype), dtype)
+                digest.update(whole.tobytes())
+    comm.free()
+
+
 def large_sums() -> None:
     """40 MB (8 MB on many ranks): real chunks, a full window, messages that MPI sends when they are received."""
     comm = mpi_comm.world()
     count = 10_000_003 if SIZE <= 3 else 2_000_003
     index = np.arange(count, dtype="f4") % 1000
     expected = SIZE * index + sum(range(SIZE))  # exact
-    for algorithm in ("ring", "shared", "mpi", "naive"):
+    for algorithm in ("ring", "multi_ring", "shared", "mpi", "naive"):
         out = np.empty(count, "f4")
         own = on_host([index + RANK], "float32")
         Collectives(comm, algorithm).allreduce(own, out, "float32", Deadline(TIMEOUT_S), "large")
@@ -99,10 +117,10 @@ def pieces() -> None:
 def broadcasts() -> None:
     comm = mpi_comm.world()
     collectives = Collectives(comm, "ring", 512)
-    shared = Collectives(comm, "shared")
+    shared, library = Collectives(comm, "shared"), Collectives(comm, "mpi")
     for root in range(SIZE):
         for count in (0, 1, 4097):
-            for how in (collectives, shared):
+            for how in (collectives, shared, library):
                 buffer = vectors(RANK, 1, count, "float32")[0]
                 how.broadcast(buffer, root, Deadline(TIMEOUT_S), "cast")
                 np.testing.assert_array_equal(buffer, vectors(root, 1, count, "float32")[0])
@@ -232,7 +250,7 @@ def all_there(folder: Path, name: str, num_ranks: int) -> None:
 
 
 def main(folder: Path) -> None:
-    checks = [sums, mapped_sums, pieces, broadcasts, disagreements, two_threads, large_sums]
+    checks = [sums, scatters_and_gathers, mapped_sums, pieces, broadcasts, disagreements, two_threads, large_sums]
     for check in checks:
         check()
         assert not mpi_comm._under_way, f"{check.__name__} left requests behind"

@@ -22,7 +22,7 @@ from kvmpi.kernels import host
 
 RunRanks = Callable[..., list[Any]]
 
-ALGORITHMS = ("ring", "shared", "naive", "auto")
+ALGORITHMS = ("ring", "multi_ring", "host_ring", "shared", "naive", "auto")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmpi.collectives.ring import chunked_segments, segment_bounds, segments_of_step
+from kvmpi.collectives.ring import chunks_of, completion_order, part_of, segment_bounds, segments_of_step
 
 SIZES = range(2, 18)
 
@@ -25,21 +25,36 @@ def test_segments_cover_everything_once_longer_ones_first(count: int, num_segmen
     assert lengths[0] - lengths[-1] <= 1
 
 
-@given(count=st.integers(0, 5000), size=st.integers(1, 9), max_chunk_count=st.integers(1, 700))
-def test_chunks_cover_every_segment_once_and_are_equally_many(count: int, size: int, max_chunk_count: int) -> None:
-    segments = chunked_segments(count, size, max_chunk_count)
-    assert [(chunks[0][0], chunks[-1][1]) for chunks in segments] == segment_bounds(count, size)
-    assert len({len(chunks) for chunks in segments}) == 1
-    longest = segments[0][0][1] - segments[0][0][0]
-    for chunks in segments:
-        assert all(left[1] == right[0] for left, right in pairwise(chunks))
-        assert all(0 <= stop - start <= min(longest, max_chunk_count) for start, stop in chunks)
+@given(
+    count=st.integers(0, 5000), size=st.integers(1, 9), num_rings=st.integers(1, 8), max_chunk_count=st.integers(1, 700)
+)
+def test_chunks_of_all_rings_cover_every_segment_once_and_are_equally_many(
+    count: int, size: int, num_rings: int, max_chunk_count: int
+) -> None:
+    segments = segment_bounds(count, size)
+    rings = [chunks_of(part_of(segments, ring, num_rings), max_chunk_count) for ring in range(num_rings)]
+    for chunks in rings:
+        assert len({len(chunked) for chunked in chunks}) == 1
+        longest = max(-(-(stop - start) // num_rings) for start, stop in segments)
+        assert len(chunks[0]) <= max(1, -(-longest // max_chunk_count)), "more chunks than needed"
+        assert all(stop - start <= max_chunk_count for chunked in chunks for start, stop in chunked)
+    for segment, (start, stop) in enumerate(segments):
+        assert [i for chunks in rings for a, b in chunks[segment] for i in range(a, b)] == list(range(start, stop))
 
 
-@given(count=st.integers(1, 5000), size=st.integers(1, 9), max_chunk_count=st.integers(1, 700))
-def test_no_more_chunks_than_needed(count: int, size: int, max_chunk_count: int) -> None:
-    longest_segment = -(-count // size)
-    assert len(chunked_segments(count, size, max_chunk_count)[0]) == -(-longest_segment // max_chunk_count)
+def test_a_segment_may_consist_of_several_ranges() -> None:
+    assert chunks_of([[(0, 5), (20, 23)], [(5, 9)], []], 3) == [
+        [(0, 3), (3, 5), (20, 23)], [(5, 7), (7, 9), (0, 0)], [(0, 0)] * 3
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reduces", [False, True])
+def test_everything_that_is_not_there_from_the_beginning_becomes_final_once(size: int, reduces: bool) -> None:
+    chunks = [[(10 * i, 10 * i + 5), (10 * i + 5, 10 * i + 10)] for i in range(size)]
+    for place in range(size):
+        order = completion_order(chunks, place, reduces=reduces)
+        assert sorted(order) == [chunk for i in range(size) for chunk in chunks[i] if reduces or i != place]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.collectives import Collectives, arena, cross_memory, host_group
+from kvmpi.collectives.algorithm import Act, Scratch
 from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.host_group import HostGroup, form
 from kvmpi.collectives.memory_comm import MemoryComm
-from kvmpi.collectives.shared import shared_allreduce, shared_broadcast
+from kvmpi.collectives.shared import Shared
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError, UnsupportedError
 
@@ -27,7 +28,7 @@ TIMEOUT_S = 20.0
 
 
 def group_of(comm: MemoryComm) -> HostGroup:
-    group = form(comm, Deadline(TIMEOUT_S))
+    group = form(comm, range(comm.size), Deadline(TIMEOUT_S))
     assert isinstance(group, HostGroup), group
     return group
 
@@ -43,8 +44,8 @@ def placed(own: list[np.ndarray], mapped: int) -> list[np.ndarray]:
     return found
 
 
-def scratch(count: int, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.full(count, 99, dtype)
+def act_of(group: HostGroup, op: str, label: str = "test", timeout_s: float = TIMEOUT_S) -> Act:
+    return Act(label, op, "shared", group.index, group.size, Deadline(timeout_s), Scratch())
 
 
 def reduce_shared(
@@ -52,9 +53,7 @@ def reduce_shared(
     out_mapped: bool = False,
 ) -> np.ndarray:  # fmt: skip
     out = own[0] if in_place else placed([np.full_like(own[0], 77)], int(out_mapped))[0]
-    shared_allreduce(
-        group, own, out, dtype, block_bytes=block_bytes, deadline=Deadline(TIMEOUT_S), label="test", scratch=scratch
-    )
+    Shared(group, block_bytes).allreduce(own, out, dtype, act_of(group, "allreduce"))
     return out
 
 
@@ -117,7 +116,7 @@ def test_many_calls_of_one_group_in_any_order(run_ranks: RunRanks) -> None:
             if call % 3:
                 root = call % size
                 buffer = np.arange(500 + call) + (1000 * call if comm.rank == root else 0)
-                shared_broadcast(group, buffer, root, deadline=Deadline(TIMEOUT_S), label="test")
+                Shared(group).broadcast(buffer, root, act_of(group, "broadcast"))
                 np.testing.assert_array_equal(buffer, np.arange(500 + call) + 1000 * call)
                 buffer[:] = -1  # ours again, at once
             else:
@@ -150,8 +149,8 @@ class _Rank(threading.local):
     rank = 0
 
 
-@pytest.mark.parametrize("cause", ["hosts", "refused", "system", "other process"])
-def test_where_it_cannot_be_every_rank_says_why_and_the_default_sums_otherwise(
+@pytest.mark.parametrize("cause", ["refused", "system", "other process"])
+def test_where_one_rank_cannot_read_from_the_others_all_stage(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     here = _Rank()
@@ -167,23 +166,37 @@ def test_where_it_cannot_be_every_rank_says_why_and_the_default_sums_otherwise(
         if here.rank == 2:
             into[:] = 0
 
-    if cause == "hosts":
-        monkeypatch.setattr(host_group, "host_name", lambda: f"host {here.rank % 2}")
-    elif cause == "system":
+    if cause == "system":
         monkeypatch.setattr(cross_memory, "_process_vm_readv", None)
     else:
         monkeypatch.setattr(CrossMemory, "read", refused if cause == "refused" else elsewhere)
+
+    def rank_main(comm: MemoryComm) -> np.ndarray:
+        here.rank = comm.rank
+        group = group_of(comm)
+        assert not group.attaches
+        return reduce_shared(group, vectors(comm.rank, 2, 5000, "float32"), "float32", 512)
+
+    for out in run_ranks(4, rank_main):
+        assert_is_sum(out, all_vectors(4, 2, 5000, "float32"), "float32")
+
+
+def test_where_no_memory_is_shared_every_rank_says_so_and_the_default_sums_otherwise(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = _Rank()
+    mapped = host_group._mapped
+    monkeypatch.setattr(host_group, "_mapped", lambda *where: None if here.rank == 2 else mapped(*where))
     count = 200_000  # large enough for the default to try it
-    expected = {
-        "hosts": "different hosts", "system": "no cross-memory attach",
-        "refused": "not permitted|MPI rank 2 cannot read", "other process": "the same processes|MPI rank 2 cannot read",
-    }[cause]  # fmt: skip
 
     def rank_main(comm: MemoryComm) -> np.ndarray:
         here.rank = comm.rank
         own = vectors(comm.rank, 1, count, "float32")
-        with pytest.raises(UnsupportedError, match=f"'shared': .*({expected})"):
-            allreduce(comm.duplicate(), "shared", own, "float32")
+        for algorithm in ("shared", "hierarchical"):
+            with pytest.raises(UnsupportedError, match=f"'{algorithm}': .*(the same processes|MPI rank 2 cannot read)"):
+                allreduce(comm.duplicate(), algorithm, own, "float32")
+        with pytest.raises(UnsupportedError, match="no memory is shared"):
+            Collectives(comm.duplicate()).shared_empty(5, "float32", Deadline(TIMEOUT_S))
         return allreduce(comm.duplicate(), "auto", own, "float32")
 
     outs = run_ranks(4, rank_main)
@@ -218,13 +231,11 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
                 group.advance(1)
             return None
         start_s = time.monotonic()
+        act = act_of(group, "allreduce", "push of key 7", timeout_s)
         with pytest.raises(
             KVTimeoutError, match=f"key 7.*on MPI rank {comm.rank} of 4: MPI rank 2 {problem} within"
         ) as e:
-            shared_allreduce(
-                group, [own[comm.rank]], np.empty(1000), "float64", block_bytes=1 << 16, deadline=Deadline(timeout_s),
-                label="push of key 7", scratch=scratch,
-            )  # fmt: skip
+            Shared(group, 1 << 16).allreduce([own[comm.rank]], np.empty(1000), "float64", act)
         assert timeout_s <= time.monotonic() - start_s < 2 * timeout_s
         return str(e.value)
 

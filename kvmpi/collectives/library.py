@@ -1,0 +1,82 @@
+"""The collectives of the MPI library itself: this worker's vectors are summed, then MPI does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.naive import MAX_PIECE_COUNT
+from kvmpi.collectives.terms import HostTerms
+from kvmpi.collectives.waiting import wait_all
+from kvmpi.kernels import host
+
+Buffer = npt.NDArray[Any]
+
+
+class Library:
+    """See ``Algorithm``. Half types are sent as float32. The order of additions is the library's business."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        wire = self._wire_dtype(dtype)
+        total = out if out.dtype == wire else act.scratch(out.size, wire)
+        self._fold(vectors, dtype, total, act)
+        for start in range(0, total.size, MAX_PIECE_COUNT):
+            self._await(self._comm.iallreduce(total[start : start + MAX_PIECE_COUNT]), act)
+        self._unfold(total, out, dtype)
+
+    def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        wire, count = self._wire_dtype(dtype), vectors[0].size
+        folded = vectors[0]
+        if len(vectors) > 1 or folded.dtype != wire:
+            folded = act.scratch(count, wire)
+            self._fold(vectors, dtype, folded, act)
+        total = act.scratch(out.size, wire)  # not out: MPI forbids that it overlaps what is sent
+        counts = [stop - start for start, stop in act.segments(count)]
+        self._await(self._comm.ireduce_scatter(folded, total, counts), act)
+        self._unfold(total, out, dtype)
+
+    def allgather(self, out: Buffer, act: Act) -> None:
+        self._await(self._comm.iallgather(out, [stop - start for start, stop in act.segments(out.size)]), act)
+
+    def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
+        for start in range(0, buffer.size, MAX_PIECE_COUNT):
+            self._await(self._comm.ibroadcast(buffer[start : start + MAX_PIECE_COUNT], root), act)
+
+    def _await(self, request: Request, act: Act) -> None:
+        wait_all(
+            [request], act.deadline,
+            lambda: f"{act.what}: a rank did not take part within {act.deadline.timeout_s:.1f} s",
+        )  # fmt: skip
+
+    @staticmethod
+    def _wire_dtype(dtype: str) -> np.dtype[Any]:
+        wire = host.STORAGE[host.ACCUMULATE[dtype]]
+        # OpenMPI's vectorised sums of short integers do not wrap around but stop at the largest value.
+        return np.dtype(np.int32) if wire.kind in "iu" and wire.itemsize < 4 else wire
+
+    @staticmethod
+    def _fold(vectors: Sequence[Buffer], dtype: str, total: Buffer, act: Act) -> None:
+        if dtype in host.HALF or total.dtype == vectors[0].dtype:
+            own = HostTerms(vectors, dtype).own(0, total.size, total)
+        else:
+            own = vectors[0]
+            if len(vectors) > 1:
+                own = act.scratch(total.size, own.dtype)
+                host.sum_vectors(own, vectors, dtype)
+        if own.ctypes.data != total.ctypes.data:
+            np.copyto(total, own)
+
+    @staticmethod
+    def _unfold(total: Buffer, out: Buffer, dtype: str) -> None:
+        if dtype in host.HALF:
+            host.narrow(total, out, dtype)
+        elif total is not out:
+            np.copyto(out, total, casting="unsafe")

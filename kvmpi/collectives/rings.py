@@ -1,0 +1,53 @@
+"""Collectives by rings over all ranks: one, or several that share the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.ring import Chain, Ring, chunks_of, drive, part_of
+from kvmpi.collectives.terms import HostTerms
+
+Buffer = npt.NDArray[Any]
+
+
+class Rings:
+    """See ``Algorithm``.
+
+    Args:
+        num_rings: rings that are under way at once, each on an equal part of every segment.
+        chunk_bytes: bytes of one message at most; the same on every rank.
+    """
+
+    def __init__(self, comm: Comm, num_rings: int, chunk_bytes: int) -> None:
+        self._comm, self._num_rings, self._chunk_bytes = comm, num_rings, chunk_bytes
+        self._ranks = range(comm.size)
+
+    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        self._run(out.size, out, HostTerms(vectors, dtype), act)
+
+    def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        self._run(vectors[0].size, out, HostTerms(vectors, dtype), act, gather=False)
+
+    def allgather(self, out: Buffer, act: Act) -> None:
+        self._run(out.size, out, None, act)
+
+    def _run(self, count: int, out: Buffer, terms: HostTerms | None, act: Act, *, gather: bool = True) -> None:
+        segments = act.segments(count)
+        max_chunk_count = max(1, self._chunk_bytes // (out if terms is None else terms.sum_dtype).itemsize)
+        rings = [
+            Ring(
+                self._comm, self._ranks, chunks_of(part_of(segments, number, self._num_rings), max_chunk_count), out,
+                terms, gather=gather, base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
+            )
+            for number in range(self._num_rings)
+        ]  # fmt: skip
+        drive(rings, act.deadline, act.what)
+
+    def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
+        ranks = [(root + i) % act.size for i in self._ranks]
+        drive([Chain(self._comm, ranks, buffer, max(1, self._chunk_bytes // buffer.itemsize))], act.deadline, act.what)

@@ -1,0 +1,55 @@
+"""What one rank contributes to a sum: the vectors of its tensor, range by range or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi.kernels import host
+
+Buffer = npt.NDArray[Any]
+
+
+class HostTerms:
+    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32."""
+
+    def __init__(self, vectors: Sequence[Buffer], dtype: str) -> None:
+        self._vectors, self._dtype = vectors, dtype
+        self._wide = dtype in host.HALF
+        self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
+
+    def own(self, start: int, stop: int, into: Buffer) -> Buffer:
+        """See ``ring.Terms``. A single vector that need not be widened is used where it is."""
+        first, *others = [vector[start:stop] for vector in self._vectors]
+        if self._wide:
+            host.widen(first, self._dtype, into)
+            self._add_widened(into, others)
+            return into
+        if not others:
+            return first
+        host.sum_vectors(into, [first, *others], self._dtype)
+        return into
+
+    def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
+        """See ``ring.Terms``."""
+        parts = [vector[start:stop] for vector in self._vectors]
+        if self._wide:
+            np.copyto(into, incoming)
+            self._add_widened(into, parts)
+        else:
+            host.sum_vectors(into, [incoming, *parts], self._dtype)
+
+    def finish(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
+        """See ``ring.Terms``."""
+        if self._wide:
+            self._add_widened(incoming, [vector[start:stop] for vector in self._vectors])
+            host.narrow(incoming, into, self._dtype)
+        else:
+            self.add(incoming, start, stop, into)
+
+    def _add_widened(self, total: Buffer, parts: Sequence[Buffer]) -> None:
+        for part in parts:
+            host.add_widened(total, host.ACCUMULATE[self._dtype], part, self._dtype)

@@ -1,0 +1,76 @@
+"""Which ranks of a communicator share a host, and whether they can share memory."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.host_group import HostGroup, exchange, form
+from kvmpi.deadline import Deadline
+
+_TAG_HOST = 9
+_TAG_FORMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``hosts[h]`` are the ranks of a host, ascending; hosts are ordered by their lowest rank. Equal on every rank."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks on all hosts."""
+        return sum(map(len, self.hosts))
+
+    def host_of(self, rank: int) -> int:
+        return next(h for h, ranks in enumerate(self.hosts) if rank in ranks)
+
+    @property
+    def most_on_a_host(self) -> int:
+        return max(map(len, self.hosts))
+
+    def describe(self) -> str:
+        """For people: ``0,1 | 2,3``."""
+        return " | ".join(",".join(map(str, ranks)) for ranks in self.hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The layout, and this rank's host as a group; or why there is none, which is then so on every rank."""
+
+    layout: Layout
+    group: HostGroup | str
+
+
+def locate(comm: Comm, deadline: Deadline, *, attach: bool = True) -> Topology:
+    """Collective: find out who is where.
+
+    Args:
+        attach: whether ranks of one host may read from each other's private memory.
+    Raises:
+        KVTimeoutError: a rank did not take part.
+    """
+    layout = discover(comm, deadline)
+    group = form(comm, layout.hosts[layout.host_of(comm.rank)], deadline, attach=attach)
+    formed = exchange(comm, range(comm.size), np.array([not isinstance(group, str)], np.uint64), _TAG_FORMED, deadline)
+    outside = [rank for rank, answer in enumerate(formed) if not answer[0]]
+    if outside and not isinstance(group, str):
+        group = f"the ranks of MPI rank {outside[0]}'s host share no memory"
+    return Topology(layout, group)
+
+
+def discover(comm: Comm, deadline: Deadline) -> Layout:
+    """Collective: compare host names.
+
+    Raises:
+        KVTimeoutError: a rank did not take part.
+    """
+    digest = np.frombuffer(hashlib.sha256(comm.host.encode()).digest()[:16], np.uint64)
+    hosts: dict[bytes, list[int]] = {}
+    for rank, found in enumerate(exchange(comm, range(comm.size), digest, _TAG_HOST, deadline)):
+        hosts.setdefault(found.tobytes(), []).append(rank)
+    return Layout(tuple(map(tuple, hosts.values())))
