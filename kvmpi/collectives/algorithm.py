@@ -24,6 +24,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: Buffer = np.empty(0, np.uint8)
+        self._more: list[Buffer] = []  # what did not fit: others may read there as long as the call lasts
         self._used = self._wanted = 0
 
     def begin(self) -> None:
@@ -31,6 +32,7 @@ class Scratch:
         if self._wanted > self._memory.size:
             # Twice as much, or there would be another one for each call that is a little larger.
             self._memory = _shared_bytes(2 * self._wanted)
+        self._more.clear()
         self._used = self._wanted = 0
 
     def __call__(self, count: int, dtype: Any) -> Buffer:
@@ -39,7 +41,8 @@ class Scratch:
         start, self._used = self._used, self._used + -(-nbytes // 64) * 64
         self._wanted = max(self._wanted, self._used)
         if self._used > self._memory.size:
-            return _shared_bytes(nbytes).view(dtype)
+            self._more.append(_shared_bytes(nbytes))
+            return self._more[-1].view(dtype)
         return self._memory[start : start + nbytes].view(dtype)
 
 
@@ -73,19 +76,78 @@ class Act:
         return segment_bounds(count, self.size)
 
 
+@dataclass(slots=True)
+class Tensor:
+    """One tensor of an allreduce: ``vectors`` of shape ``(count,)`` are summed into ``out``.
+
+    ``out`` may be the first vector, and overlaps no other. ``copies`` get the result, too.
+    """
+
+    vectors: Sequence[Buffer]
+    out: Buffer
+    copies: Sequence[Buffer] = ()
+
+
+def pack(tensors: Sequence[Tensor], act: Act) -> Tensor:
+    """Several tensors as one, in scratch; vectors that lie one behind the other stay where they are.
+
+    A tensor of fewer vectors than others has zeros in their place. ``unpack`` copies the result to where it belongs.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    counts = [tensor.out.size for tensor in tensors]
+    total, dtype = sum(counts), tensors[0].out.dtype
+    vectors = []
+    for i in range(max(len(tensor.vectors) for tensor in tensors)):
+        parts = [tensor.vectors[i] if i < len(tensor.vectors) else None for tensor in tensors]
+        packed = _adjacent(parts, total)
+        if packed is None:
+            packed, start = act.scratch(total, dtype), 0
+            for part, count in zip(parts, counts, strict=True):
+                packed[start : start + count] = 0 if part is None else part
+                start += count
+        vectors.append(packed)
+    out = _adjacent([tensor.out for tensor in tensors], total)
+    return Tensor(vectors, act.scratch(total, dtype) if out is None else out)
+
+
+def unpack(tensors: Sequence[Tensor], packed: Tensor) -> None:
+    """The result of ``pack(tensors)`` goes to every tensor's ``out`` and ``copies``."""
+    start = 0
+    for tensor in tensors:
+        found = packed.out[start : start + tensor.out.size]
+        start += tensor.out.size
+        for target in (tensor.out, *tensor.copies):
+            if target.ctypes.data != found.ctypes.data:
+                np.copyto(target, found)
+
+
+def _adjacent(parts: Sequence[Buffer | None], total: int) -> Buffer | None:
+    """One view of ``parts`` where each begins where the one before it ends."""
+    first = parts[0]
+    if first is None:
+        return None
+    address = first.ctypes.data
+    for part in parts:
+        if part is None or part.ctypes.data != address:
+            return None
+        address += part.nbytes
+    # The parts are alive for as long as the call, which is all that the view is used for.
+    return np.lib.stride_tricks.as_strided(first, (total,), writeable=first.flags.writeable)
+
+
 class Algorithm(Protocol):
     """A way to do the four collectives on host memory, on a communicator of at least two ranks.
 
-    Tensors are 1 or more vectors of shape ``(count,)`` in the storage dtype of ``dtype``, with at least one element.
-    ``out`` may be the first vector of a tensor, or the part of it that it stands for, and overlaps no other.
+    Vectors have the storage dtype of ``dtype``, and there is at least one element.
     """
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        """Sum all vectors of all ranks into ``out``, shape ``(count,)``, of every rank."""
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        """Sum every tensor's vectors of all ranks, on every rank."""
         ...
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        """Like ``allreduce``, of which ``out`` holds this rank's segment only."""
+        """Sum ``vectors``; ``out`` gets this rank's segment, and may be that part of the first vector."""
         ...
 
     def allgather(self, out: Buffer, act: Act) -> None:

@@ -6,14 +6,17 @@ import ctypes
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.errors import PeerLostError
 
 Buffer = npt.NDArray[Any]
 
+_MOST_PIECES = 1024  # Linux's limit for one call
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -80,10 +83,29 @@ class CrossMemory:
             self._remote.base, self._remote.length = address + done, end - done
             copied = _process_vm_readv(self._pid, self._local, 1, self._remote, 1, 0)
             if copied <= 0:
-                number = ctypes.get_errno()
-                if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-                    raise PermissionError(number, f"reading from process {self._pid}: {os.strerror(number)}")
-                raise PeerLostError(
-                    f"cannot read from process {self._pid}: {os.strerror(number)}; it has probably ended"
-                )
+                raise self._refusal()
             done += copied
+
+    def read_pieces(self, pieces: Sequence[tuple[int, int]], into: Buffer) -> None:
+        """Copy ``pieces``, each (address, bytes), to ``into``, one behind the other. Raises as ``read``."""
+        if len(pieces) == 1:
+            self.read(pieces[0][0], into)
+            return
+        position, done = address_of(into), 0
+        for first in range(0, len(pieces), _MOST_PIECES):
+            batch = pieces[first : first + _MOST_PIECES]
+            wanted = sum(nbytes for _, nbytes in batch)
+            self._local.base, self._local.length = position + done, wanted
+            remote = (_IoVec * len(batch))(*batch)  # type: ignore[misc]
+            if _process_vm_readv(self._pid, self._local, 1, remote, len(batch), 0) == wanted:
+                done += wanted
+                continue
+            for address, nbytes in batch:  # a part of it: one by one
+                self.read(address, into.view(np.uint8)[done : done + nbytes])
+                done += nbytes
+
+    def _refusal(self) -> Exception:
+        number = ctypes.get_errno()
+        if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            return PermissionError(number, f"reading from process {self._pid}: {os.strerror(number)}")
+        return PeerLostError(f"cannot read from process {self._pid}: {os.strerror(number)}; it has probably ended")

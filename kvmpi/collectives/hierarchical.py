@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, Cut, HostSum, Posted
 from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, completion_order, drive
-from kvmpi.collectives.shared import BLOCK_BYTES, Copies, GroupTerms, post
 from kvmpi.collectives.topology import Layout
 
 Buffer = npt.NDArray[Any]
@@ -45,35 +45,34 @@ class Hierarchical:
         shares = [[segments[rank] for rank in ranks[ring :: self._num_rings]] for ranks in self._layout.hosts]
         return chunks_of(shares, max(1, self._chunk_bytes // itemsize))
 
-    def _ring_of(self, ring: int) -> list[int]:
-        return [ranks[ring] for ranks in self._layout.hosts]
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        packed = pack(tensors, act)
+        self._allreduce(packed, dtype, act)
+        unpack(tensors, packed)
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        group = self._group
-        result, vectors = post(group, out, vectors, dtype, act)
-        terms = GroupTerms(group, vectors, dtype, max(1, BLOCK_BYTES // out.itemsize), act.scratch)
-        segments = act.segments(out.size)
+    def _allreduce(self, tensor: Tensor, dtype: str, act: Act) -> None:
+        group, count = self._group, tensor.out.size
+        posted = Posted(group, [tensor], act)
+        terms = HostSum(group, posted, [tensor], dtype, BLOCK_BYTES, act.scratch)
+        result, segments = posted.results[0], act.segments(count)
         machines: list[Machine] = []
         for ring in range(self._num_rings):
             chunks = self._chunks(ring, segments, terms.sum_dtype.itemsize)
             if ring == group.index:
-                machines.insert(0, Ring(
-                    self._comm, self._ring_of(ring), chunks, result, terms, scratch=act.scratch, on_chunk=group.advance,
-                ))  # fmt: skip
+                machines.insert(0, self._ring(ring, chunks, result, act, terms=terms, on_chunk=group.advance))
             else:
-                machines.append(self._copies(ring, out, completion_order(chunks, self._host, reduces=True)))
+                order = completion_order(chunks, self._host, reduces=True)
+                machines.append(Copies(group, ring, posted, [tensor], terms.cut, order))
         drive(machines, act.deadline, act.what)
-        if result is not out and group.index < self._num_rings:
+        if result is not tensor.out and group.index < self._num_rings:
             for segment in self._chunks(group.index, segments, terms.sum_dtype.itemsize):
                 for start, stop in segment:
-                    np.copyto(out[start:stop], result[start:stop])
+                    np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.what)
 
-    def _copies(self, peer: int, out: Buffer, order: Sequence[Range]) -> Copies:
-        same = self._group.same_first(peer)
-        return Copies(
-            self._group, peer, None if same else self._group.remotes_of(peer, out.size, out.dtype)[0], out, order
-        )
+    def _ring(self, ring: int, chunks: list[list[Range]], out: Buffer, act: Act, **options: Any) -> Ring:
+        ranks = [ranks[ring] for ranks in self._layout.hosts]
+        return Ring(self._comm, ranks, chunks, out, scratch=act.scratch, **options)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         count = vectors[0].size
@@ -81,70 +80,53 @@ class Hierarchical:
         if any(len(ranks) != self._num_rings for ranks in self._layout.hosts):
             # Some segments would be summed by a rank that they do not belong to.
             whole = act.scratch(count, out.dtype)
-            self.allreduce(vectors, whole, dtype, act)
+            self._allreduce(Tensor(vectors, whole), dtype, act)
             np.copyto(out, whole[slice(*segments[act.rank])])
             return
-        group = self._group
-        _, vectors = post(group, None, vectors, dtype, act)
-        terms = GroupTerms(group, vectors, dtype, max(1, BLOCK_BYTES // out.itemsize), act.scratch)
+        group, tensors = self._group, [Tensor(vectors, out)]
+        posted = Posted(group, tensors, act, with_results=False)
+        terms = HostSum(group, posted, tensors, dtype, BLOCK_BYTES, act.scratch)
         chunks = self._chunks(group.index, segments, terms.sum_dtype.itemsize)
-        ring = Ring(
-            self._comm, self._ring_of(group.index), chunks, out, terms, gather=False, base=segments[act.rank][0],
-            scratch=act.scratch,
-        )  # fmt: skip
+        ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
         drive([ring], act.deadline, act.what)
         group.finish(group.others, act.deadline, act.what)
 
     def allgather(self, out: Buffer, act: Act) -> None:
-        group, segments = self._group, act.segments(out.size)
-        start, stop = segments[act.rank]
-        result = out
-        if not group.attaches and group.place_of(out) is None:
-            result = act.scratch(out.size, out.dtype)
-            np.copyto(result[start:stop], out[start:stop])
-        group.post([result])
-        group.await_posts(group.others, act.deadline, act.what)
-        machines: list[Machine] = []
+        group, segments, tensors = self._group, act.segments(out.size), [Tensor((), out)]
+        posted = Posted(group, tensors, act, own=slice(*segments[act.rank]))
+        result, machines = posted.results[0], list[Machine]()
         for peer in group.others:
             # What lies on this host already: the driver of a ring needs it first.
-            self._read_segment(peer, result, segments[group.members[peer]])
+            posted.copy_result(peer, 0, slice(*segments[group.members[peer]]), result)
         for ring in range(self._num_rings):
             chunks = self._chunks(ring, segments, out.itemsize)
             if ring == group.index:
-                machines.insert(0, Ring(self._comm, self._ring_of(ring), chunks, result, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, chunks, result, act, on_chunk=group.advance))
             else:
-                machines.append(self._copies(ring, result, completion_order(chunks, self._host, reduces=False)))
+                order = completion_order(chunks, self._host, reduces=False)
+                machines.append(Copies(group, ring, posted, [Tensor((), result)], Cut([out.size]), order))
         drive(machines, act.deadline, act.what)
         if result is not out:
             np.copyto(out, result)
         group.finish(group.others, act.deadline, act.what)
-
-    def _read_segment(self, peer: int, out: Buffer, segment: Range) -> None:
-        if not self._group.same_first(peer):
-            part = slice(*segment)
-            self._group.read(peer, self._group.remotes_of(peer, out.size, out.dtype)[0], part, out[part])
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group, layout = self._group, self._layout
         first = layout.host_of(root)
         leaders = [root, *(ranks[0] for host, ranks in enumerate(layout.hosts) if host != first)]
         leader = group.members.index(root) if first == self._host else 0
-        posted = buffer
-        if group.index == leader and not group.attaches and group.place_of(buffer) is None:
-            posted = act.scratch(buffer.size, buffer.dtype)
-            if act.rank == root:
-                np.copyto(posted, buffer)
-        group.post([posted])
         max_chunk_count = max(1, self._chunk_bytes // buffer.itemsize)
+        tensors, own = [Tensor((), buffer)], slice(0, buffer.size if act.rank == root else 0)
+        posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
-        if group.index == leader:
-            if act.rank == root:
-                group.advance(len(chunks))
-            drive([Chain(self._comm, leaders, posted, max_chunk_count, on_chunk=group.advance)], act.deadline, act.what)
-            if posted is not buffer and act.rank != root:
-                np.copyto(buffer, posted)
-            group.finish(group.others, act.deadline, act.what)
+        if group.index != leader:
+            drive([Copies(group, leader, posted, tensors, Cut([buffer.size]), chunks)], act.deadline, act.what)
+            group.finish()
             return
-        group.await_posts([leader], act.deadline, act.what)
-        drive([self._copies(leader, buffer, chunks)], act.deadline, act.what)
-        group.finish([], act.deadline, act.what)
+        if act.rank == root:
+            group.advance(len(chunks))
+        result = posted.results[0]
+        drive([Chain(self._comm, leaders, result, max_chunk_count, on_chunk=group.advance)], act.deadline, act.what)
+        if result is not buffer and act.rank != root:
+            np.copyto(buffer, result)
+        group.finish(group.others, act.deadline, act.what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,26 +23,27 @@ from kvmpi.errors import PeerLostError
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 
-#: Buffers that a rank can post for one call.
-MAX_BUFFERS = 64
+#: What a rank can post for one call.
+MAX_PLACES = 4096
+#: Bytes of each of the two slots in which a rank offers small data, and of the results that all ranks share.
+SLOT_BYTES = 128 << 10
+RELAY_BYTES = 16 << 20
 _TAG_INVITE = 7
 _TAG_JOINED = 8
-_PAGE_WORDS = 48 + MAX_BUFFERS
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
-_POSTED, _PROGRESS, _FINISHED, _NUM_PLACES, _PLACES = 0, 16, 32, 47, 48
+_POSTED, _PROGRESS, _FINISHED, _PLACES = 0, 16, 32, 48
+_PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: Marks a place in an arena: whose is said by the bits below. Other places are addresses, which end below that bit.
-_IN_ARENA = 1 << 63
+IN_ARENA = 1 << 63
 _OWNER_SHIFT = 48
 _OFFSET_MASK = (1 << _OWNER_SHIFT) - 1
-
-#: A whole vector of another rank: mapped, or the address from which it can be read.
-Remote = Buffer | int
 
 
 class _Peer(NamedTuple):
     words: Words
+    slots: Buffer
     arena: Buffer
     memory: CrossMemory | None
 
@@ -49,9 +51,10 @@ class _Peer(NamedTuple):
 class HostGroup:
     """One rank's view of the ranks of a host. Calls must be the same, in the same order, on every one of them.
 
-    A call goes: ``post`` where this rank's vectors are; ``await_posts``; read from the others while ``advance`` and
-    ``blocks_of`` tell how far each rank's results are; ``finish``, after which nobody reads here any more. Ranks are
-    numbered by their place in ``members``, which holds their ranks in the communicator.
+    A call goes: ``begin``; ``post`` where this rank's vectors are, or what is in its ``slot``; ``await_posts``; read
+    from the others while ``advance`` and ``blocks_of`` tell how far each rank's results are; ``finish``, after which
+    this rank reads nothing of others any more. Ranks are numbered by their place in ``members``, which holds their
+    ranks in the communicator.
     """
 
     def __init__(self, members: Sequence[int], index: int, peers: list[_Peer]) -> None:
@@ -60,53 +63,90 @@ class HostGroup:
         #: Whether arrays of other ranks can be read wherever they are; else only those in an arena.
         self.attaches = all(peer.memory is not None for peer in peers)
         self._peers = peers
-        self._arenas = [(int(address_of(peer.arena)), peer.arena.size) for peer in peers]
+        self._arenas = [(address_of(peer.arena), peer.arena.size) for peer in peers]
         self._pages = [peer.words for peer in peers]
-        self._mine = self._pages[index]
+        # Single words are read and written three times as fast through a memoryview.
+        self._words = [memoryview(peer.words.data).cast("B").cast("Q") for peer in peers]
+        self._mine = self._words[index]
         self._call = self._blocks = 0
         self._order = threading.Lock()
+        self._relay: Buffer | None = None
+        self._common: list[tuple[int, int]] = []  # places of what was shared
+        self._kept: list[Buffer] = [peers[index].slots]
+        weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
 
     def _fence(self) -> None:
         # Taking and leaving a lock orders what is before and after it also on processors that reorder stores.
         with self._order:
             pass
 
+    # ---- where things lie
+
     def place_of(self, buffer: Buffer) -> int | None:
         """Where a contiguous buffer lies, the same number on every rank; None if it lies in no rank's arena."""
         address = address_of(buffer)
         for owner, (start, nbytes) in enumerate(self._arenas):
             if start <= address and address + buffer.nbytes <= start + nbytes:
-                return _IN_ARENA | owner << _OWNER_SHIFT | address - start
+                return IN_ARENA | owner << _OWNER_SHIFT | address - start
         return None
 
-    def post(self, buffers: Sequence[Buffer]) -> None:
-        """Begin a call: others may read from ``buffers`` until ``finish``."""
-        assert len(buffers) <= MAX_BUFFERS
+    def is_common(self, buffer: Buffer) -> bool:
+        """Whether ``buffer`` was made by ``share``, so that it is the same memory on every rank."""
+        place = self.place_of(buffer)
+        return place is not None and any(low <= place < high for low, high in self._common)
+
+    def fetch(self, rank: int, place: int, part: slice, into: Buffer) -> Buffer:
+        """The elements ``part`` of what ``rank`` has posted at ``place``: where they are, or copied to ``into``."""
+        itemsize = into.itemsize
+        if place & IN_ARENA:
+            arena = self._peers[(place & ~IN_ARENA) >> _OWNER_SHIFT].arena
+            first = place & _OFFSET_MASK
+            return arena[first + part.start * itemsize : first + part.stop * itemsize].view(into.dtype)
+        memory = self._peers[rank].memory
+        assert memory is not None, "a private vector was posted where ranks cannot read from each other's memory"
+        memory.read(place + part.start * itemsize, into)
+        return into
+
+    def fetch_private(self, rank: int, pieces: Sequence[tuple[int, int]], into: Buffer) -> None:
+        """Copy ``pieces``, each (address, bytes) in ``rank``'s private memory, to ``into``, one behind the other."""
+        memory = self._peers[rank].memory
+        assert memory is not None
+        memory.read_pieces(pieces, into)
+
+    def slot(self, rank: int, count: int, dtype: Any) -> Buffer:
+        """Where ``rank`` offers small data in this call: ``count`` elements of ``dtype``."""
+        first = self._call % 2 * SLOT_BYTES
+        return self._peers[rank].slots[first : first + count * np.dtype(dtype).itemsize].view(dtype)
+
+    # ---- calls
+
+    def begin(self, deadline: Deadline, what: str) -> None:
+        """A new call, in which this rank may write to its ``slot``."""
         self._call += 1
         self._blocks = 0
-        self._mine[_NUM_PLACES] = len(buffers)
-        for i, buffer in enumerate(buffers):
-            place = self.place_of(buffer)
-            self._mine[_PLACES + i] = address_of(buffer) if place is None else place
+        # The slot is that of the call before last. A rank that has begun the last one is through with it.
+        self._await(_POSTED, self.others, self._call - 1, deadline, what, "did not start the call before")
+
+    def post(self, places: Sequence[int] = ()) -> None:
+        """Others may read at ``places`` (``place_of``, or addresses of private memory), and this rank's slot."""
+        if places:
+            assert len(places) <= MAX_PLACES
+            self._pages[self.index][_PLACES : _PLACES + len(places)] = places
         self._fence()
         self._mine[_POSTED] = self._call
 
-    def remotes_of(self, rank: int, count: int, dtype: Any) -> list[Remote]:
-        """What ``rank`` has posted: buffers of ``count`` elements of ``dtype``."""
-        words = self._pages[rank]
-        return [
-            self._mapped(word, count, dtype) if word & _IN_ARENA else word
-            for word in map(int, words[_PLACES : _PLACES + int(words[_NUM_PLACES])])
-        ]
+    def places_of(self, rank: int, count: int) -> list[int]:
+        """The first ``count`` places that ``rank`` has posted."""
+        found: list[int] = self._pages[rank][_PLACES : _PLACES + count].tolist()
+        return found
 
-    def _mapped(self, place: int, count: int, dtype: Any) -> Buffer:
-        owner, start = (place & ~_IN_ARENA) >> _OWNER_SHIFT, place & _OFFSET_MASK
-        return self._peers[owner].arena[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+    def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: str) -> None:
+        """Return when ``ranks`` have posted.
 
-    def same_first(self, rank: int) -> bool:
-        """Whether the first buffer that ``rank`` has posted is the memory of this rank's first."""
-        word = int(self._pages[rank][_PLACES])
-        return bool(word & _IN_ARENA) and word == int(self._mine[_PLACES])
+        Raises:
+            KVTimeoutError: names those that have not.
+        """
+        self._await(_POSTED, ranks, self._call, deadline, what, "did not start")
 
     def advance(self, num_blocks: int = 1) -> None:
         """So many more blocks of this rank's results can be read."""
@@ -116,51 +156,47 @@ class HostGroup:
 
     def blocks_of(self, rank: int) -> int:
         """How many blocks of ``rank``'s results can be read."""
-        call, blocks = divmod(int(self._pages[rank][_PROGRESS]), 1 << _BLOCK_BITS)
+        call, blocks = divmod(self._words[rank][_PROGRESS], 1 << _BLOCK_BITS)
         self._fence()
         return blocks if call == self._call else 0
 
-    def fetch(self, rank: int, remote: Remote, part: slice, into: Buffer) -> Buffer:
-        """The elements ``part`` of a vector of ``rank``: where they are, or copied to ``into``."""
-        if not isinstance(remote, int):
-            return remote[part]
-        self.read(rank, remote, part, into)
-        return into
-
-    def read(self, rank: int, remote: Remote, part: slice, into: Buffer) -> None:
-        """Copy the elements ``part`` of a vector of ``rank``; see ``CrossMemory.read``."""
-        if isinstance(remote, int):
-            memory = self._peers[rank].memory
-            assert memory is not None, "a private vector was posted where ranks cannot read from each other's memory"
-            memory.read(remote + part.start * into.itemsize, into)
-        else:
-            np.copyto(into, remote[part])
-
-    def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: str) -> None:
-        """Return when ``ranks`` have posted.
-
-        Raises:
-            KVTimeoutError: names those that have not.
-        """
-        self._await(_POSTED, ranks, deadline, what, "did not start")
-
-    def finish(self, wait_for: Sequence[int], deadline: Deadline, what: str) -> None:
-        """This rank reads no more; return when ``wait_for`` do not either, so that posted memory is free again."""
+    def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: str = "") -> None:
+        """This rank reads no more; return when ``wait_for`` do not either, so that what was posted is free again."""
         self._fence()
         self._mine[_FINISHED] = self._call
-        self._await(_FINISHED, wait_for, deadline, what, "did not finish")
+        if wait_for:
+            assert deadline is not None
+            self._await(_FINISHED, wait_for, self._call, deadline, what, "did not finish")
 
-    def share(self, made: Buffer | None, count: int, dtype: Any, deadline: Deadline, what: str) -> Buffer | None:
-        """Collective: the first member's ``made``, as every rank has it mapped; None if it is too short."""
-        self.post([np.empty(0, np.uint8) if made is None else made])
-        self.await_posts([0] if self.index else [], deadline, what)
-        place = int(self._pages[0][_PLACES])
-        found = self._mapped(place, count, dtype) if place & _IN_ARENA else None
+    def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: str) -> Buffer | None:
+        """Collective: bytes in the first member's arena, as every rank has them mapped.
+
+        Args:
+            made: on the first member, the memory; None if there is no room, and then that is the result everywhere.
+        """
+        self.begin(deadline, what)
+        if made is not None:
+            self._kept.append(made)
+        self.post([0 if made is None else (self.place_of(made) or 0)])
+        self.await_posts(self.others, deadline, what)
+        place = self.places_of(0, 1)[0]
         self.finish(self.others, deadline, what)
-        return found
+        if not place:
+            return None
+        self._common.append((place, place + nbytes))
+        return self.fetch(0, place, slice(0, nbytes), np.empty(0, np.uint8))
 
-    def _await(self, word: int, ranks: Sequence[int], deadline: Deadline, what: str, problem: str) -> None:
-        pending = [rank for rank in ranks if int(self._pages[rank][word]) < self._call]
+    def relay(self, deadline: Deadline, what: str) -> Buffer | None:
+        """Collective at first: ``RELAY_BYTES`` for results that all ranks read; None if there is no room."""
+        if self._relay is None:
+            made = own().empty(RELAY_BYTES, np.dtype(np.uint8)) if self.index == 0 else None
+            found = self.share(made, RELAY_BYTES, deadline, what)
+            self._relay = np.empty(0, np.uint8) if found is None else found
+        return self._relay if self._relay.size else None
+
+    def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: str, problem: str) -> None:
+        words = self._words
+        pending = [rank for rank in ranks if words[rank][word] < call]
         if pending:
 
             def describe() -> str:
@@ -172,11 +208,29 @@ class HostGroup:
 
             patience = Patience(deadline, describe)
             while pending:
-                left = [rank for rank in pending if int(self._pages[rank][word]) < self._call]
+                left = [rank for rank in pending if words[rank][word] < call]
                 if len(left) == len(pending):
                     patience.pause()
                 pending = left
         self._fence()
+
+
+#: Of groups that are no more: what others may still read, until their pages say that they are through.
+_retired: list[tuple[list[Words], int, list[Buffer]]] = []
+
+
+def _retire(pages: list[Words], index: int, kept: list[Buffer]) -> None:
+    _retired.append((pages, index, kept))
+
+
+def _free_retired() -> None:
+    for entry in list(_retired):
+        pages, index, _ = entry
+        if all(int(page[_FINISHED]) >= int(pages[index][_POSTED]) for page in pages):
+            try:
+                _retired.remove(entry)
+            except ValueError:
+                pass  # another thread was faster
 
 
 def form(comm: Comm, ranks: Sequence[int], deadline: Deadline, *, attach: bool = True) -> HostGroup | str:
@@ -187,19 +241,20 @@ def form(comm: Comm, ranks: Sequence[int], deadline: Deadline, *, attach: bool =
     Raises:
         KVTimeoutError: a rank did not take part.
     """
-    invitation = np.zeros(7, np.uint64)
+    invitation = np.zeros(8, np.uint64)
     group: HostGroup | None = None
     page, why_not = None, ""
     try:
-        page = _page()
+        page, slots = _page()
         mine = own()
-        invitation[:] = [mine.pid, mine.fd, mine.size_bytes, mine.address, mine.offset_of(page), *mine.token]
+        places = [mine.address, mine.offset_of(page), mine.offset_of(slots)]
+        invitation[:] = [mine.pid, mine.fd, mine.size_bytes, *places, *mine.token]
     except OSError as error:
         why_not = str(error)
     invitations = exchange(comm, ranks, invitation, _TAG_INVITE, deadline)
     if page is not None:
         try:
-            group = _join(ranks, ranks.index(comm.rank), page, invitations, attach=attach)
+            group = _join(ranks, ranks.index(comm.rank), page, slots, invitations, attach=attach)
         except OSError as error:
             why_not = str(error)
     answer = np.array([group is not None, group is not None and group.attaches], np.uint64)
@@ -215,28 +270,36 @@ def form(comm: Comm, ranks: Sequence[int], deadline: Deadline, *, attach: bool =
 _pages: list[Words] = []
 
 
-def _page() -> Words:
-    """Zeroed counters in this process's arena."""
+def _page() -> tuple[Words, Buffer]:
+    """Zeroed counters, and slots, in this process's arena."""
     cross_memory.admit_peers()
+    _free_retired()
     page = own().empty(_PAGE_WORDS, np.dtype(np.uint64))
-    if page is None:
+    slots = own().empty(2 * SLOT_BYTES, np.dtype(np.uint8))
+    if page is None or slots is None:
         raise OSError("the arena of shared memory is full")
-    page[:] = 0
+    page[:_PLACES] = 0
     _pages.append(page)
-    return page
+    return page, slots
 
 
-def _join(ranks: Sequence[int], index: int, page: Words, invitations: list[Words], *, attach: bool) -> HostGroup:
+def _join(
+    ranks: Sequence[int], index: int, page: Words, slots: Buffer, invitations: list[Words], *, attach: bool
+) -> HostGroup:
     """Raises OSError: not all ranks' arenas can be mapped."""
     peers = []
     for peer, invitation in zip(ranks, invitations, strict=True):
-        pid, fd, size_bytes, address, offset = map(int, invitation[:5])
-        mapped = _mapped(pid, fd, size_bytes, invitation[5:])
+        pid, fd, size_bytes, address, first_word, first_slot = map(int, invitation[:6])
+        mapped = _mapped(pid, fd, size_bytes, invitation[6:])
         # The same process number may mean another process, where ranks live in containers of their own.
         if mapped is None:
             raise OSError(f"MPI ranks {ranks[index]} and {peer} do not see the same processes")
-        words = page if peer == ranks[index] else mapped[offset : offset + _PAGE_WORDS * 8].view(np.uint64)
-        peers.append(_Peer(words, mapped, _attached(pid, address, invitation[5:]) if attach else None))
+        memory = _attached(pid, address, invitation[6:]) if attach else None
+        if peer == ranks[index]:
+            peers.append(_Peer(page, slots, mapped, memory))
+            continue
+        words = mapped[first_word : first_word + _PAGE_WORDS * 8].view(np.uint64)
+        peers.append(_Peer(words, mapped[first_slot : first_slot + 2 * SLOT_BYTES], mapped, memory))
     return HostGroup(ranks, index, peers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.naive import MAX_PIECE_COUNT
 from kvmpi.collectives.terms import HostTerms
@@ -24,13 +24,14 @@ class Library:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        wire = self._wire_dtype(dtype)
-        total = out if out.dtype == wire else act.scratch(out.size, wire)
-        self._fold(vectors, dtype, total, act)
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        wire, packed = self._wire_dtype(dtype), pack(tensors, act)
+        total = packed.out if packed.out.dtype == wire else act.scratch(packed.out.size, wire)
+        self._fold(packed.vectors, dtype, total, act)
         for start in range(0, total.size, MAX_PIECE_COUNT):
             self._await(self._comm.iallreduce(total[start : start + MAX_PIECE_COUNT]), act)
-        self._unfold(total, out, dtype)
+        self._unfold(total, packed.out, dtype)
+        unpack(tensors, packed)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         wire, count = self._wire_dtype(dtype), vectors[0].size

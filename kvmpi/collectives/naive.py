@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.collectives.waiting import wait_all
@@ -28,7 +28,13 @@ class Naive:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        for tensor in tensors:
+            self._allreduce(tensor.vectors, tensor.out, dtype, act)
+            for copy in tensor.copies:
+                np.copyto(copy, tensor.out)
+
+    def _allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         total = act.scratch(out.size, host.STORAGE[host.ACCUMULATE[dtype]])
         np.copyto(total, HostTerms(vectors, dtype).own(0, out.size, total))
         naive_allreduce(self._comm, total, act.deadline, act.what)
@@ -39,7 +45,7 @@ class Naive:
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         whole = act.scratch(vectors[0].size, out.dtype)
-        self.allreduce(vectors, whole, dtype, act)
+        self._allreduce(vectors, whole, dtype, act)
         np.copyto(out, whole[slice(*act.segments(whole.size)[act.rank])])
 
     def allgather(self, out: Buffer, act: Act) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act
+from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.ring import Chain, Ring, chunks_of, drive, part_of
 from kvmpi.collectives.terms import HostTerms
@@ -27,8 +27,10 @@ class Rings:
         self._comm, self._num_rings, self._chunk_bytes = comm, num_rings, chunk_bytes
         self._ranks = range(comm.size)
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        self._run(out.size, out, HostTerms(vectors, dtype), act)
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        packed = pack(tensors, act)
+        self._run(packed.out.size, packed.out, HostTerms(packed.vectors, dtype), act)
+        unpack(tensors, packed)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         self._run(vectors[0].size, out, HostTerms(vectors, dtype), act, gather=False)

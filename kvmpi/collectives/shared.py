@@ -4,8 +4,12 @@ Every rank sums one segment of the result, block by block while a block is in it
 it copies the other segments from where their ranks have put them, as far as these are. No rank's data is staged unless
 the system refuses reads from another process; what lies in an ``Arena`` is mapped, and read without a system call.
 
-Cost per rank for S bytes: (P-1)/P * S read and added, (P-1)/P * S copied; three latencies. A segment is added in rank
-order from its owner on, each vector by itself: the same bits on every rank and in every run, and those of ``ring``.
+Results go straight to ``out`` where that is memory that all ranks of the host see as one, and nothing is left to copy;
+small ones go through such memory, which spares the ranks a last meeting; others are read from each rank's ``out``.
+
+Cost per rank for S bytes: (P-1)/P * S read and added, (P-1)/P * S copied; two or three latencies. A segment is added
+in rank order from its owner on, each vector by itself: the same bits on every rank and in every run, and of a single
+tensor those of ``ring``. Data that fits into a slot is summed whole by every rank, in rank order: one latency.
 """
 
 from __future__ import annotations
@@ -16,199 +20,168 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act
-from kvmpi.collectives.host_group import MAX_BUFFERS, HostGroup, Remote
-from kvmpi.collectives.ring import Range, Scratch, chunks_of, drive
+from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
+from kvmpi.collectives.host_group import RELAY_BYTES, SLOT_BYTES, HostGroup
+from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, fits
+from kvmpi.collectives.ring import chunks_of, drive
+from kvmpi.collectives.terms import HostTerms
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
-#: A block and what is added to it stay in a core's cache.
-BLOCK_BYTES = 256 << 10
-
-
-class GroupTerms:
-    """The vectors of all ranks of a host, this rank's first, as ``ring.Terms``; others' are read when they are added.
-
-    The ranks have posted a result and then their vectors.
-    """
-
-    def __init__(self, group: HostGroup, vectors: Sequence[Buffer], dtype: str, block_count: int, scratch: Scratch):
-        self._group, self._vectors, self._dtype, self._block_count = group, vectors, dtype, block_count
-        self._half = dtype in host.HALF
-        self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
-        count, storage = vectors[0].size, vectors[0].dtype
-        self._remotes: list[tuple[int, Remote]] = [
-            (peer, remote) for peer in group.others for remote in group.remotes_of(peer, count, storage)[1:]
-        ]
-        longest = min(block_count, count)
-        self._fetched = scratch(longest, storage)
-        self._wide = scratch(longest if self._half else 0, np.float32)
-
-    def own(self, start: int, stop: int, into: Buffer) -> Buffer:
-        """See ``ring.Terms``: what this host contributes."""
-        self._sum(None, start, stop, into, narrow=False)
-        return into
-
-    def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
-        """See ``ring.Terms``."""
-        self._sum(incoming, start, stop, into, narrow=False)
-
-    def finish(self, incoming: Buffer | None, start: int, stop: int, into: Buffer) -> None:
-        """See ``ring.Terms``. Without ``incoming``, the result is what this host contributes."""
-        self._sum(incoming, start, stop, into, narrow=self._half)
-
-    def _sum(self, incoming: Buffer | None, start: int, stop: int, into: Buffer, *, narrow: bool) -> None:
-        with np.errstate(all="ignore"):
-            for first in range(start, stop, self._block_count):
-                last = min(first + self._block_count, stop)
-                target = into[first - start : last - start]
-                before = None if incoming is None else incoming[first - start : last - start]
-                self._sum_block(before, slice(first, last), self._wide[: last - first] if narrow else target)
-                if narrow:
-                    host.narrow(self._wide[: last - first], target, self._dtype)
-
-    def _sum_block(self, total: Buffer | None, block: slice, target: Buffer) -> None:
-        own = [vector[block] for vector in self._vectors]
-        if self._half and total is None:
-            host.widen(own.pop(0), self._dtype, target)
-            total = target
-        elif total is None:
-            total = own.pop(0)
-        elif self._half:
-            np.copyto(target, total)
-        for term in own:
-            total = self._plus(total, term, target)
-        for peer, remote in self._remotes:
-            total = self._plus(total, self._group.fetch(peer, remote, block, self._fetched[: target.size]), target)
-        if not self._half and total is not target:
-            np.copyto(target, total)
-
-    def _plus(self, total: Buffer, term: Buffer, target: Buffer) -> Buffer:
-        if self._half:
-            host.add_widened(target, "float32", term, self._dtype)
-        else:
-            np.add(total, term, out=target)
-        return target
-
-
-class Copies:
-    """A ``ring.Machine`` that copies a rank's results as they become final.
-
-    Args:
-        remote: where they are; None where the memory is this rank's own result, so that they need only be awaited.
-        order: element ranges in the order in which they are announced by ``HostGroup.advance``.
-    """
-
-    def __init__(self, group: HostGroup, peer: int, remote: Remote | None, out: Buffer, order: Sequence[Range]) -> None:
-        self._group, self._peer, self._remote, self._out, self._order = group, peer, remote, out, order
-        self._taken = 0
-
-    @property
-    def done(self) -> bool:
-        return self._taken == len(self._order)
-
-    def stuck(self) -> str:
-        return f"MPI rank {self._group.members[self._peer]} did not sum its part"
-
-    def advance(self) -> bool:
-        ready = min(self._group.blocks_of(self._peer), len(self._order))
-        if ready == self._taken:
-            return False
-        while self._remote is not None and self._taken < ready:
-            start, stop = self._order[self._taken]
-            self._taken += 1
-            while self._taken < ready and self._order[self._taken][0] == stop:
-                stop = self._order[self._taken][1]
-                self._taken += 1
-            if start < stop:
-                self._group.read(self._peer, self._remote, slice(start, stop), self._out[start:stop])
-        self._taken = ready
-        return True
-
-
-def post(
-    group: HostGroup, result: Buffer | None, vectors: Sequence[Buffer], dtype: str, act: Act
-) -> tuple[Buffer, list[Buffer]]:
-    """Post ``result`` and ``vectors``, or what stands in for them where others cannot read them; await the others'.
-
-    Returns:
-        The result and the vectors that the others will read.
-    """
-    if len(vectors) > MAX_BUFFERS - 1:
-        total = act.scratch(vectors[0].size, vectors[0].dtype)
-        host.sum_vectors(total, vectors, dtype)
-        vectors = [total]
-    found = [vectors[0][:0] if result is None else result, *vectors]
-    if not group.attaches:
-        for i, buffer in enumerate(found):
-            if buffer.size and group.place_of(buffer) is None:
-                found[i] = act.scratch(buffer.size, buffer.dtype)
-                if i > 0:
-                    np.copyto(found[i], buffer)
-    group.post(found)
-    group.await_posts(group.others, act.deadline, act.what)
-    return found[0], found[1:]
-
 
 class Shared:
-    """See ``Algorithm``; for ranks that are all on one host."""
+    """See ``Algorithm``; for ranks that are all on one host.
 
-    def __init__(self, group: HostGroup, block_bytes: int = BLOCK_BYTES) -> None:
+    Args:
+        slot_bytes, relay_bytes: what is larger does not go that way; the same on every rank.
+    """
+
+    def __init__(
+        self, group: HostGroup, block_bytes: int = BLOCK_BYTES, *, slot_bytes: int = SLOT_BYTES,
+        relay_bytes: int = RELAY_BYTES,
+    ) -> None:  # fmt: skip
         self._group, self._block_bytes = group, block_bytes
+        self._slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
 
-    def allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        group, block_count = self._group, max(1, self._block_bytes // out.itemsize)
-        result, vectors = post(group, out, vectors, dtype, act)
-        terms = GroupTerms(group, vectors, dtype, block_count, act.scratch)
-        chunks = chunks_of([[segment] for segment in act.segments(out.size)], block_count)
+    # ---- allreduce
+
+    def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        count = sum(tensor.out.size for tensor in tensors)
+        if count * host.STORAGE[host.ACCUMULATE[dtype]].itemsize <= self._slot_bytes:
+            self._sum_slots(tensors, count, dtype, act)
+            return
+        if not fits(tensors):
+            packed = pack(tensors, act)
+            self._sum_segments([packed], dtype, act)
+            unpack(tensors, packed)
+            return
+        self._sum_segments(self._relayed(tensors, count, act), dtype, act)
+
+    def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
+        """Every rank offers the sum of its vectors in its slot, and adds up all ranks' slots."""
+        group, half = self._group, dtype in host.HALF
+        storage = host.STORAGE[host.ACCUMULATE[dtype]]
+        group.begin(act.deadline, act.what)
+        slot, start = group.slot(group.index, count, storage), 0
+        for tensor in tensors:
+            part = slot[start : start + tensor.out.size]
+            start += part.size
+            own = HostTerms(tensor.vectors, dtype).own(0, part.size, part)
+            if own is not part:
+                np.copyto(part, own)
+        group.post()
+        group.await_posts(group.others, act.deadline, act.what)
+        # Not where others write the same memory: they would see partial sums.
+        direct = len(tensors) == 1 and not half and not group.is_common(tensors[0].out)
+        total = tensors[0].out if direct else act.scratch(count, storage)
+        slots = [group.slot(rank, count, storage) for rank in range(group.size)]
+        with np.errstate(all="ignore"):
+            np.add(slots[0], slots[1], out=total)
+            for other in slots[2:]:
+                np.add(total, other, out=total)
+        group.finish()
+        start = 0
+        for tensor in tensors:
+            part = total[start : start + tensor.out.size]
+            start += part.size
+            if half:
+                host.narrow(part, tensor.out, dtype)
+            elif not direct:
+                np.copyto(tensor.out, part)
+            for copy in tensor.copies:
+                np.copyto(copy, tensor.out)
+
+    def _relayed(self, tensors: Sequence[Tensor], count: int, act: Act) -> Sequence[Tensor]:
+        """The same tensors with results in memory that all ranks share, if they have room there, copied from there."""
+        itemsize = tensors[0].out.itemsize
+        if count * itemsize > self._relay_bytes:
+            return tensors
+        relay = self._group.relay(act.deadline, act.what)
+        if relay is None or self._group.is_common(tensors[0].out):
+            return tensors
+        results, start = relay[: count * itemsize].view(tensors[0].out.dtype), 0
+        found = []
+        for tensor in tensors:
+            result = results[start : start + tensor.out.size]
+            start += result.size
+            found.append(Tensor(tensor.vectors, result, (tensor.out, *tensor.copies)))
+        return found
+
+    def _sum_segments(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+        """Every rank sums one segment of all tensors end to end, and copies the others' results."""
+        group = self._group
+        posted = Posted(group, tensors, act)
+        total = HostSum(group, posted, tensors, dtype, self._block_bytes, act.scratch)
+        chunks = chunks_of([[segment] for segment in act.segments(total.cut.count)], total.block_count)
+        wide = act.scratch(total.block_count if len(tensors) > 1 else 0, tensors[0].out.dtype)
         for start, stop in chunks[group.index]:
-            terms.finish(None, start, stop, result[start:stop])
+            if start == stop:
+                continue
+            pieces = total.cut.pieces(start, stop)
+            piece = pieces[0]
+            if len(pieces) == 1:
+                total.finish(None, start, stop, posted.results[piece.tensor][piece.start : piece.stop])
+            else:
+                total.finish(None, start, stop, wide[: stop - start])
+            for piece in pieces:
+                result, tensor = posted.results[piece.tensor], tensors[piece.tensor]
+                part = slice(piece.start, piece.stop)
+                if len(pieces) > 1:
+                    np.copyto(result[part], wide[piece.at : piece.at + piece.stop - piece.start])
+                for target in tensor.copies if result is tensor.out else (tensor.out, *tensor.copies):
+                    np.copyto(target[part], result[part])
             group.advance()
-            if result is not out:
-                np.copyto(out[start:stop], result[start:stop])
-        drive([self._copies(peer, out, chunks[peer]) for peer in group.others], act.deadline, act.what)
-        group.finish(group.others, act.deadline, act.what)
+        machines = [
+            Copies(group, peer, posted, tensors, total.cut, [chunk for chunk in chunks[peer] if chunk[0] < chunk[1]])
+            for peer in group.others
+        ]
+        drive(machines, act.deadline, act.what)
+        # Results that all ranks share are written again only when all have begun the next call.
+        common = all(posted.result_of(peer, i) is None for i in range(len(tensors)) for peer in group.others)
+        group.finish(() if common else group.others, act.deadline, act.what)
 
-    def _copies(self, peer: int, out: Buffer, order: Sequence[Range]) -> Copies:
-        same = self._group.same_first(peer)
-        remote = None if same else self._group.remotes_of(peer, out.size, out.dtype)[0]
-        return Copies(self._group, peer, remote, out, order)
+    # ---- the others
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        group = self._group
-        _, vectors = post(group, None, vectors, dtype, act)
-        terms = GroupTerms(group, vectors, dtype, max(1, self._block_bytes // out.itemsize), act.scratch)
-        terms.finish(None, *act.segments(vectors[0].size)[group.index], out)
+        group, tensors = self._group, [Tensor(vectors, out)]
+        posted = Posted(group, tensors, act, with_results=False)
+        total = HostSum(group, posted, tensors, dtype, self._block_bytes, act.scratch)
+        total.finish(None, *act.segments(vectors[0].size)[group.index], out)
         group.finish(group.others, act.deadline, act.what)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         group, segments = self._group, act.segments(out.size)
         start, stop = segments[group.index]
-        result = out
-        if not group.attaches and group.place_of(out) is None:
-            result = act.scratch(out.size, out.dtype)
-            np.copyto(result[start:stop], out[start:stop])
-        group.post([result])
-        group.await_posts(group.others, act.deadline, act.what)
+        if segments[0][1] * out.itemsize <= self._slot_bytes:
+            group.begin(act.deadline, act.what)
+            np.copyto(group.slot(group.index, stop - start, out.dtype), out[start:stop])
+            group.post()
+            group.await_posts(group.others, act.deadline, act.what)
+            for peer in group.others:
+                start, stop = segments[peer]
+                np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype))
+            group.finish()
+            return
+        posted = Posted(group, [Tensor((), out)], act, own=slice(start, stop))
         for peer in group.others:
-            if not group.same_first(peer):
-                part = slice(*segments[peer])
-                group.read(peer, group.remotes_of(peer, out.size, out.dtype)[0], part, out[part])
+            posted.copy_result(peer, 0, slice(*segments[peer]), out)
         group.finish(group.others, act.deadline, act.what)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group = self._group
-        posted = buffer
-        if group.index == root and not group.attaches and group.place_of(buffer) is None:
-            posted = act.scratch(buffer.size, buffer.dtype)
-            np.copyto(posted, buffer)
-        group.post([posted])
-        if group.index == root:
-            group.finish(group.others, act.deadline, act.what)
+        if buffer.nbytes <= self._slot_bytes:
+            group.begin(act.deadline, act.what)
+            if group.index == root:
+                np.copyto(group.slot(root, buffer.size, buffer.dtype), buffer)
+            group.post()
+            if group.index != root:
+                group.await_posts([root], act.deadline, act.what)
+                np.copyto(buffer, group.slot(root, buffer.size, buffer.dtype))
+            group.finish()
             return
-        group.await_posts([root], act.deadline, act.what)
-        if not group.same_first(root):
-            remote = group.remotes_of(root, buffer.size, buffer.dtype)[0]
-            group.read(root, remote, slice(0, buffer.size), buffer)
-        group.finish([], act.deadline, act.what)
+        own = slice(0, buffer.size) if group.index == root else slice(0, 0)
+        posted = Posted(group, [Tensor((), buffer)], act, own=own, wait_for=[root] if group.index != root else [])
+        if group.index != root:
+            posted.copy_result(root, 0, slice(0, buffer.size), buffer)
+        group.finish(group.others if group.index == root else (), act.deadline, act.what)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvmpi.arrays import Vector
 from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, verdict
-from kvmpi.collectives.algorithm import Act, Algorithm, Scratch
+from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.hierarchical import Hierarchical
 from kvmpi.collectives.library import Library
@@ -59,7 +59,6 @@ class Collectives:
         self._broken: str | None = None
         self._topology: Topology | None = None  # found out at the first call that depends on it
         self._made: dict[str, Algorithm] = {}
-        self._common: list[Buffer] = []
 
     @property
     def rank(self) -> int:
@@ -105,16 +104,14 @@ class Collectives:
             raise UnsupportedError(f"no memory is shared between the ranks of a host: {group}")
         made: Buffer | None = None
         storage = host.STORAGE[dtype]
+        nbytes = max(1, count) * storage.itemsize
         if group.index == 0:
-            made = arena.own().empty(count, storage)
-            if made is None:
-                made = np.empty(0, storage)
-            self._common.append(made)
+            made = arena.own().empty(nbytes, np.dtype(np.uint8))
         what = f"creating shared memory on MPI rank {self.rank} of {self.size}"
-        found = self._guarded(lambda: group.share(made, count, storage, deadline, what))
+        found: Buffer | None = self._guarded(lambda: group.share(made, nbytes, deadline, what))
         if found is None:
-            raise UnsupportedError(f"{what}: no room for {count * storage.itemsize} bytes")
-        return found
+            raise UnsupportedError(f"{what}: no room for {nbytes} bytes")
+        return found.view(storage)[:count]
 
     # ---- before and after the collectives
 
@@ -148,14 +145,28 @@ class Collectives:
             KVTimeoutError: a rank did not take part in time; the communicator is then unusable.
             UnsupportedError: the algorithm is not possible here; the message says why.
         """
-        with self._recorder.timed("reduce", out.nbytes):
+        self.allreduce_many([(sources, out, ())], dtype, deadline, label)
+
+    def allreduce_many(
+        self, tensors: Sequence[tuple[Sequence[Vector], Buffer, Sequence[Buffer]]], dtype: str, deadline: Deadline,
+        label: str,
+    ) -> None:  # fmt: skip
+        """``allreduce`` of several tensors, given as (sources, out, copies), as one; ``copies`` get the result, too.
+
+        The same lengths in the same order on every rank.
+        """
+        nbytes = sum(out.nbytes for _, out, _ in tensors)
+        with self._recorder.timed("reduce", nbytes):
             self._scratch.begin()
-            vectors = self._on_host(sources, dtype)
-            if self.size == 1 or out.size == 0:
-                _sum_alone(vectors, out, dtype)
+            found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
+            if self.size == 1 or nbytes == 0:
+                for tensor in found:
+                    _sum_alone(tensor.vectors, tensor.out, dtype)
+                    for copy in tensor.copies:
+                        np.copyto(copy, tensor.out)
                 return
-            algorithm, act = self._begin("allreduce", out.nbytes, deadline, label)
-            self._guarded(lambda: algorithm.allreduce(vectors, out, dtype, act))
+            algorithm, act = self._begin("allreduce", nbytes, deadline, label)
+            self._guarded(lambda: algorithm.allreduce(found, dtype, act))
 
     def reduce_scatter(
         self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.collectives import Collectives, arena, cross_memory, host_group
-from kvmpi.collectives.algorithm import Act, Scratch
-from kvmpi.collectives.cross_memory import CrossMemory
+from kvmpi.collectives.algorithm import Act, Scratch, Tensor
+from kvmpi.collectives.cross_memory import CrossMemory, address_of
 from kvmpi.collectives.host_group import HostGroup, form
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.shared import Shared
@@ -50,10 +50,11 @@ def act_of(group: HostGroup, op: str, label: str = "test", timeout_s: float = TI
 
 def reduce_shared(
     group: HostGroup, own: list[np.ndarray], dtype: str, block_bytes: int, *, in_place: bool = False,
-    out_mapped: bool = False,
+    out_mapped: bool = False, **limits: int,
 ) -> np.ndarray:  # fmt: skip
     out = own[0] if in_place else placed([np.full_like(own[0], 77)], int(out_mapped))[0]
-    Shared(group, block_bytes).allreduce(own, out, dtype, act_of(group, "allreduce"))
+    way = Shared(group, block_bytes, **limits)
+    way.allreduce([Tensor(own, out)], dtype, act_of(group, "allreduce"))
     return out
 
 
@@ -61,11 +62,12 @@ def reduce_shared(
 @given(
     size=st.integers(2, 6), count=st.integers(0, 700), num_vectors=st.integers(1, 8), block_bytes=st.integers(1, 600),
     in_place=st.booleans(), dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "int8", "int64"]),
+    relay_bytes=st.sampled_from([0, 1 << 20]),
     mapped=st.lists(st.integers(0, 511), min_size=6, max_size=6),
 )  # fmt: skip
 def test_sums_of_any_shape_have_the_bits_of_the_ring(
     run_ranks: RunRanks, size: int, count: int, num_vectors: int, block_bytes: int, in_place: bool, dtype: str,
-    mapped: list[int],
+    mapped: list[int], relay_bytes: int,
 ) -> None:  # fmt: skip
     def rank_main(comm: MemoryComm) -> tuple[np.ndarray, np.ndarray]:
         own = vectors(comm.rank, num_vectors, count, dtype)
@@ -73,7 +75,14 @@ def test_sums_of_any_shape_have_the_bits_of_the_ring(
         own = placed(own, mapped[comm.rank])
         before = [vector.copy() for vector in own]
         out = reduce_shared(
-            group_of(comm), own, dtype, block_bytes, in_place=in_place, out_mapped=bool(mapped[comm.rank] >> 8)
+            group_of(comm),
+            own,
+            dtype,
+            block_bytes,
+            in_place=in_place,
+            out_mapped=bool(mapped[comm.rank] >> 8),
+            slot_bytes=0,
+            relay_bytes=relay_bytes,
         )
         for i in range(in_place, num_vectors):
             np.testing.assert_array_equal(own[i], before[i], err_msg=f"vector {i} of rank {comm.rank} was changed")
@@ -215,8 +224,13 @@ def test_memory_that_is_gone_is_a_lost_peer() -> None:
 # ---- ranks that stop
 
 
-@pytest.mark.parametrize(("moment", "problem"), [("before", "did not start"), ("posted", "did not sum its part"),
-                                                 ("summed", "did not finish")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moment", "problem"),
+    [
+        ("before", "did not start"), ("small", "did not start"), ("posted", "did not sum its part"),
+        ("summed", "did not finish"),
+    ],
+)  # fmt: skip
 def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks, moment: str, problem: str) -> None:
     size, silent, timeout_s = 4, 2, 0.4
     own = [np.arange(1000.0) + rank for rank in range(size)]
@@ -225,17 +239,19 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
     def rank_main(comm: MemoryComm) -> Any:
         group = group_of(comm)
         if comm.rank == silent:
-            if moment != "before":
-                group.post([kept, own[silent]])
+            if moment not in ("before", "small"):
+                group.begin(Deadline(TIMEOUT_S), "test")
+                group.post([2, 1, address_of(kept), address_of(own[silent])])
             if moment == "summed":
                 group.advance(1)
             return None
         start_s = time.monotonic()
         act = act_of(group, "allreduce", "push of key 7", timeout_s)
+        way = Shared(group, 1 << 16, **({} if moment == "small" else {"slot_bytes": 0, "relay_bytes": 0}))
         with pytest.raises(
             KVTimeoutError, match=f"key 7.*on MPI rank {comm.rank} of 4: MPI rank 2 {problem} within"
         ) as e:
-            Shared(group, 1 << 16).allreduce([own[comm.rank]], np.empty(1000), "float64", act)
+            way.allreduce([Tensor([own[comm.rank]], np.empty(1000))], "float64", act)
         assert timeout_s <= time.monotonic() - start_s < 2 * timeout_s
         return str(e.value)
 

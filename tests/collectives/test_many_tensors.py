@@ -1,0 +1,137 @@
+"""Several tensors summed as one: every element of every tensor once, whatever their sizes and wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_helpers import assert_is_sum, on_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.arrays import DTYPES
+from kvmpi.collectives import Collectives, host_group, shared
+from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.deadline import Deadline
+
+RunRanks = Callable[..., list[Any]]
+
+TIMEOUT_S = 20.0
+
+
+def values(rank: int, tensor: int, vector: int, count: int, dtype: str) -> np.ndarray:
+    rng = np.random.default_rng([rank, tensor, vector, count])
+    if dtype == "bfloat16":
+        return (rng.standard_normal(count).astype("f4").view("u4") >> 16).astype("u2")
+    if dtype == "int16":
+        return rng.integers(-(2**15), 2**15, count, dtype="i2")
+    return rng.standard_normal(count).astype(dtype)
+
+
+def check(
+    run_ranks: RunRanks, algorithm: str, hosts: str, counts: list[int], numbers: list[int], dtype: str,
+    *, adjacent: bool = False, in_place: bool = False, common: bool = False, mapped: bool = False,
+) -> None:  # fmt: skip
+    """``numbers`` of vectors of each tensor, in turn. ``adjacent``: all first vectors lie in one block."""
+    size = len(hosts)
+    numbers = [numbers[i % len(numbers)] for i in range(len(counts))]
+
+    def rank_main(comm: MemoryComm) -> list[np.ndarray]:
+        collectives, found = Collectives(comm, algorithm, 256), []
+        for turn in range(2):
+            block, start, tensors, kept = np.empty(sum(counts), DTYPES[dtype]), 0, [], []
+            for i, (count, number) in enumerate(zip(counts, numbers, strict=True)):
+                own = [values(comm.rank + turn, i, j, count, dtype) for j in range(number)]
+                if adjacent:
+                    block[start : start + count] = own[0]
+                    own[0] = block[start : start + count]
+                elif mapped:
+                    own = [collectives.empty(count, dtype) for _ in own]
+                    for j, vector in enumerate(own):
+                        vector[:] = values(comm.rank + turn, i, j, count, dtype)
+                start += count
+                out = own[0] if in_place else np.empty(count, DTYPES[dtype])
+                if common:
+                    out = collectives.shared_empty(count, dtype, Deadline(TIMEOUT_S))
+                copies = [np.empty(count, DTYPES[dtype]) for _ in range(i % 3)]
+                tensors.append((on_host(own, dtype), out, copies))
+                kept.append([out, *copies])
+            collectives.allreduce_many(tensors, dtype, Deadline(TIMEOUT_S), "test")
+            for results in kept:
+                assert len({result.tobytes() for result in results}) == 1, "a copy differs from the result"
+            found += [results[0].copy() for results in kept]
+        return found
+
+    results = run_ranks(size, rank_main, hosts=hosts)
+    for turn in range(2):
+        for i, (count, number) in enumerate(zip(counts, numbers, strict=True)):
+            terms = [values(rank + turn, i, j, count, dtype) for rank in range(size) for j in range(number)]
+            found = [result[turn * len(counts) + i] for result in results]
+            assert_is_sum(found[0], terms, dtype)
+            assert len({out.tobytes() for out in found}) == 1, f"ranks differ in tensor {i}"
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=12), numbers=st.lists(st.integers(1, 3), min_size=1),
+    where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
+    way=st.sampled_from(["slots", "relay", "results"]), mapped=st.booleans(),
+)  # fmt: skip
+def test_any_list_of_sizes(
+    run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
+    in_place: bool, way: str, mapped: bool,
+) -> None:  # fmt: skip
+    algorithm, hosts = where.split()
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "slots":
+            patch.setattr(shared, "SLOT_BYTES", 0)
+        if way == "results":
+            patch.setattr(shared, "RELAY_BYTES", 0)
+        check(run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped)
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("algorithm", ["shared", "hierarchical"])
+def test_results_in_common_memory(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, algorithm: str, slot_bytes: int
+) -> None:
+    monkeypatch.setattr(shared, "SLOT_BYTES", slot_bytes)
+    hosts = "aaaa" if algorithm == "shared" else "aabb"
+    check(run_ranks, algorithm, hosts, [700, 1, 0, 55, 300], [1, 2], "float32", common=True)
+
+
+def test_more_than_can_be_posted_are_packed(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SLOT_BYTES", 0)
+    packed: list[int] = []
+    pack = shared.pack
+
+    def counting(tensors: Any, act: Any) -> Any:
+        packed.append(len(tensors))
+        return pack(tensors, act)
+
+    monkeypatch.setattr(shared, "pack", counting)
+    many = host_group.MAX_PLACES // 3 + 1
+    check(run_ranks, "shared", "aa", [1 + i % 3 for i in range(many)], [1], "float32")
+    assert packed == [many] * 4
+
+
+def test_memory_of_a_group_that_is_gone_is_given_back(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        collectives = Collectives(comm, "shared")
+        own = np.arange(200_000, dtype="f4")
+        collectives.allreduce(on_host([own], "float32"), own, "float32", Deadline(TIMEOUT_S), "test")
+
+    import gc
+
+    for _ in range(3):
+        run_ranks(3, rank_main)
+        gc.collect()
+    host_group._free_retired()
+    before = len(host_group._retired)
+    run_ranks(3, rank_main)
+    gc.collect()
+    host_group._free_retired()
+    assert len(host_group._retired) <= before
