@@ -66,8 +66,7 @@ class Act:
     deadline: Deadline
     scratch: Scratch
 
-    @property
-    def what(self) -> str:
+    def describe(self) -> str:
         """For error messages."""
         return f"{self.label}: {self.algorithm} {self.op} on MPI rank {self.rank} of {self.size}"
 

@@ -63,12 +63,12 @@ class Hierarchical:
             else:
                 order = completion_order(chunks, self._host, reduces=True)
                 machines.append(Copies(group, ring, posted, [tensor], terms.cut, order))
-        drive(machines, act.deadline, act.what)
+        drive(machines, act.deadline, act.describe)
         if result is not tensor.out and group.index < self._num_rings:
             for segment in self._chunks(group.index, segments, terms.sum_dtype.itemsize):
                 for start, stop in segment:
                     np.copyto(tensor.out[start:stop], result[start:stop])
-        group.finish(group.others, act.deadline, act.what)
+        group.finish(group.others, act.deadline, act.describe)
 
     def _ring(self, ring: int, chunks: list[list[Range]], out: Buffer, act: Act, **options: Any) -> Ring:
         ranks = [ranks[ring] for ranks in self._layout.hosts]
@@ -88,8 +88,8 @@ class Hierarchical:
         terms = HostSum(group, posted, tensors, dtype, BLOCK_BYTES, act.scratch)
         chunks = self._chunks(group.index, segments, terms.sum_dtype.itemsize)
         ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
-        drive([ring], act.deadline, act.what)
-        group.finish(group.others, act.deadline, act.what)
+        drive([ring], act.deadline, act.describe)
+        group.finish(group.others, act.deadline, act.describe)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         group, segments, tensors = self._group, act.segments(out.size), [Tensor((), out)]
@@ -105,10 +105,10 @@ class Hierarchical:
             else:
                 order = completion_order(chunks, self._host, reduces=False)
                 machines.append(Copies(group, ring, posted, [Tensor((), result)], Cut([out.size]), order))
-        drive(machines, act.deadline, act.what)
+        drive(machines, act.deadline, act.describe)
         if result is not out:
             np.copyto(out, result)
-        group.finish(group.others, act.deadline, act.what)
+        group.finish(group.others, act.deadline, act.describe)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group, layout = self._group, self._layout
@@ -120,13 +120,13 @@ class Hierarchical:
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
         if group.index != leader:
-            drive([Copies(group, leader, posted, tensors, Cut([buffer.size]), chunks)], act.deadline, act.what)
+            drive([Copies(group, leader, posted, tensors, Cut([buffer.size]), chunks)], act.deadline, act.describe)
             group.finish()
             return
         if act.rank == root:
             group.advance(len(chunks))
         result = posted.results[0]
-        drive([Chain(self._comm, leaders, result, max_chunk_count, on_chunk=group.advance)], act.deadline, act.what)
+        drive([Chain(self._comm, leaders, result, max_chunk_count, on_chunk=group.advance)], act.deadline, act.describe)
         if result is not buffer and act.rank != root:
             np.copyto(buffer, result)
-        group.finish(group.others, act.deadline, act.what)
+        group.finish(group.others, act.deadline, act.describe)

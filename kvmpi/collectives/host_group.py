@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,13 @@ _BLOCK_BITS = 32
 IN_ARENA = 1 << 63
 _OWNER_SHIFT = 48
 _OFFSET_MASK = (1 << _OWNER_SHIFT) - 1
+
+
+#: These processors keep the order of stores, and of loads, which is all that is needed here.
+_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+
+#: Gives the beginning of an error message.
+What = Callable[[], str]
 
 
 class _Peer(NamedTuple):
@@ -76,9 +84,10 @@ class HostGroup:
         weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
 
     def _fence(self) -> None:
-        # Taking and leaving a lock orders what is before and after it also on processors that reorder stores.
-        with self._order:
-            pass
+        """What was read or written before is so before what follows, as other processors see it."""
+        if not _ORDERED:
+            with self._order:  # taking and leaving a lock does that
+                pass
 
     # ---- where things lie
 
@@ -113,19 +122,20 @@ class HostGroup:
         assert memory is not None
         memory.read_pieces(pieces, into)
 
-    def slot(self, rank: int, count: int, dtype: Any) -> Buffer:
-        """Where ``rank`` offers small data in this call: ``count`` elements of ``dtype``."""
-        first = self._call % 2 * SLOT_BYTES
+    def slot(self, rank: int, count: int, dtype: Any, call: int) -> Buffer:
+        """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""
+        first = call % 2 * SLOT_BYTES
         return self._peers[rank].slots[first : first + count * np.dtype(dtype).itemsize].view(dtype)
 
     # ---- calls
 
-    def begin(self, deadline: Deadline, what: str) -> None:
-        """A new call, in which this rank may write to its ``slot``."""
+    def begin(self, deadline: Deadline, what: What) -> int:
+        """A new call, in which this rank may write to its ``slot``; returns its number."""
         self._call += 1
         self._blocks = 0
         # The slot is that of the call before last. A rank that has begun the last one is through with it.
         self._await(_POSTED, self.others, self._call - 1, deadline, what, "did not start the call before")
+        return self._call
 
     def post(self, places: Sequence[int] = ()) -> None:
         """Others may read at ``places`` (``place_of``, or addresses of private memory), and this rank's slot."""
@@ -140,7 +150,7 @@ class HostGroup:
         found: list[int] = self._pages[rank][_PLACES : _PLACES + count].tolist()
         return found
 
-    def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: str) -> None:
+    def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: What) -> None:
         """Return when ``ranks`` have posted.
 
         Raises:
@@ -160,7 +170,7 @@ class HostGroup:
         self._fence()
         return blocks if call == self._call else 0
 
-    def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: str = "") -> None:
+    def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank reads no more; return when ``wait_for`` do not either, so that what was posted is free again."""
         self._fence()
         self._mine[_FINISHED] = self._call
@@ -168,7 +178,7 @@ class HostGroup:
             assert deadline is not None
             self._await(_FINISHED, wait_for, self._call, deadline, what, "did not finish")
 
-    def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: str) -> Buffer | None:
+    def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: What) -> Buffer | None:
         """Collective: bytes in the first member's arena, as every rank has them mapped.
 
         Args:
@@ -186,7 +196,7 @@ class HostGroup:
         self._common.append((place, place + nbytes))
         return self.fetch(0, place, slice(0, nbytes), np.empty(0, np.uint8))
 
-    def relay(self, deadline: Deadline, what: str) -> Buffer | None:
+    def relay(self, deadline: Deadline, what: What) -> Buffer | None:
         """Collective at first: ``RELAY_BYTES`` for results that all ranks read; None if there is no room."""
         if self._relay is None:
             made = own().empty(RELAY_BYTES, np.dtype(np.uint8)) if self.index == 0 else None
@@ -194,24 +204,24 @@ class HostGroup:
             self._relay = np.empty(0, np.uint8) if found is None else found
         return self._relay if self._relay.size else None
 
-    def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: str, problem: str) -> None:
+    def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: What, problem: str) -> None:
         words = self._words
-        pending = [rank for rank in ranks if words[rank][word] < call]
-        if pending:
+        late = [rank for rank in ranks if words[rank][word] < call]
+        if late:
 
             def describe() -> str:
-                names = ", ".join(str(self.members[rank]) for rank in pending)
+                names = ", ".join(str(self.members[rank]) for rank in late)
                 return (
-                    f"{what}: MPI rank {names} {problem} within {deadline.timeout_s:.1f} s; "
+                    f"{what()}: MPI rank {names} {problem} within {deadline.timeout_s:.1f} s; "
                     "look at that worker, or raise KVMPI_TIMEOUT_S"
                 )
 
             patience = Patience(deadline, describe)
-            while pending:
-                left = [rank for rank in pending if words[rank][word] < call]
-                if len(left) == len(pending):
+            while late:
+                if words[late[-1]][word] >= call:
+                    late.pop()
+                else:
                     patience.pause()
-                pending = left
         self._fence()
 
 

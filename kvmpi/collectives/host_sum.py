@@ -78,10 +78,10 @@ class Posted:
             self.results.append(result)
             places.append(place)
             places += [self._reachable(vector, act, slice(None))[1] for vector in tensor.vectors]
-        group.begin(act.deadline, act.what)
+        group.begin(act.deadline, act.describe)
         group.post([len(places), *(len(tensor.vectors) for tensor in tensors), *places])
         awaited = group.others if wait_for is None else wait_for
-        group.await_posts(awaited, act.deadline, act.what)
+        group.await_posts(awaited, act.deadline, act.describe)
         self._places: dict[int, list[list[int]]] = {}
         for rank in (group.index, *awaited):
             num_places = group.places_of(rank, 1)[0]

@@ -54,7 +54,7 @@ class Library:
     def _await(self, request: Request, act: Act) -> None:
         wait_all(
             [request], act.deadline,
-            lambda: f"{act.what}: a rank did not take part within {act.deadline.timeout_s:.1f} s",
+            lambda: f"{act.describe()}: a rank did not take part within {act.deadline.timeout_s:.1f} s",
         )  # fmt: skip
 
     @staticmethod

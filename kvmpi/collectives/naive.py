@@ -37,7 +37,7 @@ class Naive:
     def _allreduce(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         total = act.scratch(out.size, host.STORAGE[host.ACCUMULATE[dtype]])
         np.copyto(total, HostTerms(vectors, dtype).own(0, out.size, total))
-        naive_allreduce(self._comm, total, act.deadline, act.what)
+        naive_allreduce(self._comm, total, act.deadline, act.describe())
         if dtype in host.HALF:
             host.narrow(total, out, dtype)
         else:
@@ -50,10 +50,10 @@ class Naive:
 
     def allgather(self, out: Buffer, act: Act) -> None:
         for root, (start, stop) in enumerate(act.segments(out.size)):
-            naive_broadcast(self._comm, out[start:stop], root, act.deadline, act.what)
+            naive_broadcast(self._comm, out[start:stop], root, act.deadline, act.describe())
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
-        naive_broadcast(self._comm, buffer, root, act.deadline, act.what)
+        naive_broadcast(self._comm, buffer, root, act.deadline, act.describe())
 
 
 def naive_allreduce(

@@ -118,8 +118,8 @@ class Machine(Protocol):
         ...
 
 
-def drive(machines: Sequence[Machine], deadline: Deadline, what: str) -> None:
-    """Move ``machines`` on until all are done.
+def drive(machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str]) -> None:
+    """Move ``machines`` on until all are done; ``what`` gives the beginning of an error message.
 
     Raises:
         KVTimeoutError: says what they wait for.
@@ -127,7 +127,7 @@ def drive(machines: Sequence[Machine], deadline: Deadline, what: str) -> None:
 
     def describe() -> str:
         stuck = "; ".join(dict.fromkeys(machine.stuck() for machine in machines if not machine.done))
-        return f"{what}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+        return f"{what()}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
 
     patience = Patience(deadline, describe)
     left = list(machines)

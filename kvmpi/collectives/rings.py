@@ -48,8 +48,10 @@ class Rings:
             )
             for number in range(self._num_rings)
         ]  # fmt: skip
-        drive(rings, act.deadline, act.what)
+        drive(rings, act.deadline, act.describe)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]
-        drive([Chain(self._comm, ranks, buffer, max(1, self._chunk_bytes // buffer.itemsize))], act.deadline, act.what)
+        drive(
+            [Chain(self._comm, ranks, buffer, max(1, self._chunk_bytes // buffer.itemsize))], act.deadline, act.describe
+        )

@@ -14,7 +14,7 @@ tensor those of ``ring``. Data that fits into a slot is summed whole by every ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,13 @@ from kvmpi.collectives.host_group import RELAY_BYTES, SLOT_BYTES, HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, fits
 from kvmpi.collectives.ring import chunks_of, drive
 from kvmpi.collectives.terms import HostTerms
+from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
+
+#: Sizes of small vectors whose views are kept at hand.
+_MOST_VIEWS = 1024
 
 
 class Shared:
@@ -42,13 +46,14 @@ class Shared:
         relay_bytes: int = RELAY_BYTES,
     ) -> None:  # fmt: skip
         self._group, self._block_bytes = group, block_bytes
-        self._slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
+        self.slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
+        self._views: dict[tuple[int, np.dtype[Any]], list[tuple[list[Buffer], Buffer]]] = {}
 
     # ---- allreduce
 
     def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         count = sum(tensor.out.size for tensor in tensors)
-        if count * host.STORAGE[host.ACCUMULATE[dtype]].itemsize <= self._slot_bytes:
+        if count * host.STORAGE[host.ACCUMULATE[dtype]].itemsize <= self.slot_bytes:
             self._sum_slots(tensors, count, dtype, act)
             return
         if not fits(tensors):
@@ -58,12 +63,36 @@ class Shared:
             return
         self._sum_segments(self._relayed(tensors, count, act), dtype, act)
 
+    def sum_small(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
+        """``allreduce`` of one vector that needs no widening and fits into a slot, without detours."""
+        group = self._group
+        call = group.begin(deadline, what)
+        views = self._views.get((vector.size, vector.dtype))
+        if views is None:
+            views = self._views_of(vector.size, vector.dtype)
+        slots, partial = views[call % 2]
+        np.copyto(slots[group.index], vector)
+        group.post()
+        group.await_posts(group.others, deadline, what)
+        with np.errstate(all="ignore"):
+            _add_up(slots, partial, out)
+        group.finish()
+
+    def _views_of(self, count: int, dtype: np.dtype[Any]) -> list[tuple[list[Buffer], Buffer]]:
+        """For calls of even and of odd number: every rank's slot, and memory for partial sums."""
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        group, partial = self._group, np.empty(count if self._group.size > 2 else 0, dtype)
+        views = [([group.slot(rank, count, dtype, call) for rank in range(group.size)], partial) for call in (0, 1)]
+        self._views[count, dtype] = views
+        return views
+
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
         """Every rank offers the sum of its vectors in its slot, and adds up all ranks' slots."""
         group, half = self._group, dtype in host.HALF
         storage = host.STORAGE[host.ACCUMULATE[dtype]]
-        group.begin(act.deadline, act.what)
-        slot, start = group.slot(group.index, count, storage), 0
+        call = group.begin(act.deadline, act.describe)
+        slot, start = group.slot(group.index, count, storage, call), 0
         for tensor in tensors:
             part = slot[start : start + tensor.out.size]
             start += part.size
@@ -71,15 +100,12 @@ class Shared:
             if own is not part:
                 np.copyto(part, own)
         group.post()
-        group.await_posts(group.others, act.deadline, act.what)
-        # Not where others write the same memory: they would see partial sums.
-        direct = len(tensors) == 1 and not half and not group.is_common(tensors[0].out)
+        group.await_posts(group.others, act.deadline, act.describe)
+        direct = len(tensors) == 1 and not half
         total = tensors[0].out if direct else act.scratch(count, storage)
-        slots = [group.slot(rank, count, storage) for rank in range(group.size)]
+        slots = [group.slot(rank, count, storage, call) for rank in range(group.size)]
         with np.errstate(all="ignore"):
-            np.add(slots[0], slots[1], out=total)
-            for other in slots[2:]:
-                np.add(total, other, out=total)
+            _add_up(slots, act.scratch(count if group.size > 2 else 0, storage), total)
         group.finish()
         start = 0
         for tensor in tensors:
@@ -97,7 +123,7 @@ class Shared:
         itemsize = tensors[0].out.itemsize
         if count * itemsize > self._relay_bytes:
             return tensors
-        relay = self._group.relay(act.deadline, act.what)
+        relay = self._group.relay(act.deadline, act.describe)
         if relay is None or self._group.is_common(tensors[0].out):
             return tensors
         results, start = relay[: count * itemsize].view(tensors[0].out.dtype), 0
@@ -136,10 +162,10 @@ class Shared:
             Copies(group, peer, posted, tensors, total.cut, [chunk for chunk in chunks[peer] if chunk[0] < chunk[1]])
             for peer in group.others
         ]
-        drive(machines, act.deadline, act.what)
+        drive(machines, act.deadline, act.describe)
         # Results that all ranks share are written again only when all have begun the next call.
         common = all(posted.result_of(peer, i) is None for i in range(len(tensors)) for peer in group.others)
-        group.finish(() if common else group.others, act.deadline, act.what)
+        group.finish(() if common else group.others, act.deadline, act.describe)
 
     # ---- the others
 
@@ -148,40 +174,48 @@ class Shared:
         posted = Posted(group, tensors, act, with_results=False)
         total = HostSum(group, posted, tensors, dtype, self._block_bytes, act.scratch)
         total.finish(None, *act.segments(vectors[0].size)[group.index], out)
-        group.finish(group.others, act.deadline, act.what)
+        group.finish(group.others, act.deadline, act.describe)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         group, segments = self._group, act.segments(out.size)
         start, stop = segments[group.index]
-        if segments[0][1] * out.itemsize <= self._slot_bytes:
-            group.begin(act.deadline, act.what)
-            np.copyto(group.slot(group.index, stop - start, out.dtype), out[start:stop])
+        if segments[0][1] * out.itemsize <= self.slot_bytes:
+            call = group.begin(act.deadline, act.describe)
+            np.copyto(group.slot(group.index, stop - start, out.dtype, call), out[start:stop])
             group.post()
-            group.await_posts(group.others, act.deadline, act.what)
+            group.await_posts(group.others, act.deadline, act.describe)
             for peer in group.others:
                 start, stop = segments[peer]
-                np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype))
+                np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype, call))
             group.finish()
             return
         posted = Posted(group, [Tensor((), out)], act, own=slice(start, stop))
         for peer in group.others:
             posted.copy_result(peer, 0, slice(*segments[peer]), out)
-        group.finish(group.others, act.deadline, act.what)
+        group.finish(group.others, act.deadline, act.describe)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group = self._group
-        if buffer.nbytes <= self._slot_bytes:
-            group.begin(act.deadline, act.what)
+        if buffer.nbytes <= self.slot_bytes:
+            call = group.begin(act.deadline, act.describe)
             if group.index == root:
-                np.copyto(group.slot(root, buffer.size, buffer.dtype), buffer)
+                np.copyto(group.slot(root, buffer.size, buffer.dtype, call), buffer)
             group.post()
             if group.index != root:
-                group.await_posts([root], act.deadline, act.what)
-                np.copyto(buffer, group.slot(root, buffer.size, buffer.dtype))
+                group.await_posts([root], act.deadline, act.describe)
+                np.copyto(buffer, group.slot(root, buffer.size, buffer.dtype, call))
             group.finish()
             return
         own = slice(0, buffer.size) if group.index == root else slice(0, 0)
         posted = Posted(group, [Tensor((), buffer)], act, own=own, wait_for=[root] if group.index != root else [])
         if group.index != root:
             posted.copy_result(root, 0, slice(0, buffer.size), buffer)
-        group.finish(group.others if group.index == root else (), act.deadline, act.what)
+        group.finish(group.others if group.index == root else (), act.deadline, act.describe)
+
+
+def _add_up(slots: Sequence[Buffer], partial: Buffer, out: Buffer) -> None:
+    """``out`` becomes the sum; partial sums stay out of it, since other ranks may share that memory."""
+    total = slots[0]
+    for other in slots[1:-1]:
+        total = np.add(total, other, out=partial)
+    np.add(total, slots[-1], out=out)
