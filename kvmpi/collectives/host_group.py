@@ -210,7 +210,7 @@ class HostGroup:
         if late:
 
             def describe() -> str:
-                names = ", ".join(str(self.members[rank]) for rank in late)
+                names = ", ".join(str(self.members[rank]) for rank in late if words[rank][word] < call)
                 return (
                     f"{what()}: MPI rank {names} {problem} within {deadline.timeout_s:.1f} s; "
                     "look at that worker, or raise KVMPI_TIMEOUT_S"
