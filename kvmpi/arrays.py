@@ -57,6 +57,11 @@ class Vector:
         return int(self.buffer.nbytes)
 
     @property
+    def address(self) -> int:
+        """Where host memory begins."""
+        return int(self.buffer.__array_interface__["data"][0])
+
+    @property
     def on_host(self) -> bool:
         return self.device == "cpu"
 
@@ -142,6 +147,16 @@ def read(array: Any) -> Vector:
         # The lane that sums it knows nothing of this thread's stream.
         sys.modules["cupy"].cuda.get_current_stream().synchronize()
     return vector
+
+
+def memory_of(array: Any) -> Vector | None:
+    """The array's own memory as a flat vector, where that is contiguous, writable and on the host; else None."""
+    library = _library(array)
+    if library == "numpy":
+        plain = bool(array.flags.c_contiguous and array.flags.writeable)
+    else:
+        plain = library == "torch" and array.device.type == "cpu" and array.is_contiguous() and not array.is_neg()
+    return read(array) if plain else None
 
 
 def _read_torch(tensor: Any, dtype: str) -> Vector:

@@ -46,6 +46,7 @@ class Config:
     )  # fmt: skip
     num_rings: int = _setting(2, "rings of multi_ring, 1 to 8")
     ring_chunk_bytes: int = _setting(512 << 10, "bytes of one message of a ring")
+    bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")
     shared_input: str = _setting(
         "attach", "how ranks of a host read each other's private arrays: where they are (if the system allows it), or "
         "copied to shared memory", ("attach", "stage"),
@@ -73,7 +74,7 @@ class Config:
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
-        for name in ("engine_threads", "ring_chunk_bytes", "chunk_bytes", "window_bytes", "num_workers", "num_clients"):
+        for name in ("engine_threads", "ring_chunk_bytes", "bucket_bytes", "chunk_bytes", "window_bytes", "num_workers", "num_clients"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
         if not 1 <= self.num_rings <= 8:

@@ -117,6 +117,15 @@ class Collectives:
             raise UnsupportedError(f"{what}: no room for {nbytes} bytes")
         return found.view(storage)[:count]
 
+    def common_empty(self, count: int, dtype: str, deadline: Deadline) -> Buffer | None:
+        """Collective: ``shared_empty`` where the algorithm in force makes use of it; else None, on all ranks."""
+        if self._algorithm not in ("auto", "shared", "hierarchical") or self.size == 1:
+            return None
+        try:
+            return self.shared_empty(count, dtype, deadline)
+        except UnsupportedError:
+            return None
+
     # ---- before and after the collectives
 
     def agree(self, call: Call, deadline: Deadline) -> None:

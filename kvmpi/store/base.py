@@ -14,7 +14,7 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
 from kvmpi.store import checkpoint
-from kvmpi.store.core import Invocation, KeyState, StoreCore, check_array
+from kvmpi.store.core import Invocation, KeyState, Part, StoreCore, check_array
 from kvmpi.store.grammar import Group, Key, groups
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
@@ -34,6 +34,7 @@ class KVStore(StoreCore, ABC):
     _capabilities: dict[str, bool] = {  # noqa: RUF012 - read only
         "optimizer": True,
         "updater": False,
+        "view": False,
         "async": False,
         "elastic": True,
         "compression": False,
@@ -127,7 +128,7 @@ class KVStore(StoreCore, ABC):
         """
         call = self._call("push", priority, async_op)
         parts = self._enter_keys(call, key, value)
-        return self._complete([self._start_push(part.state, part.vectors, call) for part in parts], call)
+        return self._complete(self._start_push(parts, call), call)
 
     def pull(self, key: Any, out: Any, priority: int = 0, async_op: bool = False) -> Work | None:
         """Copy the stored values into ``out``; every array listed under a key gets the same value.
@@ -146,7 +147,19 @@ class KVStore(StoreCore, ABC):
         """
         call = self._call("pushpull", priority, async_op)
         parts = self._enter_keys(call, key, value, value if out is None else out)
-        return self._complete([self._start_pushpull(part.state, part.vectors, part.outs, call) for part in parts], call)
+        return self._complete(self._start_pushpull(parts, call), call)
+
+    def view(self, key: Any) -> Any:
+        """The stored value itself, read-only: what ``pull`` would copy, for stores that hold values in the workers.
+
+        It keeps its value until this worker's next push, pushpull or load of the key, or the store's end; what it holds
+        from then on is undefined. Workers of one host may share its memory. NumPy's array, torch's for a torch key.
+
+        Raises:
+            KeyNotInitializedError: there is no such key.
+            UnsupportedError: the values are on servers.
+        """
+        raise UnsupportedError(f"view: the values of a {self._type} store are on the servers; pull them")
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
@@ -245,6 +258,7 @@ class KVStore(StoreCore, ABC):
             checkpoint.write(path, self._type, self._clock, self._rule, saved, with_values=with_values)
 
         self._together("save", write)
+        self._barrier(call)  # when save returns, the file is there for the workers of every client
 
     def _load(self, path: str, *, with_values: bool) -> None:
         call = self._call("load")
@@ -372,7 +386,7 @@ class KVStore(StoreCore, ABC):
         """One operation for each new key, finished when the key can be read."""
 
     @abstractmethod
-    def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
+    def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
         """Sum over the client and apply the push rule; finished when the vectors may be reused."""
 
     @abstractmethod
@@ -380,7 +394,7 @@ class KVStore(StoreCore, ABC):
         """Fill ``outs``."""
 
     @abstractmethod
-    def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
+    def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
         """Both, in one exchange."""
 
     @abstractmethod

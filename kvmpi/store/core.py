@@ -73,11 +73,15 @@ class KeyState:
 
 @dataclass(slots=True)
 class Part:
-    """What one call does with one key: ``vectors`` to push, arrays ``outs`` to pull into."""
+    """What one call does with one key: ``vectors`` to push, arrays ``outs`` to pull into.
+
+    ``direct`` is, by identity, the memory of those arrays that a collective copies its result into by itself.
+    """
 
     state: KeyState
     vectors: list[Vector]
     outs: list[Any] = field(default_factory=list)
+    direct: dict[int, Buffer] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -281,33 +285,58 @@ class StoreCore:
 
     # ---- pieces of operations
 
+    def _buckets(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Parts whose sums travel together: by their order, dtypes and sizes alone, so that all workers agree."""
+        if self.mpi_size == 1:
+            return [[part] for part in parts]  # nothing travels
+        found: list[list[Part]] = []
+        room = 0
+        for part in parts:
+            nbytes = part.state.count * host.STORAGE[part.state.dtype].itemsize
+            if not found or nbytes > room or part.state.dtype != found[-1][0].state.dtype:
+                found.append([])
+                room = self._config.bucket_bytes
+            found[-1].append(part)
+            room -= nbytes
+        return found
+
     def _reduce_op(
         self,
-        state: KeyState,
-        vectors: list[Vector],
+        bucket: Sequence[Part],
         call: Invocation,
-        then: Callable[[], None] | None = None,
+        then: Callable[[Part], None] | None = None,
+        *,
         writes: Sequence[Variable] = (),
+        targets: Callable[[Part], tuple[Buffer, Sequence[Buffer]]] | None = None,
     ) -> Work:
-        """Push: sum ``vectors`` over the client into the key's host buffer, then call ``then``."""
-        label = f"{call.op} of key {state.key!r}"
+        """Push: sum each part's vectors over the client into the key's host buffer, then call ``then`` for each.
+
+        ``targets`` names other memory for the sum, and what else gets it.
+        """
+        names = ", ".join(repr(part.state.key) for part in bucket[:3]) + (", ..." if len(bucket) > 3 else "")
+        label = f"{call.op} of key {names}"
+        dtype = bucket[0].state.dtype
 
         def run(cause: BaseException | None) -> None:
             call.check()
-            self._reduce.allreduce(vectors, state.host_buffer(), state.dtype, call.deadline, label)
+            tensors = [
+                (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
+                for part in bucket
+            ]
+            self._reduce.allreduce_many(tensors, dtype, call.deadline, label)
             if cause is not None:
                 raise cause
             if then is not None:
-                then()
+                for part in bucket:
+                    then(part)
 
         lane = "reduce"
         if self.mpi_size == 1:
             # Nobody to keep in step with. A hand-over between threads costs more than to add up a small array here.
-            here = not call.async_op and sum(vector.nbytes for vector in vectors) <= INLINE_BYTES
-            lane = "inline" if here else "cpu"
-        return self._engine.push(
-            run, reads=call.done, writes=[state.sent, *writes], lane=lane, name=label, no_skip=True
-        )
+            nbytes = sum(vector.nbytes for part in bucket for vector in part.vectors)
+            lane = "inline" if not call.async_op and nbytes <= INLINE_BYTES else "cpu"
+        written = [*(part.state.sent for part in bucket), *writes]
+        return self._engine.push(run, reads=call.done, writes=written, lane=lane, name=label, no_skip=True)
 
     def _tell_op(
         self, label: str, writes: Sequence[Variable], call: Invocation,

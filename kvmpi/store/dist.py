@@ -22,7 +22,7 @@ from kvmpi.kernels import host
 from kvmpi.ps import EmbeddedJob, Landing, PsClient
 from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, scaled
+from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, Part, scaled
 from kvmpi.store.grammar import Key
 
 Buffer = npt.NDArray[Any]
@@ -116,11 +116,17 @@ class DistStore(KVStore):
                 "call kv.set_optimizer(...) on all workers first"
             )
 
-    def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
+    def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return [
+            self._push_part(part, summed, call) for part, summed in self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        ]
+
+    def _push_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
+        state, vectors = part.state, part.vectors
         # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
         waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
         lent = self._lent(vectors, until_done=waits)
-        local = self._nothing() if lent is not None else self._sum_op(state, vectors, call)
+        local = self._nothing() if lent is not None else summed or self._sum_op([part], call)
         answer = self._read_ahead(state, call)
         if answer is not None:
             accepted = self._push_ahead(state, lent, answer, call)
@@ -188,12 +194,20 @@ class DistStore(KVStore):
             writes=[state.value], lane="inline" if here or not copy else "cpu", name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
-    def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
-        self._answers[state.key] = None  # its buffer is about to be overwritten
-        target = _Target(state, outs)
-        source = self._lent(vectors, until_done=True)
-        if source is None:
-            self._sum_op(state, vectors, call)
+    def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        for part in parts:
+            self._answers[part.state.key] = None  # its buffer is about to be overwritten
+        return [
+            self._pushpull_part(part, summed, call)
+            for part, summed in self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        ]
+
+    def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
+        state = part.state
+        target = _Target(state, part.outs)
+        source = self._lent(part.vectors, until_done=True)
+        if source is None and summed is None:
+            self._sum_op([part], call)
 
         def ask(ps: PsClient) -> Work:
             value = state.host_buffer() if source is None else source
@@ -209,11 +223,19 @@ class DistStore(KVStore):
             return buffer
         return None
 
-    def _sum_op(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
-        factor = self._mean_factor(vectors)
-        if self._ps is None:
-            return self._reduce_op(state, vectors, call)
-        return self._reduce_op(state, vectors, call, then=lambda: scaled(state.host_buffer(), factor, state.dtype))
+    def _sum_ops(self, parts: list[Part], call: Invocation, *, lends: bool) -> list[tuple[Part, Work | None]]:
+        """Every part, with the operation that sums it; None where a part may be lent, and is summed later if not."""
+        if lends:
+            return [(part, None) for part in parts]
+        buckets = self._buckets(parts)
+        works = [self._sum_op(bucket, call) for bucket in buckets]
+        return [(part, work) for bucket, work in zip(buckets, works, strict=True) for part in bucket]
+
+    def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
+        def scale(part: Part) -> None:
+            scaled(part.state.host_buffer(), self._mean_factor(part.vectors), part.state.dtype)
+
+        return self._reduce_op(bucket, call, None if self._ps is None else scale)
 
     def _ask_op(
         self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,26 @@ from kvmpi.collectives import Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import KeyNotInitializedError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import Invocation, KeyState, as_accumulated, scaled
+from kvmpi.store.core import Invocation, KeyState, Part, as_accumulated, scaled
+from kvmpi.store.grammar import normal_key
 
 Buffer = npt.NDArray[Any]
+
+#: Smaller values are copied faster than the workers of a host meet.
+_COMMON_FROM_BYTES = 256 << 10
 
 
 class _Replica:
     """This worker's copy of one key, with what its rule remembers."""
 
-    __slots__ = ("master", "state", "updates", "value")
+    __slots__ = ("common", "master", "state", "updates", "value")
 
-    def __init__(self, value: Buffer) -> None:
-        self.value = value
+    def __init__(self, value: Buffer, common: bool) -> None:
+        self.value, self.common = value, common
         self.master: Buffer | None = None
         self.state: dict[str, Buffer] = {}
         self.updates = 0
@@ -37,7 +42,7 @@ class _Replica:
 class ReplicatedStore(KVStore):
     """Values in every worker. ``local``: alone. ``mpi``: one client of all workers, tensor allreduce, no server."""
 
-    _capabilities = {**KVStore._capabilities, "updater": True}  # noqa: RUF012 - read only
+    _capabilities = {**KVStore._capabilities, "updater": True, "view": True}  # noqa: RUF012 - read only
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
@@ -54,6 +59,7 @@ class ReplicatedStore(KVStore):
 
     def set_updater(self, fn: Updater) -> None:
         self._settle(Deadline(self._config.timeout_s))
+        self._keep_apart()
         self._updater = fn
 
     # ---- operations
@@ -66,23 +72,57 @@ class ReplicatedStore(KVStore):
 
         def run(cause: BaseException | None) -> None:
             call.check()
-            value = host.empty(state.count, state.dtype)
+            value, common = self._memory_for(state, call)
             if self.mpi_rank == 0:
                 _copy_to_host(vector, value)
-            self._cast.broadcast(value, 0, call.deadline, label)
-            self._replicas[state.key] = _Replica(value)
+            self._reduce.broadcast(value, 0, call.deadline, label)
+            self._replicas[state.key] = _Replica(value, common)
 
-        return self._engine.push(run, reads=call.done, writes=[state.value], lane="broadcast", name=label, no_skip=True)
+        return self._engine.push(run, reads=call.done, writes=[state.value], lane="reduce", name=label, no_skip=True)
 
-    def _start_push(self, state: KeyState, vectors: list[Vector], call: Invocation) -> Work:
-        factor = self._mean_factor(vectors)
+    def _memory_for(self, state: KeyState, call: Invocation) -> tuple[Buffer, bool]:
+        """Memory for a value, and whether the workers of a host share it: only where all of them write the same."""
+        nbytes = state.count * host.STORAGE[state.dtype].itemsize
+        if nbytes >= _COMMON_FROM_BYTES and self._rule is None and self._updater is None:
+            found = self._reduce.common_empty(state.count, state.dtype, call.deadline)
+            if found is not None:
+                return found, True
+        return host.empty(state.count, state.dtype), False
 
-        def apply() -> None:
-            scaled(state.host_buffer(), factor, state.dtype)
-            with self._recorder.timed("update"):
-                self._apply(state)
+    def _keep_apart(self) -> None:
+        """Every worker changes values by itself from now on: each needs its own."""
+        for replica in self._replicas.values():
+            if replica.common:
+                replica.value, replica.common = replica.value.copy(), False
 
-        return self._reduce_op(state, vectors, call, then=apply, writes=[state.value])
+    def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return [self._bucket_op(bucket, call) for bucket in self._buckets(parts)]
+
+    def _bucket_op(self, bucket: list[Part], call: Invocation) -> Work:
+        """Push: sum, apply the push rule, and copy out what the parts ask for."""
+        rule = self._rule
+        assigns = rule is None and self._updater is None
+        if assigns:
+            _choose_direct(bucket)
+
+        def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
+            replica = self._replicas[part.state.key]
+            return replica.value if replica.common else part.state.host_buffer(), list(part.direct.values())
+
+        def finish(part: Part) -> None:
+            state, replica = part.state, self._replicas[part.state.key]
+            met = replica.value.copy() if rule is not None and rule.replies_old and part.outs else None
+            if not replica.common:
+                scaled(state.host_buffer(), self._mean_factor(part.vectors), state.dtype)
+                with self._recorder.timed("update"):
+                    self._apply(state)
+            for out in part.outs:
+                if id(out) not in part.direct:
+                    arrays.write(out, replica.value if met is None else met)
+
+        return self._reduce_op(
+            bucket, call, finish, writes=[part.state.value for part in bucket], targets=targets if assigns else None
+        )
 
     def _apply(self, state: KeyState) -> None:
         """The push rule: the host buffer holds the sum."""
@@ -114,22 +154,22 @@ class ReplicatedStore(KVStore):
         lane = "cpu" if call.async_op else "inline"
         return self._engine.push(run, reads=[*call.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
 
-    def _start_pushpull(self, state: KeyState, vectors: list[Vector], outs: list[Any], call: Invocation) -> Work:
-        factor = self._mean_factor(vectors)
-        rule = self._rule
+    def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return [self._bucket_op(bucket, call) for bucket in self._buckets(parts)]
 
-        def apply() -> None:
-            met = self._replicas[state.key].value.copy() if rule is not None and rule.replies_old else None
-            scaled(state.host_buffer(), factor, state.dtype)
-            with self._recorder.timed("update"):
-                self._apply(state)
-            for out in outs:
-                arrays.write(out, self._replicas[state.key].value if met is None else met)
-
-        return self._reduce_op(state, vectors, call, then=apply, writes=[state.value])
+    def view(self, key: Any) -> Any:
+        self._check_open()
+        state = self._keys.get(normal_key(key))
+        if state is None:
+            raise KeyNotInitializedError(f"view of key {key!r} on worker {self.rank}: the key was never initialised")
+        self._engine.push(lambda: None, reads=[state.value], lane="inline", name=f"view of key {key!r}").wait()
+        value = self._replicas[state.key].value.view()
+        value.flags.writeable = False
+        return arrays.wrap(value, state.shape, state.dtype, state.library)
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         def run() -> None:
+            self._keep_apart()
             for replica in self._replicas.values():
                 replica.state, replica.updates, replica.master = {}, 0, None
             self._rule = rule
@@ -181,3 +221,19 @@ def _copy_to_host(vector: Vector, out: Buffer) -> None:
         from kvmpi.kernels import gpu
 
         gpu.sum_vectors_to_host(out, [vector.buffer], vector.dtype)
+
+
+def _choose_direct(bucket: Sequence[Part]) -> None:
+    """Set each part's ``direct``: contiguous host memory, of which no other part of the bucket is still to be read."""
+    sources = np.array([
+        (place, vector.address, vector.address + vector.nbytes)
+        for place, part in enumerate(bucket) for vector in part.vectors if vector.on_host and len(bucket) > 1
+    ], np.int64).reshape(-1, 3)  # fmt: skip
+    for place, part in enumerate(bucket):
+        others = sources[sources[:, 0] != place]
+        for out in part.outs:
+            vector = arrays.memory_of(out)
+            if vector is not None:
+                start, stop = vector.address, vector.address + vector.nbytes
+                if not ((others[:, 1] < stop) & (others[:, 2] > start)).any():
+                    part.direct[id(out)] = vector.buffer

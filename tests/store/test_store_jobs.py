@@ -52,6 +52,17 @@ def test_arrays_of_the_store(job, options, names):
         assert done.stdout.count(f"empty {name} right") == int(options.split()[1])
 
 
+@pytest.mark.parametrize(("options", "names", "algorithm"), [
+    ("-n 1 -c 1 -s 1", ["local", "mpi"], "auto"), ("-n 2 -c 1 -s 1", ["mpi", "dist_sync_mpi"], "auto"),
+    ("-n 4 -c 1 -s 0", ["mpi"], "auto"), ("-n 3 -c 1 -s 0", ["mpi"], "multi_ring"),
+    ("-n 4 -c 2 -s 2", ["dist_sync_mpi"], "shared"), ("-n 2 -c 2 -s 1", ["dist_sync"], "auto"),
+])  # fmt: skip
+def test_lists_of_keys(job, tmp_path, options, names, algorithm):
+    done = job(options, PROGRAMS / "lists.py", tmp_path, *names, allreduce=algorithm)
+    for name in names:
+        assert done.stdout.count(f"lists {name} right") == int(options.split()[1])
+
+
 @pytest.mark.parametrize("options", ["-n 1 -c 1 -s 2", "-n 3 -c 3 -s 2", "-n 4 -c 2 -s 2"])
 def test_a_push_fetches_the_value_for_the_pull_behind_it(job, tmp_path, options):
     done = job(options, PROGRAMS / "ahead.py", tmp_path / "saved")

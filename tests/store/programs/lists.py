@@ -1,0 +1,104 @@
+"""List calls: keys of all sizes and dtypes are summed together, each element once, wherever the arrays lie."""
+
+import sys
+
+import numpy as np
+import torch
+
+import kvmpi
+
+SEED = 5
+ROUNDS = 6
+#: Bytes of a large key: the workers of a host share its value.
+LARGE = 300_001
+
+
+def whole(rng, count):
+    return rng.integers(-100, 100, count)
+
+
+def check(kv, turn):
+    """One random list, the same on all workers, pushed and pulled in several ways."""
+    n, shared = kv.num_workers, np.random.default_rng([SEED, turn])
+    counts = [int(c) for c in shared.choice([0, 1, 2, 63, 1000, 4097, 70_001, LARGE], shared.integers(1, 14))]
+    dtypes = [str(d) for d in shared.choice(["float32", "float64", "int32"], len(counts), p=[0.7, 0.2, 0.1])]
+    keys = [f"{turn}.{i}" for i in range(len(counts))]
+    of = [[whole(np.random.default_rng([turn, i, rank]), c) for rank in range(n)] for i, c in enumerate(counts)]
+    sums = [sum(values) for values in of]
+    kv.init(keys, [np.zeros(c, d) for c, d in zip(counts, dtypes, strict=True)])
+    own = [values[kv.rank].astype(d) for values, d in zip(of, dtypes, strict=True)]
+
+    if turn % 3 == 1:  # one block of kv.empty, cut into the arrays of one dtype
+        block, start = kv.empty(sum(counts), "float32"), 0
+        for i, c in enumerate(counts):
+            if dtypes[i] == "float32":
+                block[start : start + c] = own[i]
+                own[i] = block[start : start + c]
+            start += c
+    elif turn % 3 == 2:
+        own = [torch.from_numpy(a) for a in own]
+
+    def right(arrays, factor=1):
+        for key, found, expected in zip(keys, arrays, sums, strict=True):
+            assert (np.asarray(found) == factor * expected).all(), f"key {key}"
+
+    outs = [np.full(c, -1, d) for c, d in zip(counts, dtypes, strict=True)]
+    more = [np.full(c, -1, d) for c, d in zip(counts, dtypes, strict=True)]
+    strided = [np.full((c, 2), -1, d)[:, 0] for c, d in zip(counts, dtypes, strict=True)]
+    kv.pushpull(keys, [[a, a] for a in own], [list(three) for three in zip(outs, more, strided, strict=True)])
+    for arrays in (outs, more, strided):
+        right(arrays, 2)
+    kv.pull(keys, more)
+    right(more, 2)
+    if kv.is_capable("view"):
+        views = [kv.view(key) for key in keys]
+        right(views, 2)
+        assert not any(view.flags.writeable for view in views)
+    work = kv.pushpull(keys, own, async_op=True)  # in place
+    work.wait()
+    right(own)
+    kv.pull(keys, outs)
+    right(outs)
+    if kv.is_capable("view"):
+        right([kv.view(key) for key in keys])
+
+
+def overlap(kv):
+    """What one key is pulled into is what another pushes: keys that travel together are read before one is written."""
+    count = 100_001
+    kv.init(["a", "b"], [np.zeros(count), np.zeros(count)])
+    a, b = np.full(count, 1.0 + kv.rank), np.full(count, 100.0 + kv.rank)
+    ranks = sum(range(kv.num_workers))
+    if kv.type == "mpi" and kv.mpi_size > 1:
+        kv.pushpull(["a", "b"], [a, b], [b, a])
+        assert (b == kv.num_workers + ranks).all()
+        assert (a == 100 * kv.num_workers + ranks).all()
+
+
+def rules(kv, path):
+    """An optimizer after plain sums: every worker updates a value of its own from then on, and all get the same."""
+    keys, counts = ["small", "large"], [10, LARGE]
+    kv.init(keys, [np.ones(c, "f4") for c in counts])
+    kv.pushpull(keys, [np.full(c, 1.0, "f4") for c in counts])
+    kv.set_optimizer(kvmpi.optim.SGD(lr=1.0))
+    outs = [np.empty(c, "f4") for c in counts]
+    for step in (1, 2):
+        kv.pushpull(keys, [np.full(c, 1.0, "f4") for c in counts], outs)
+        for out in outs:
+            assert (out == kv.num_workers - step * kv.num_workers).all()
+    kv.save(path)
+    kv.push(keys, [np.full(c, 7.0, "f4") for c in counts])
+    kv.load(path)
+    kv.pull(keys, outs)
+    for out in outs:
+        assert (out == -kv.num_workers).all()
+
+
+for name in sys.argv[2:]:
+    with kvmpi.create(name, bucket_bytes=3_000_000) as kv:
+        for turn in range(ROUNDS):
+            check(kv, turn)
+        overlap(kv)
+    with kvmpi.create(name) as kv:
+        rules(kv, f"{sys.argv[1]}/{name}")
+    print(f"lists {name} right", flush=True)
