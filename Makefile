@@ -51,7 +51,7 @@ docs: $(VENV)/test
 
 bench: $(VENV)/demo
 	@$(BIN)/python benchmarks/engine_overhead.py
-	@$(BIN)/kvmpi run -n 2 benchmarks/allreduce.py
+	@$(BIN)/kvmpi bench allreduce -n 2 --sizes 4K,64K,1M,16M,64M
 	@$(BIN)/python benchmarks/ps.py
 
 clean:

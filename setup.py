@@ -1,9 +1,9 @@
-"""Packaging: the launchers live beside the library and are installed as ``kvmpi.launchers``."""
+"""Packaging: launchers and benchmarks live beside the library; they are installed as parts of it."""
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers"],
-    package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers"},
+    packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
+    package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
     package_data={"kvmpi": ["py.typed"]},
 )

@@ -74,7 +74,8 @@ class Config:
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
-        for name in ("engine_threads", "ring_chunk_bytes", "bucket_bytes", "chunk_bytes", "window_bytes", "num_workers", "num_clients"):
+        counts = ("engine_threads", "num_workers", "num_clients")
+        for name in (*counts, "ring_chunk_bytes", "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
         if not 1 <= self.num_rings <= 8:

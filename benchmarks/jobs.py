@@ -1,0 +1,309 @@
+"""MPI jobs of the rank program: started by the parent, told what to do in turns, and ended with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvmpi.benchmarks.environment import YIELD_VARIABLE
+from kvmpi.benchmarks.plan import Plan
+from kvmpi.errors import ConfigError, KVError
+from kvmpi.launchers import job as launcher_jobs
+from kvmpi.launchers import mpirun, processes
+from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.signals import SignalCatcher
+
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+_FINALIZE_S = 30.0  # for a job to end when it was told to
+_SHM = "/dev/shm"
+_LONGEST_TMPDIR = 40  # characters; unix sockets below it must stay under 108
+_OWN_PROGRAM = (sys.executable, launcher_jobs.RANK_MAIN, "-m", "kvmpi.benchmarks.ranks")
+
+
+class JobFailedError(KVError):
+    """A job has ended before it was told to."""
+
+
+class InterruptedBySignal(Exception):
+    """The user wants to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job to start.
+
+    Attributes:
+        name: for messages.
+        command: from the words of the rank program to those that start it on all ranks.
+        yields: whether ranks of Open MPI yield while they wait; None leaves that to the launcher.
+        on_hosts: the job runs on other hosts than its mpirun, and gets no shared folder for its memory.
+    """
+
+    name: str
+    plan: Plan
+    mpi: MPI
+    command: Callable[[Sequence[str]], list[str]]
+    yields: bool | None = None
+    on_hosts: bool = False
+
+
+class RankJob:
+    """A running job."""
+
+    def __init__(
+        self, spec: JobSpec, folder: Path, process: subprocess.Popen[bytes], asks: list[int], answers: int
+    ) -> None:
+        self.name, self.spec, self.folder, self.process = spec.name, spec, folder, process
+        self._asks, self.answers = asks, answers
+        self.pending = b""
+
+    def tell(self, command: str) -> None:
+        for fd in self._asks:
+            os.write(fd, f"{command}\n".encode())
+
+    def events(self) -> list[dict[str, Any]]:
+        """What rank 0 has answered since the last call."""
+        while True:
+            try:
+                chunk = os.read(self.answers, 1 << 16)
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+            self.pending += chunk
+        *lines, self.pending = self.pending.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Stage:
+    """Jobs that take turns; a context manager, after which no process of them is left.
+
+    ``say`` shows a line of a job's output.
+    """
+
+    def __init__(self, specs: Sequence[JobSpec], signals: SignalCatcher, say: Callable[[str], None]) -> None:
+        self._specs, self._signals, self._say = specs, signals, say
+        self.jobs: list[RankJob] = []
+        self._selector = selectors.DefaultSelector()
+        self._fds: list[int] = []
+        self._outputs: dict[int, bytes] = {}
+        self._ending = False
+
+    def __enter__(self) -> Stage:
+        tmpdir = tempfile.gettempdir()
+        if len(tmpdir) > _LONGEST_TMPDIR and os.access("/tmp", os.W_OK):
+            tmpdir = "/tmp"
+        self._id = secrets.token_hex(8)
+        self._folder = Path(tempfile.mkdtemp(prefix="kvmpi-bench-", dir=tmpdir))
+        self._shm = ""
+        if os.access(_SHM, os.W_OK) and any(spec.mpi.kind == "openmpi" for spec in self._specs):
+            self._shm = tempfile.mkdtemp(prefix="kvmpi-bench-", dir=_SHM)
+        litter = {path for spec in self._specs for path in spec.mpi.litter()}
+        self._watchdog = processes.Watchdog(self._id, (str(self._folder), self._shm, *sorted(litter)))
+        self._selector.register(self._signals.wakeup_fd, selectors.EVENT_READ, None)
+        try:
+            for spec in self._specs:
+                self.jobs.append(self._start(spec))
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    # ---- turns
+
+    def ask(self, job: RankJob, command: str) -> Iterator[dict[str, Any]]:
+        """Have all ranks of ``job`` carry out ``command`` while the other jobs wait; its events.
+
+        Raises:
+            JobFailedError: the job has ended instead.
+            InterruptedBySignal: Ctrl-C and the like.
+        """
+        job.tell(command)
+        while True:
+            for event in job.events():
+                if event["kind"] == "done":
+                    return
+                yield event
+            if job.process.poll() is not None:
+                self._show_rest()
+                raise JobFailedError(f"the job under {job.name} {processes.describe_end(job.process.returncode)}")
+            self._look(None)
+
+    def drop(self, job: RankJob) -> None:
+        """Go on without a job."""
+        self._ending = True
+        self._kill([job])
+        self.jobs.remove(job)
+        self._ending = False
+
+    def finish(self) -> None:
+        """All is measured: let the ranks end.
+
+        Raises:
+            JobFailedError: one could not do that properly.
+        """
+        for job in self.jobs:
+            job.tell("quit")
+        end_s = time.monotonic() + _FINALIZE_S
+        for job in self.jobs:
+            while job.process.poll() is None and time.monotonic() < end_s:
+                self._look(end_s - time.monotonic())
+            status = job.process.poll()
+            if status is None:
+                raise JobFailedError(f"the job under {job.name} has measured everything, but does not end")
+            if status:
+                raise JobFailedError(
+                    f"the job under {job.name} {processes.describe_end(status)} after everything was measured"
+                )
+
+    def _look(self, timeout_s: float | None) -> bool:
+        """Wait for something to happen, and show what jobs print; whether they have printed."""
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        for key in ready:
+            if key.data is None:
+                _drain(key.fd)
+            elif key.data == "output":
+                self._read_output(key.fd)
+        if self._signals.caught:
+            raise InterruptedBySignal(self._signals.caught[0])
+        return any(key.data == "output" for key in ready)
+
+    def _show_rest(self) -> None:
+        """The last words of a job, which explain its end."""
+        for _ in range(64):
+            if not self._look(0):
+                break
+
+    def _read_output(self, fd: int) -> None:
+        chunk = _drain(fd)
+        *lines, self._outputs[fd] = (self._outputs[fd] + chunk).split(b"\n")
+        if not chunk:
+            lines = [self._outputs[fd]] if self._outputs[fd] else []
+            self._selector.unregister(fd)
+        for line in lines:
+            if not self._ending:
+                self._say(line.decode(errors="replace"))
+
+    # ---- start and end
+
+    def _start(self, spec: JobSpec) -> RankJob:
+        number = len(self.jobs)
+        folder = self._folder / str(number)
+        folder.mkdir()
+        (folder / "plan.json").write_text(spec.plan.to_json())
+        asks = [self._fifo(folder / f"ask-{rank}", write=True) for rank in range(spec.plan.num_ranks)]
+        answers = self._fifo(folder / "answers", write=False)
+        self._selector.register(answers, selectors.EVENT_READ, "answers")
+        read_end, write_end = os.pipe()
+        self._fds.append(read_end)
+        command = spec.command([*_OWN_PROGRAM, str(folder)])
+        try:
+            process = processes.start(command, self._env(spec, folder), stdout=write_end, stderr=write_end)
+        except OSError as error:
+            raise JobFailedError(f"{command[0]} could not be started: {error.strerror}") from None
+        finally:
+            os.close(write_end)
+        self._watchdog.add(process.pid)
+        self._outputs[read_end] = b""
+        self._selector.register(read_end, selectors.EVENT_READ, "output")
+        return RankJob(spec, folder, process, asks, answers)
+
+    def _fifo(self, path: Path, *, write: bool) -> int:
+        """Our end of a new FIFO. We hold both, so that neither ends before or without us."""
+        os.mkfifo(path, 0o600)
+        read_end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        write_end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._fds += [read_end, write_end]
+        return write_end if write else read_end
+
+    def _env(self, spec: JobSpec, folder: Path) -> dict[str, str]:
+        base = mpirun.clean({k: v for k, v in os.environ.items() if k not in launcher_jobs.OWNED})
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_ranks = spec.plan.num_ranks
+        # Not measured, but a program that is: with more threads than cores everything would be slow.
+        env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}
+        shm = "" if spec.on_hosts else self._shm
+        env |= spec.mpi.env(str(folder), shm, crowded=num_ranks > cores)
+        merged: dict[str, str] = {**env, **base}
+        for name in ("MPI4PY_LIBMPI",):  # each job has its own library
+            if name in env:
+                merged[name] = env[name]
+        if spec.yields is not None:
+            merged[YIELD_VARIABLE] = "1" if spec.yields else "0"
+        return {**merged, "KVMPI_JOB_ID": self._id}
+
+    def _close(self) -> None:
+        self._ending = True
+        self._kill(self.jobs)
+        self._watchdog.finish()
+        self._selector.close()
+        for fd in self._fds:
+            os.close(fd)
+
+    def _kill(self, jobs: Sequence[RankJob]) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for job in jobs:
+                processes.signal_group(job.process, number)
+            end_s = time.monotonic() + GRACE_S
+            while any(job.process.poll() is None for job in jobs) and time.monotonic() < end_s:
+                try:
+                    self._look(0.05)
+                except InterruptedBySignal:
+                    time.sleep(0.02)
+
+
+def _drain(fd: int) -> bytes:
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return b""
+
+
+def local_command(mpi: MPI, num_ranks: int) -> Callable[[Sequence[str]], list[str]]:
+    """All ranks on this host."""
+    # The variable keeps hydra from leaving a file behind; the ranks would look for that file.
+    words = ["env", "-u", "HWLOC_XMLFILE"] if mpi.kind == "mpich" else []
+    return lambda program: [*mpi.command(num_ranks, local=True), *words, *program]
+
+
+def find_mpich(given: str | None, environ: Mapping[str, str]) -> MPI | None:
+    """An MPICH besides the MPI in use: ``given`` is its mpiexec, or the interpreter of an environment that has it.
+
+    Raises:
+        ConfigError: ``given`` is no such thing.
+    """
+    if given:
+        beside = Path(shutil.which(given) or given).absolute().parent
+        tried = [given] if Path(given).name.startswith(("mpiexec", "mpirun")) else []
+        tried += [str(beside / name) for name in ("mpiexec.hydra", "mpiexec")]
+        path = next(filter(None, map(shutil.which, tried)), None)
+        if path is None:
+            raise ConfigError(f"--mpich {given}: no mpiexec beside it; pip install mpich in that environment")
+        if mpirun.detect_kind(path, environ) != "mpich":
+            raise ConfigError(f"--mpich {given}: {path} is not MPICH's mpiexec")
+        return MPI(path, "mpich")
+    neighbour = Path(sys.executable).parent / "mpiexec.hydra"
+    found = shutil.which(str(neighbour)) or shutil.which("mpiexec.mpich", path=environ.get("PATH"))
+    return MPI(found, "mpich") if found else None

@@ -1,0 +1,208 @@
+"""``kvmpi bench`` with real ranks: what it prints, writes and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+
+from kvmpi.benchmarks import rows, table
+from kvmpi.benchmarks.netlab import NetLab
+from kvmpi.benchmarks.plan import OPS
+from kvmpi.errors import KVError
+from kvmpi.launchers import mpirun
+
+pytest.importorskip("mpi4py")
+
+HERE = Path(__file__).parent
+SHORT = ("--sizes", "0,4,4099,64K", "--seconds", "0.02")
+COUNTS = [0, 1, 1024, 16384]
+
+
+def lines_of(folder: Path, name: str = "rows.json") -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def printed_rows(output: str) -> list[list[str]]:
+    """The lines of the table below its header, as words."""
+    lines = [line.split() for line in output.splitlines() if line and not line.startswith("#")]
+    assert lines[0] == list(table.COLUMNS)
+    return [words for words in lines if words != lines[0]]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_operation_is_verified_and_measured(bench, tmp_path, op):
+    done = bench(op, "-n", 2, *SHORT, "--json", "rows.json", "--plot", "picture.png")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = lines_of(tmp_path)
+    shown = printed_rows(done.stdout)
+    assert [words[:5] for words in shown] == [
+        [str(row[name]) for name in ("size_B", "count", "dtype", "op", "algo")] for row in found
+    ]
+    expected = {"auto", "shared", "ring", "multi_ring", "mpi", rows.MPI_CALLS[op]}
+    expected |= {"store", "baidu"} if op == "allreduce" else set()
+    for count in COUNTS:
+        of_count = [row for row in found if row["count"] == count]
+        assert expected <= {row["algo"] for row in of_count}, done.stdout
+        for row in of_count:
+            assert row["op"] == op
+            assert row["wrong"] == 0
+            assert row["iters"] >= 5
+            assert 0 < row["t_min"] <= row["t_p50"] <= row["t_p99"] <= row["t_max"]
+            assert row["algbw"] == pytest.approx(row["size_B"] / row["t_p50"] / 1e3)
+    first = found[0]
+    assert first["ranks"] == 2
+    assert first["nic"] == "loopback/shared memory"
+    about = ("host", "cores", "mpi", "thread_level", "binding", "python", "numpy", "torch", "kvmpi", "commit")
+    assert set(about) <= set(first)
+    assert done.stdout.count("# auto took ") == 3  # nothing is chosen for no elements
+    assert all(row["best"] and row["choice"] for row in found if row["algo"] == "auto" and row["count"])
+    picture = (tmp_path / "picture.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) > 10_000
+
+
+def test_modifiers_and_vectors(bench, tmp_path):
+    pytest.importorskip("torch")  # whose bfloat16 it is
+    names = "shared,shared:in,shared:empty,shared:in:empty,shared:view,store,store:in,store:empty,agree,baidu,naive"
+    done = bench(
+        "allreduce", "-n", 3, "--sizes", "2,4100", "--seconds", "0.01", "--vectors", 2, "--dtype", "bfloat16",
+        "--algorithms", names, "--json", "rows.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [(row["algo"], row["count"], row["vectors"], row["wrong"]) for row in lines_of(tmp_path)]
+    assert found == [(name, count, 2, 0) for count in (1, 2050) for name in names.split(",")]
+
+
+def test_the_gradients_of_a_model(bench, tmp_path):
+    done = bench(
+        "allreduce", "--preset", "resnet50", "--seconds", "0.01", "--algorithms",
+        "shared,store:empty,gloo:bucket", "--json", "rows.json", "--plot", "bars.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = lines_of(tmp_path)
+    assert {"shared", "store:empty"} <= {row["algo"] for row in found}
+    assert {(row["count"], row["arrays"], row["preset"], row["wrong"]) for row in found} == {
+        (25_557_032, 161, "resnet50", 0)
+    }
+    assert (tmp_path / "bars.png").stat().st_size > 10_000
+
+
+def test_ranks_that_spin_get_a_job_of_their_own(bench, tmp_path):
+    if mpirun.find(os.environ, 2).kind != "openmpi":
+        pytest.skip("only Open MPI can be told to yield")
+    done = bench(
+        "allreduce", "-n", "2,1", "--sizes", "1K", "--seconds", "0.02", "--yield", "both",
+        "--algorithms", "MPI_Allreduce", "--json", "rows.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [(row["ranks"], row["algo"], row["idle"]) for row in lines_of(tmp_path)]
+    assert found == [
+        (n, *rest) for n in (2, 1) for rest in (("MPI_Allreduce", "yield"), ("MPI_Allreduce:spin", "spin"))
+    ]
+
+
+def test_a_wrong_result_is_counted_and_named():
+    done = run_job(
+        "-n 2", HERE / "programs" / "liar.py", "allreduce", "--algorithms", "ring,liar", "--sizes", "4,1K",
+        "--seconds", "0.01",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    wrong = {(words[0], words[4]): words[14] for words in printed_rows(done.stdout.replace("[worker 0] ", ""))}
+    assert wrong == {("4", "ring"): "0", ("4", "liar"): "0", ("1024", "ring"): "0", ("1024", "liar"): "2"}
+    assert done.stderr.count("WRONG") == 1
+    assert "WRONG: allreduce by liar on 2 ranks, 1024 B of float32: 2 elements" in done.stderr
+
+
+def test_on_ranks_that_an_mpirun_has_started(tmp_path):
+    mpi = mpirun.find(os.environ, 3)
+    command = [*mpi.command(3, local=True), sys.executable, "-m", "kvmpi", "bench", "broadcast"]
+    words = ["--sizes", "4K", "--seconds", "0.02", "--algorithms", "auto,ring", "--json", "rows.json"]
+    env = {**mpirun.clean(os.environ), **mpi.env(str(tmp_path), "", crowded=True)}
+    done = subprocess.run(
+        [*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["algo"] for row in lines_of(tmp_path)] == ["auto", "ring"]
+    assert [words[5] for words in printed_rows(done.stdout)] == ["3", "3"]
+    done = subprocess.run([*command, "-n", "2"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("the job that was started has 3 ranks; leave -n out") == 1
+
+
+def test_between_simulated_hosts(bench, tmp_path):
+    try:
+        with NetLab(1, None):
+            pass
+    except KVError as error:
+        pytest.skip(str(error))
+    if mpirun.find(os.environ, 2).kind != "openmpi":
+        pytest.skip("simulated hosts need Open MPI")
+    done = bench(
+        "allreduce", "--hosts", 2, "--link", "1gbit", "--sizes", "64K", "--seconds", "0.02",
+        "--algorithms", "shared,ring,MPI_Allreduce,gloo", "--json", "rows.json", "--plot", "picture.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# shared left out: " in done.stdout
+    found = lines_of(tmp_path)
+    assert {"ring", "MPI_Allreduce"} <= {row["algo"] for row in found}
+    assert {(row["hosts"], row["ranks"], row["link"], row["wrong"]) for row in found} == {(2, 2, "1gbit", 0)}
+
+
+def processes_with(mark: str) -> dict[int, str]:
+    """Command lines of the processes that have ``mark`` in their environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_outlives_the_command(tmp_path, number, status):
+    mark = f"TEST_MARK={uuid.uuid4().hex}"
+    name, value = mark.split("=")
+    env = {**os.environ, name: value}
+    words = ("bench", "allreduce", "--sizes", "1M", "--seconds", "60", "--algorithms", "ring,MPI_Allreduce")
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvmpi", *words], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 30
+    assert parent.stdout is not None
+    for line in parent.stdout:  # the header comes when the ranks are there
+        if line.split()[:1] == ["size_B"]:
+            break
+    assert sum("kvmpi.benchmarks.ranks" in line for line in processes_with(mark).values()) >= 2
+    parent.send_signal(number)
+    _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == status
+    if number == signal.SIGINT:
+        assert errors == "kvmpi bench: stopped by SIGINT\n"
+    while processes_with(mark):
+        assert time.monotonic() < deadline_s, f"still there: {processes_with(mark)}"
+        time.sleep(0.05)
+
+
+def test_without_mpi_it_says_what_to_install(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    env["KVMPI_MPIRUN"] = str(tmp_path / "nothing")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmpi", "bench", "allreduce"], env=env, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "pip install 'kvmpi[mpi]'" in done.stderr
+    assert done.stderr.count("\n") == 1
