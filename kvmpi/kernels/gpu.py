@@ -1,77 +1,401 @@
-"""Sums of device vectors into host memory and copies back, with plain CuPy; import it when there is a device array.
+"""Sums of device vectors into host memory, and copies back, by CuPy; import it when there is a device array.
 
-A device vector is a one-dimensional C-contiguous ``cupy.ndarray`` in the storage dtype of ``kernels.host``.
-Both functions order themselves after the work on the current stream of each vector's device, and return when
-the host memory may be read, or used again.
+A device vector is a one-dimensional C-contiguous ``cupy.ndarray`` in the storage dtype of ``kernels.host``. Pinned
+memory is what ``pinned_empty`` gives, and any other host memory that CUDA has locked and mapped.
+
+Everything is queued behind the work that is by then on the current stream of each vector's device, and later work there
+sees what was written to device vectors: by events, no device is ever synchronised. Until a ``Transfer`` is done, its
+sources must not change. Once a dtype's kernel is compiled and the pools are filled, nothing is allocated but Python
+objects, and scratch where a device cannot read another's memory.
+
+Sums have the bits of ``kernels.host``: added from left to right, half types in float32 and rounded once. Only the bits
+of a NaN in a sum that is not narrowed are not those of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
-import numpy.typing as npt
 
-from kvmpi.kernels.host import HALF
+from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
+from kvmpi.kernels import host
+from kvmpi.kernels.host import Array
 
-#: Elements that are summed at a time: bounds the memory that temporaries take on the device.
-BLOCK_LENGTH = 1 << 24
+# vector_sum.cu has these four numbers too.
+THREADS, BLOCKS_PER_SM = 256, 4
+PACK_BYTES, MAX_DIRECT = 16, 8
+
+#: Bytes of a block of pinned memory through which pageable memory is reached; there are two at a time.
+STAGE_BYTES = 4 << 20
+
+#: Bytes of scratch for each vector that has to be copied to the device that sums it.
+SCRATCH_BYTES = 8 << 20
+
+_NOT_READY, _PEER_ACCESS_ALREADY_ENABLED = 600, 704  # cudaError_t
+
+_lock = threading.Lock()
+_streams: dict[int, list[Any]] = {}  # by device; guarded by _lock
+_events: dict[int, list[Any]] = {}  # unused ones by device; list.pop and list.append need no lock
 
 
-def sum_vectors_to_host(dst_host: npt.NDArray[Any], sources_device: Sequence[Any], dtype: str) -> None:
-    """``dst_host = sources_device[0] + ...``, summed from left to right on the device of the first source.
+class Transfer:
+    """Queued work, for one thread at a time. It keeps the memory that the work uses; dropped too early, it waits."""
 
-    Half types accumulate in float32 and round once to nearest even, to the same bits as in ``host.sum_vectors``.
+    __slots__ = ("_events", "_kept")
+
+    def __init__(self, events: list[tuple[int, Any]], kept: object) -> None:
+        self._events, self._kept = events, kept
+
+    def done(self) -> bool:
+        """Whether the work is done. Does not block.
+
+        Raises:
+            cupy.cuda.runtime.CUDARuntimeError: the device failed.
+        """
+        while self._events:
+            status = cupy.cuda.runtime.eventQuery(self._events[-1][1].ptr)
+            if status == _NOT_READY:
+                return False
+            if status:  # Event.done says False then, for ever
+                raise cupy.cuda.runtime.CUDARuntimeError(status)
+            _give_event(*self._events.pop())
+        self._kept = None
+        return True
+
+    def wait(self) -> None:
+        """Return when the work is done; raises as ``done``."""
+        while self._events:
+            self._events[-1][1].synchronize()
+            _give_event(*self._events.pop())
+        self._kept = None
+
+    def __del__(self) -> None:
+        if self._events and not sys.is_finalizing():
+            self.wait()
+
+
+def start_sum(dst: Any, sources: Sequence[Any], dtype: str, *, scale: float = 1.0, stream: Any = None) -> Transfer:
+    """Queue ``dst = (sources[0] + sources[1] + ...) * scale`` on the device of the first source.
+
+    The kernel writes pinned memory itself: the sum never takes memory on the device and crosses the bus once. One
+    vector that is neither scaled nor converted is copied.
+
+    Args:
+        dst: shape ``(count,)``, pinned, or a device vector on the device of ``sources[0]``; there it may be one of the
+            sources. Of the storage dtype of ``dtype``, or of float32 where that is a half type: the sum is not rounded.
+        sources: device vectors of ``dtype`` and the same shape; from several devices, they are read from their own
+            memory where the devices permit it.
+        scale: for float types; the product is formed in the dtype in which values are added up.
+        stream: one of the device of ``sources[0]``; its current stream by default.
+    Raises:
+        DTypeMismatchError, ShapeMismatchError: the vectors do not fit; an integer type is scaled.
+        UnsupportedError: ``dst`` is not pinned or on another device; a vector is not contiguous.
     """
-    assert sources_device, "the sum of no vectors"
-    ready = []
-    for src in sources_device:
-        with src.device:
-            ready.append(cupy.cuda.get_current_stream().record())
-    with sources_device[0].device:
+    _check_sum(dst, sources, dtype, scale)
+    if dst.size == 0:
+        return Transfer([], None)
+    home, on_host = sources[0].device, isinstance(dst, np.ndarray)
+    with home:
+        stream = cupy.cuda.get_current_stream() if stream is None else stream
+        address = _pinned_address(dst) if on_host else dst.data.ptr
+        _queue_after(sources if on_host else [*sources, dst], stream, home.id)
+        kept = _queue_sum(address, dst.dtype, sources, dtype, scale, slice(0, dst.size), stream)
+        event = _record(stream, home.id)
+        if not on_host:
+            _show(event, stream)
+    return Transfer([(home.id, event)], (dst, sources, kept))
+
+
+def start_copy(dsts: Sequence[Any], src: Array, *, stream: Any = None) -> Transfer:
+    """Queue copies of pinned ``src`` to every device vector of ``dsts``.
+
+    On each device the first vector comes from the host, by the copy engine: it leaves the multiprocessors to others and
+    has the full rate of the bus, which a kernel that reads host memory has not. The others are copied from the first
+    one, at the speed of the device's memory.
+
+    Args:
+        dsts: of the dtype and shape of ``src``, in any order of devices.
+        stream: one of the device of ``dsts[0]``, its current stream by default. The vectors of another device come on
+            that device's first stream of ``streams``.
+    Raises:
+        DTypeMismatchError, ShapeMismatchError: the vectors do not fit.
+        UnsupportedError: ``src`` is not pinned; a vector is not contiguous.
+    """
+    assert dsts, "a copy to no vector"
+    by_device: dict[int, list[Any]] = {}
+    for dst in dsts:
+        _check_vector(dst, src.shape, src.dtype)
+        by_device.setdefault(dst.device.id, []).append(dst)
+    if src.size == 0:
+        return Transfer([], None)
+    events: list[tuple[int, Any]] = []
+    transfer = Transfer(events, (dsts, src))
+    for device_id, vectors in by_device.items():
+        with vectors[0].device:
+            own = streams(device_id, 1)[0] if events else stream
+            own = cupy.cuda.get_current_stream() if own is None else own
+            address = _pinned_address(src)
+            _queue_after(vectors, own, device_id)
+            for dst in vectors:
+                _queue_copy(dst.data.ptr, address, src.nbytes, own)
+                address = vectors[0].data.ptr
+            events.append((device_id, _record(own, device_id)))
+            _show(events[-1][1], own)
+    return transfer
+
+
+def sum_vectors_to_host(dst_host: Array, sources_device: Sequence[Any], dtype: str) -> None:
+    """``dst_host = sources_device[0] + ...``, as ``start_sum``; returns when ``dst_host``, pinned or not, holds it."""
+    _check_sum(dst_host, sources_device, dtype, 1.0)
+    home = sources_device[0].device
+    with home:
+        if dst_host.size == 0 or _mapped(dst_host) is not None:
+            start_sum(dst_host, sources_device, dtype).wait()
+            return
         stream = cupy.cuda.get_current_stream()
-        for event in ready:
-            stream.wait_event(event)
-        for start in range(0, dst_host.size, BLOCK_LENGTH):
-            part = slice(start, min(start + BLOCK_LENGTH, dst_host.size))
-            total = _sum_block([src[part] for src in sources_device], dtype)
-            total.get(stream=stream, out=dst_host[part])
-        stream.record().synchronize()
+        _queue_after(sources_device, stream, home.id)
+        pending: list[tuple[Transfer, slice, Array]] = []
+        for part, block in _staged(dst_host):
+            kept = _queue_sum(block.ctypes.data, block.dtype, sources_device, dtype, 1.0, part, stream)
+            pending.append((Transfer([(home.id, _record(stream, home.id))], (block, kept)), part, block))
+            if len(pending) == 2:  # the device fills one block while the other is emptied
+                _collect(dst_host, *pending.pop(0))
+        for each in pending:
+            _collect(dst_host, *each)
 
 
-def copy_to_device(dst_device: Any, src_host: npt.NDArray[Any]) -> None:
-    """``dst_device = src_host``, on the current stream of the device; waits until ``src_host`` may be used again."""
-    with dst_device.device:
+def copy_to_device(dst_device: Any, src_host: Array) -> None:
+    """``dst_device = src_host``, pinned or not, on the current stream of the device; returns when that is done."""
+    _check_vector(dst_device, src_host.shape, src_host.dtype)
+    home = dst_device.device
+    with home:
+        if src_host.size == 0 or _mapped(src_host) is not None:
+            start_copy([dst_device], src_host).wait()
+            return
         stream = cupy.cuda.get_current_stream()
-        dst_device.set(src_host, stream=stream)
-        stream.record().synchronize()
+        pending: list[Transfer] = []
+        for part, block in _staged(src_host):
+            if len(pending) == 2:
+                pending.pop(0).wait()
+            np.copyto(block, src_host[part])
+            _queue_copy(dst_device.data.ptr + part.start * block.itemsize, block.ctypes.data, block.nbytes, stream)
+            pending.append(Transfer([(home.id, _record(stream, home.id))], (dst_device, block)))
+        for transfer in pending:
+            transfer.wait()
 
 
-def _sum_block(sources: Sequence[Any], dtype: str) -> Any:
-    if len(sources) == 1:
-        return sources[0]
-    total = _widened(sources[0], dtype)
-    for src in sources[1:]:
-        # asarray copies a vector of another device to this one.
-        total = total + _widened(cupy.asarray(src), dtype)
-    return _narrowed(total, dtype)
+def pinned_empty(count: int, dtype: str) -> Array:
+    """As ``host.empty``, of pinned memory from CuPy's pool, to which it returns when the last array on it is gone."""
+    storage = host.empty(0, dtype).dtype
+    if count == 0:
+        return np.empty(0, storage)
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(count * storage.itemsize), storage, count)
 
 
-def _widened(src: Any, dtype: str) -> Any:
-    if dtype == "bfloat16":
-        return (src.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return src.astype(np.float32) if dtype in HALF else src
+def streams(device: int, n: int) -> list[Any]:
+    """The first ``n`` of kvmpi's streams on a device; the null stream does not wait for them, nor they for it."""
+    with _lock:
+        made = _streams.setdefault(device, [])
+        with cupy.cuda.Device(device):
+            while len(made) < n:
+                made.append(cupy.cuda.Stream(non_blocking=True))
+        return made[:n]
 
 
-def _narrowed(total: Any, dtype: str) -> Any:
-    if dtype == "bfloat16":
-        bits = total.view(np.uint32)
-        rounded = (bits + ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)
-        return cupy.where(cupy.isnan(total), np.uint32(0x7FC0), rounded).astype(np.uint16)
-    if dtype == "float16":
-        return cupy.where(cupy.isnan(total), np.uint16(0x7E00), total.astype(np.float16).view(np.uint16)).view(
-            np.float16
-        )
-    return total
+def split_into_packs(addresses: Sequence[int], itemsizes: Sequence[int], count: int) -> tuple[int, int]:
+    """Elements before the first pack of ``PACK_BYTES`` of the largest itemsize, and the number of packs.
+
+    There are no packs where no element of all vectors is aligned to a pack.
+    """
+    lanes = PACK_BYTES // max(itemsizes)
+    head = -(addresses[0] // itemsizes[0]) % lanes
+    for address, itemsize in zip(addresses, itemsizes, strict=True):
+        if (address + head * itemsize) % (lanes * itemsize):
+            return 0, 0
+    return head, max(0, (count - head) // lanes)
+
+
+# Queueing. The device of the stream is the current one.
+
+
+def _queue_sum(
+    dst: int, dst_dtype: Any, sources: Sequence[Any], dtype: str, scale: float, part: slice, stream: Any
+) -> list[Any]:
+    """Sum a part of the sources to the address ``dst``; returns what must be kept until that is done."""
+    home, itemsize = sources[0].device.id, sources[0].dtype.itemsize
+    if len(sources) == 1 and scale == 1 and dst_dtype == sources[0].dtype:
+        _queue_copy(dst, sources[0].data.ptr + part.start * itemsize, (part.stop - part.start) * itemsize, stream)
+        return []
+    kernel = _kernel(dtype, dtype if dst_dtype == sources[0].dtype else host.ACCUMULATE[dtype])
+    factor = host.STORAGE[host.ACCUMULATE[dtype]].type(scale)
+    itemsizes = [dst_dtype.itemsize] + len(sources) * [itemsize]
+    far = [k for k, src in enumerate(sources) if not _can_read(home, src)]
+    length = min(SCRATCH_BYTES // itemsize, part.stop - part.start) if far else part.stop - part.start
+    kept: list[Any] = []
+    with stream:
+        # Memory of a stream goes back to a pool of that stream: whoever gets it next uses it after this sum.
+        scratch = {k: cupy.empty(length, sources[k].dtype) for k in far}
+        for start in range(part.start, part.stop, length):
+            count = min(length, part.stop - start)
+            addresses = [src.data.ptr + start * itemsize for src in sources]
+            for k, block in scratch.items():
+                _queue_copy(block.data.ptr, addresses[k], count * itemsize, stream)
+                addresses[k] = block.data.ptr
+            addresses.insert(0, dst + (start - part.start) * dst_dtype.itemsize)
+            kept.append(_launch(kernel, addresses, itemsizes, count, factor, _max_blocks(home)))
+    return kept
+
+
+def _launch(
+    kernel: Any, addresses: list[int], itemsizes: list[int], count: int, factor: np.generic, max_blocks: int
+) -> Array:
+    """The result's address comes first. Returns the table of those that are no arguments, for it to be kept."""
+    direct, others = addresses[: 1 + MAX_DIRECT], addresses[1 + MAX_DIRECT :]
+    more = pinned_empty(len(others), "int64")
+    more[:] = others
+    head, packs = split_into_packs(addresses, itemsizes, count)
+    singles = count - packs * (PACK_BYTES // max(itemsizes))
+    blocks = min(-(-max(packs, singles) // THREADS), max_blocks)
+    pointers = [*direct, *(1 + MAX_DIRECT - len(direct)) * [0], more.ctypes.data if others else 0]
+    num_sources = np.int32(len(addresses) - 1)
+    kernel((blocks,), (THREADS,), (*pointers, num_sources, count, head, packs, factor))
+    return more
+
+
+def _queue_copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+    cupy.cuda.runtime.memcpyAsync(dst, src, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+
+
+def _queue_after(vectors: Sequence[Any], stream: Any, home: int) -> None:
+    """Let ``stream`` wait for what is queued on the current stream of each vector's device."""
+    for device_id, device in {vector.device.id: vector.device for vector in vectors}.items():
+        with device:
+            current = cupy.cuda.get_current_stream()
+            if device_id == home and current.ptr == stream.ptr:
+                continue
+            event = _record(current, device_id)
+        stream.wait_event(event)
+        _give_event(device_id, event)  # a wait is for what was recorded before it, whatever is recorded later
+
+
+def _show(event: Any, stream: Any) -> None:
+    """Let the current stream wait for what was recorded on ``stream``."""
+    current = cupy.cuda.get_current_stream()
+    if current.ptr != stream.ptr:
+        current.wait_event(event)
+
+
+def _record(stream: Any, device_id: int) -> Any:
+    try:
+        event = _events[device_id].pop()
+    except (KeyError, IndexError):
+        event = cupy.cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _give_event(device_id: int, event: Any) -> None:
+    _events.setdefault(device_id, []).append(event)
+
+
+def _staged(array: Array) -> Iterator[tuple[slice, Array]]:
+    """Parts of a vector, and for each in turn one of two pinned blocks of its length."""
+    # Lengths are powers of two, so that the pool has blocks of few sizes.
+    length = min(STAGE_BYTES // array.itemsize, 1 << (array.size - 1).bit_length())
+    blocks = [pinned_empty(length * array.itemsize, "uint8").view(array.dtype) for _ in range(2)]
+    for k, start in enumerate(range(0, array.size, length)):
+        part = slice(start, min(start + length, array.size))
+        yield part, blocks[k % 2][: part.stop - part.start]
+
+
+def _collect(dst: Array, transfer: Transfer, part: slice, block: Array) -> None:
+    transfer.wait()
+    np.copyto(dst[part], block)
+
+
+@functools.cache
+def _kernel(dtype: str, out_dtype: str) -> Any:
+    name = f"kvmpi_sum_{dtype}_to_{out_dtype}"
+    source = Path(__file__).with_name("vector_sum.cu").read_text(encoding="utf-8")
+    instance = f"SUM_KERNEL({name}, {dtype.capitalize()}, {out_dtype.capitalize()})"
+    return cupy.RawKernel(f"{source}\n{instance}\n", name, options=("--std=c++14",))
+
+
+@functools.cache
+def _max_blocks(device_id: int) -> int:
+    return int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"]) * BLOCKS_PER_SM
+
+
+def _can_read(home: int, vector: Any) -> bool:
+    """Whether kernels of the device ``home``, the current one, can read the vector where it is."""
+    if vector.device.id == home:
+        return True
+    # Peer access is not for all memory: some allocators map theirs for one device only.
+    readable = _enable_peer(home, vector.device.id) and cupy.cuda.runtime.pointerGetAttributes(vector.data.ptr)
+    return bool(readable and readable.devicePointer)
+
+
+@functools.cache
+def _enable_peer(device_id: int, peer_id: int) -> bool:
+    runtime = cupy.cuda.runtime
+    if not runtime.deviceCanAccessPeer(device_id, peer_id):
+        return False
+    with cupy.cuda.Device(device_id):
+        try:
+            runtime.deviceEnablePeerAccess(peer_id)
+        except runtime.CUDARuntimeError as error:
+            if error.status != _PEER_ACCESS_ALREADY_ENABLED:
+                raise
+    return True
+
+
+def _mapped(array: Array) -> int | None:
+    """Where kernels of the current device find a host array; None if it is not pinned or not contiguous."""
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        return None
+    runtime = cupy.cuda.runtime
+    attributes = runtime.pointerGetAttributes(array.ctypes.data)
+    pinned = attributes.type in (runtime.memoryTypeHost, runtime.memoryTypeManaged)
+    return attributes.devicePointer or None if pinned else None
+
+
+def _pinned_address(array: Array) -> int:
+    address = _mapped(array)
+    if address is None:
+        raise UnsupportedError("host memory of a transfer is pinned and contiguous: take it from pinned_empty()")
+    return address
+
+
+# Checks
+
+
+def _check_sum(dst: Any, sources: Sequence[Any], dtype: str, scale: float) -> None:
+    assert sources, "the sum of no vectors"
+    storage = host.empty(0, dtype).dtype
+    wide = host.STORAGE[host.ACCUMULATE[dtype]]
+    if dst.dtype not in (storage, wide):
+        raise DTypeMismatchError(f"a sum of {dtype} is kept as {storage} or as {wide}, dst is {dst.dtype}")
+    if scale != 1 and wide.kind != "f":
+        raise DTypeMismatchError(f"a sum of {dtype} cannot be scaled by {scale}: only float types can")
+    for src in sources:
+        _check_vector(src, dst.shape, storage)
+    if not isinstance(dst, np.ndarray):
+        _check_vector(dst, dst.shape, dst.dtype)
+        if dst.device.id != sources[0].device.id:
+            raise UnsupportedError(f"dst is on device {dst.device.id}, and the sum on {sources[0].device.id}")
+
+
+def _check_vector(vector: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if vector.dtype != dtype:
+        raise DTypeMismatchError(f"vectors are kept as {vector.dtype} and {dtype}: expected the same")
+    if vector.shape != shape or len(shape) != 1:
+        raise ShapeMismatchError(f"vectors of shapes {vector.shape} and {shape}: expected one dimension, equal lengths")
+    if not vector.flags.c_contiguous or vector.data.ptr % vector.dtype.itemsize:
+        raise UnsupportedError(f"a device vector of {vector.dtype} is not contiguous or not aligned to its elements")
