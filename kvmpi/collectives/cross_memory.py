@@ -6,17 +6,14 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi.errors import PeerLostError
 
 Buffer = npt.NDArray[Any]
 
-_MOST_PIECES = 1024  # Linux's limit for one call
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -85,24 +82,6 @@ class CrossMemory:
             if copied <= 0:
                 raise self._refusal()
             done += copied
-
-    def read_pieces(self, pieces: Sequence[tuple[int, int]], into: Buffer) -> None:
-        """Copy ``pieces``, each (address, bytes), to ``into``, one behind the other. Raises as ``read``."""
-        if len(pieces) == 1:
-            self.read(pieces[0][0], into)
-            return
-        position, done = address_of(into), 0
-        for first in range(0, len(pieces), _MOST_PIECES):
-            batch = pieces[first : first + _MOST_PIECES]
-            wanted = sum(nbytes for _, nbytes in batch)
-            self._local.base, self._local.length = position + done, wanted
-            remote = (_IoVec * len(batch))(*batch)  # type: ignore[misc]
-            if _process_vm_readv(self._pid, self._local, 1, remote, len(batch), 0) == wanted:
-                done += wanted
-                continue
-            for address, nbytes in batch:  # a part of it: one by one
-                self.read(address, into.view(np.uint8)[done : done + nbytes])
-                done += nbytes
 
     def _refusal(self) -> Exception:
         number = ctypes.get_errno()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
-from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, Cut, HostSum, Posted
+from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, pieces
 from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, completion_order, drive
 from kvmpi.collectives.topology import Layout
 
@@ -53,7 +53,7 @@ class Hierarchical:
     def _allreduce(self, tensor: Tensor, dtype: str, act: Act) -> None:
         group, count = self._group, tensor.out.size
         posted = Posted(group, [tensor], act)
-        terms = HostSum(group, posted, [tensor], dtype, BLOCK_BYTES, act.scratch)
+        terms = HostSum(group, posted, 0, tensor.vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
         result, segments = posted.results[0], act.segments(count)
         machines: list[Machine] = []
         for ring in range(self._num_rings):
@@ -61,8 +61,8 @@ class Hierarchical:
             if ring == group.index:
                 machines.insert(0, self._ring(ring, chunks, result, act, terms=terms, on_chunk=group.advance))
             else:
-                order = completion_order(chunks, self._host, reduces=True)
-                machines.append(Copies(group, ring, posted, [tensor], terms.cut, order))
+                order = pieces(completion_order(chunks, self._host, reduces=True))
+                machines.append(Copies(group, ring, posted, [tensor], order))
         drive(machines, act.deadline, act.describe)
         if result is not tensor.out and group.index < self._num_rings:
             for segment in self._chunks(group.index, segments, terms.sum_dtype.itemsize):
@@ -85,7 +85,7 @@ class Hierarchical:
             return
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
-        terms = HostSum(group, posted, tensors, dtype, BLOCK_BYTES, act.scratch)
+        terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
         chunks = self._chunks(group.index, segments, terms.sum_dtype.itemsize)
         ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe)
@@ -103,8 +103,8 @@ class Hierarchical:
             if ring == group.index:
                 machines.insert(0, self._ring(ring, chunks, result, act, on_chunk=group.advance))
             else:
-                order = completion_order(chunks, self._host, reduces=False)
-                machines.append(Copies(group, ring, posted, [Tensor((), result)], Cut([out.size]), order))
+                order = pieces(completion_order(chunks, self._host, reduces=False))
+                machines.append(Copies(group, ring, posted, [Tensor((), result)], order))
         drive(machines, act.deadline, act.describe)
         if result is not out:
             np.copyto(out, result)
@@ -120,7 +120,7 @@ class Hierarchical:
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
         if group.index != leader:
-            drive([Copies(group, leader, posted, tensors, Cut([buffer.size]), chunks)], act.deadline, act.describe)
+            drive([Copies(group, leader, posted, tensors, pieces(chunks))], act.deadline, act.describe)
             group.finish()
             return
         if act.rank == root:

@@ -71,7 +71,11 @@ class HostGroup:
         #: Whether arrays of other ranks can be read wherever they are; else only those in an arena.
         self.attaches = all(peer.memory is not None for peer in peers)
         self._peers = peers
-        self._arenas = [(address_of(peer.arena), peer.arena.size) for peer in peers]
+        # Beginning and end of each arena in this process's memory, and the mark of places there.
+        self._arenas = [
+            (address_of(peer.arena), address_of(peer.arena) + peer.arena.size, IN_ARENA | owner << _OWNER_SHIFT)
+            for owner, peer in enumerate(peers)
+        ]
         self._pages = [peer.words for peer in peers]
         # Single words are read and written three times as fast through a memoryview.
         self._words = [memoryview(peer.words.data).cast("B").cast("Q") for peer in peers]
@@ -94,15 +98,19 @@ class HostGroup:
     def place_of(self, buffer: Buffer) -> int | None:
         """Where a contiguous buffer lies, the same number on every rank; None if it lies in no rank's arena."""
         address = address_of(buffer)
-        for owner, (start, nbytes) in enumerate(self._arenas):
-            if start <= address and address + buffer.nbytes <= start + nbytes:
-                return IN_ARENA | owner << _OWNER_SHIFT | address - start
+        for start, stop, mark in self._arenas:
+            if start <= address < stop:
+                return mark | address - start
         return None
 
     def is_common(self, buffer: Buffer) -> bool:
         """Whether ``buffer`` was made by ``share``, so that it is the same memory on every rank."""
         place = self.place_of(buffer)
-        return place is not None and any(low <= place < high for low, high in self._common)
+        return place is not None and self.is_common_place(place)
+
+    def is_common_place(self, place: int) -> bool:
+        """As ``is_common``, of a place."""
+        return any(low <= place < high for low, high in self._common)
 
     def fetch(self, rank: int, place: int, part: slice, into: Buffer) -> Buffer:
         """The elements ``part`` of what ``rank`` has posted at ``place``: where they are, or copied to ``into``."""
@@ -116,11 +124,11 @@ class HostGroup:
         memory.read(place + part.start * itemsize, into)
         return into
 
-    def fetch_private(self, rank: int, pieces: Sequence[tuple[int, int]], into: Buffer) -> None:
-        """Copy ``pieces``, each (address, bytes) in ``rank``'s private memory, to ``into``, one behind the other."""
-        memory = self._peers[rank].memory
-        assert memory is not None
-        memory.read_pieces(pieces, into)
+    def read(self, rank: int, place: int, part: slice, into: Buffer) -> None:
+        """Copy the elements ``part`` of what ``rank`` has posted at ``place``."""
+        found = self.fetch(rank, place, part, into)
+        if found is not into:
+            np.copyto(into, found)
 
     def slot(self, rank: int, count: int, dtype: Any, call: int) -> Buffer:
         """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""
@@ -141,13 +149,15 @@ class HostGroup:
         """Others may read at ``places`` (``place_of``, or addresses of private memory), and this rank's slot."""
         if places:
             assert len(places) <= MAX_PLACES
-            self._pages[self.index][_PLACES : _PLACES + len(places)] = places
+            mine = self._mine
+            for i, place in enumerate(places, _PLACES):
+                mine[i] = place
         self._fence()
         self._mine[_POSTED] = self._call
 
-    def places_of(self, rank: int, count: int) -> list[int]:
-        """The first ``count`` places that ``rank`` has posted."""
-        found: list[int] = self._pages[rank][_PLACES : _PLACES + count].tolist()
+    def places_of(self, rank: int, first: int, count: int) -> list[int]:
+        """``count`` of the places that ``rank`` has posted."""
+        found: list[int] = self._words[rank][_PLACES + first : _PLACES + first + count].tolist()
         return found
 
     def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: What) -> None:
@@ -170,6 +180,12 @@ class HostGroup:
         self._fence()
         return blocks if call == self._call else 0
 
+    def await_blocks(self, rank: int, num_blocks: int, deadline: Deadline, what: What) -> None:
+        """Return when so many blocks of ``rank``'s results can be read."""
+        self._await(
+            _PROGRESS, (rank,), (self._call << _BLOCK_BITS) + num_blocks, deadline, what, "did not sum its part"
+        )
+
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank reads no more; return when ``wait_for`` do not either, so that what was posted is free again."""
         self._fence()
@@ -189,7 +205,7 @@ class HostGroup:
             self._kept.append(made)
         self.post([0 if made is None else (self.place_of(made) or 0)])
         self.await_posts(self.others, deadline, what)
-        place = self.places_of(0, 1)[0]
+        place = self.places_of(0, 0, 1)[0]
         self.finish(self.others, deadline, what)
         if not place:
             return None

@@ -129,13 +129,15 @@ def drive(machines: Sequence[Machine], deadline: Deadline, what: Callable[[], st
         stuck = "; ".join(dict.fromkeys(machine.stuck() for machine in machines if not machine.done))
         return f"{what()}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
 
-    patience = Patience(deadline, describe)
+    patience: Patience | None = None
     left = list(machines)
     while left:
         moved = False
         for machine in left:
             moved |= machine.advance()
         left = [machine for machine in left if not machine.done]
+        if patience is None:
+            patience = Patience(deadline, describe)
         if moved:
             patience.progress()
         else:

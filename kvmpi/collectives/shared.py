@@ -21,17 +21,32 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
-from kvmpi.collectives.host_group import RELAY_BYTES, SLOT_BYTES, HostGroup
-from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, fits
-from kvmpi.collectives.ring import chunks_of, drive
+from kvmpi.collectives.cross_memory import address_of
+from kvmpi.collectives.host_group import IN_ARENA, RELAY_BYTES, SLOT_BYTES, HostGroup
+from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, fits, pieces_of
+from kvmpi.collectives.ring import drive
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
-#: Sizes of small vectors whose views are kept at hand.
+#: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
+
+
+class _Views:
+    """Of vectors of one length and dtype: slots by call, parts by rank, and where small results go."""
+
+    __slots__ = ("block", "parts", "relay", "relay_place", "slots")
+
+    block: Buffer
+    slots: list[list[Buffer]]
+    parts: list[list[slice]]
+
+    def __init__(self) -> None:
+        self.relay: Buffer | None = None
+        self.relay_place = 0
 
 
 class Shared:
@@ -47,7 +62,7 @@ class Shared:
     ) -> None:  # fmt: skip
         self._group, self._block_bytes = group, block_bytes
         self.slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
-        self._views: dict[tuple[int, np.dtype[Any]], list[tuple[list[Buffer], Buffer]]] = {}
+        self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
 
     # ---- allreduce
 
@@ -63,28 +78,84 @@ class Shared:
             return
         self._sum_segments(self._relayed(tensors, count, act), dtype, act)
 
-    def sum_small(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
-        """``allreduce`` of one vector that needs no widening and fits into a slot, without detours."""
+    def sum_one(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
+        """``allreduce`` of one vector that needs no widening, where ranks can attach: the same steps without detours.
+
+        Half of the time of a small sum is Python's, so no objects are made here that the next call would make again.
+        """
+        if vector.nbytes <= self.slot_bytes:
+            self._sum_one_slot(vector, out, deadline, what)
+            return
+        group = self._group
+        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
+        result, place = out, group.place_of(out)
+        if views.relay is not None and (place is None or not group.is_common_place(place)):
+            result, place = views.relay, views.relay_place
+        if place is None:
+            place = address_of(out)
+        group.begin(deadline, what)
+        group.post((2, place, group.place_of(vector) or address_of(vector)))
+        group.await_posts(group.others, deadline, what)
+        posted = [(peer, *group.places_of(peer, 0, 3)) for peer in group.others]
+        terms = [(peer, term) for peer, number, _, first in posted for term in (
+            (first,) if number == 2 else group.places_of(peer, 2, number - 1)
+        )]  # fmt: skip
+        copies = result is not out
+        with np.errstate(all="ignore"):
+            for part in views.parts[group.index]:
+                target, total = result[part], vector[part]
+                for peer, term in terms:
+                    total = np.add(total, group.fetch(peer, term, part, views.block[: target.size]), out=target)
+                group.advance()
+                if copies:
+                    np.copyto(out[part], target)
+        common = True
+        for peer, _, theirs, _ in posted:
+            same = theirs == place and theirs & IN_ARENA
+            common = common and bool(same)
+            taken, parts = 0, views.parts[peer]
+            while taken < len(parts):
+                if (ready := group.blocks_of(peer)) == taken:
+                    group.await_blocks(peer, taken + 1, deadline, what)
+                    continue
+                for part in parts[taken:ready]:
+                    if not same:
+                        group.read(peer, theirs, part, out[part])
+                    elif copies:
+                        np.copyto(out[part], result[part])
+                taken = ready
+        group.finish(() if common else group.others, deadline, what)
+
+    def _sum_one_slot(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
         group = self._group
         call = group.begin(deadline, what)
-        views = self._views.get((vector.size, vector.dtype))
-        if views is None:
-            views = self._views_of(vector.size, vector.dtype)
-        slots, partial = views[call % 2]
+        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
+        slots = views.slots[call % 2]
         np.copyto(slots[group.index], vector)
         group.post()
         group.await_posts(group.others, deadline, what)
         with np.errstate(all="ignore"):
-            _add_up(slots, partial, out)
+            _add_up(slots, views.block, out)
         group.finish()
 
-    def _views_of(self, count: int, dtype: np.dtype[Any]) -> list[tuple[list[Buffer], Buffer]]:
-        """For calls of even and of odd number: every rank's slot, and memory for partial sums."""
+    def _views_of(self, like: Buffer, deadline: Deadline, what: Callable[[], str]) -> _Views:
+        """What sums of vectors like this one need; kept for the next."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
-        group, partial = self._group, np.empty(count if self._group.size > 2 else 0, dtype)
-        views = [([group.slot(rank, count, dtype, call) for rank in range(group.size)], partial) for call in (0, 1)]
-        self._views[count, dtype] = views
+        group, count, dtype = self._group, like.size, like.dtype
+        views = self._views[count, dtype] = _Views()
+        if like.nbytes <= self.slot_bytes:
+            views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
+            views.block = np.empty(count if group.size > 2 else 0, dtype)
+            return views
+        block_count = max(1, self._block_bytes // dtype.itemsize)
+        pieces = pieces_of((count,), group.size, block_count)
+        views.parts = [[slice(piece.start, piece.stop) for piece in of_rank] for of_rank in pieces]
+        views.block = np.empty(min(block_count, count), dtype)
+        relay = group.relay(deadline, what) if like.nbytes <= self._relay_bytes else None
+        if relay is not None:
+            views.relay = relay[: like.nbytes].view(dtype)
+            views.relay_place = group.place_of(views.relay) or 0
         return views
 
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
@@ -138,33 +209,22 @@ class Shared:
         """Every rank sums one segment of all tensors end to end, and copies the others' results."""
         group = self._group
         posted = Posted(group, tensors, act)
-        total = HostSum(group, posted, tensors, dtype, self._block_bytes, act.scratch)
-        chunks = chunks_of([[segment] for segment in act.segments(total.cut.count)], total.block_count)
-        wide = act.scratch(total.block_count if len(tensors) > 1 else 0, tensors[0].out.dtype)
-        for start, stop in chunks[group.index]:
-            if start == stop:
-                continue
-            pieces = total.cut.pieces(start, stop)
-            piece = pieces[0]
-            if len(pieces) == 1:
-                total.finish(None, start, stop, posted.results[piece.tensor][piece.start : piece.stop])
-            else:
-                total.finish(None, start, stop, wide[: stop - start])
-            for piece in pieces:
-                result, tensor = posted.results[piece.tensor], tensors[piece.tensor]
-                part = slice(piece.start, piece.stop)
-                if len(pieces) > 1:
-                    np.copyto(result[part], wide[piece.at : piece.at + piece.stop - piece.start])
-                for target in tensor.copies if result is tensor.out else (tensor.out, *tensor.copies):
-                    np.copyto(target[part], result[part])
+        block = block_for(dtype, self._block_bytes, act)
+        pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)
+        sums: dict[int, HostSum] = {}
+        for number, start, stop in pieces[group.index]:
+            if number not in sums:
+                sums[number] = HostSum(group, posted, number, tensors[number].vectors, dtype, block)
+            tensor, result = tensors[number], posted.results[number]
+            done = result[start:stop]
+            sums[number].finish(None, start, stop, done)
             group.advance()
-        machines = [
-            Copies(group, peer, posted, tensors, total.cut, [chunk for chunk in chunks[peer] if chunk[0] < chunk[1]])
-            for peer in group.others
-        ]
+            for target in tensor.copies if result is tensor.out else (tensor.out, *tensor.copies):
+                np.copyto(target[start:stop], done)
+        machines = [Copies(group, peer, posted, tensors, pieces[peer]) for peer in group.others]
         drive(machines, act.deadline, act.describe)
         # Results that all ranks share are written again only when all have begun the next call.
-        common = all(posted.result_of(peer, i) is None for i in range(len(tensors)) for peer in group.others)
+        common = all(posted.result_of(peer, i) is None for peer in group.others for i in range(len(tensors)))
         group.finish(() if common else group.others, act.deadline, act.describe)
 
     # ---- the others
@@ -172,7 +232,7 @@ class Shared:
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
-        total = HostSum(group, posted, tensors, dtype, self._block_bytes, act.scratch)
+        total = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, self._block_bytes, act))
         total.finish(None, *act.segments(vectors[0].size)[group.index], out)
         group.finish(group.others, act.deadline, act.describe)
 

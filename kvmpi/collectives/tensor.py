@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,9 +61,9 @@ class Collectives:
         self._broken: str | None = None
         self._topology: Topology | None = None  # found out at the first call that depends on it
         self._made: dict[str, Algorithm] = {}
-        # For small vectors, where every rank knows by their size alone that they are summed by Shared.
+        # Of these sizes every rank knows without looking further that Shared sums them.
         self._shared: Shared | None = None
-        self._small_bytes = 0
+        self._small_bytes = self._large_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -159,20 +160,27 @@ class Collectives:
             UnsupportedError: the algorithm is not possible here; the message says why.
         """
         shared = self._shared
-        if (
-            shared is not None and out.nbytes <= self._small_bytes and len(sources) == 1 and sources[0].on_host
-            and dtype not in host.HALF and out.size
-        ):  # fmt: skip
-            start_s = time.perf_counter()
-            self._guarded(
-                lambda: shared.sum_small(
-                    sources[0].buffer, out, deadline,
-                    lambda: f"{label}: shared allreduce on MPI rank {self.rank} of {self.size}",
-                )
-            )  # fmt: skip
-            self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)
-        else:
+        if shared is None or len(sources) != 1 or not self._small_bytes < out.nbytes <= self._large_bytes:
             self.allreduce_many([(sources, out, ())], dtype, deadline, label)
+            return
+        source = sources[0]
+        if not source.on_host or dtype in host.HALF:
+            self.allreduce_many([(sources, out, ())], dtype, deadline, label)
+            return
+        start_s = time.perf_counter()
+        try:
+            if self._broken is not None:
+                raise self._unusable()
+            shared.sum_one(
+                source.buffer,
+                out,
+                deadline,
+                lambda: f"{label}: shared allreduce on MPI rank {self.rank} of {self.size}",
+            )
+        except BaseException as error:
+            self._break(error)
+            raise
+        self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)
 
     def allreduce_many(
         self, tensors: Sequence[tuple[Sequence[Vector], Buffer, Sequence[Buffer]]], dtype: str, deadline: Deadline,
@@ -283,9 +291,11 @@ class Collectives:
         if isinstance(topology.group, str):
             raise UnsupportedError(f"{where}: {topology.group}")
         if len(topology.layout.hosts) == 1:
-            self._shared = Shared(topology.group)
-            self._small_bytes = self._shared.slot_bytes if self._choose("allreduce", 1, deadline) == name else 0
-            return self._shared
+            shared = Shared(topology.group)
+            if topology.group.attaches:
+                self._shared, self._large_bytes = shared, sys.maxsize
+                self._small_bytes = _AUTO_SMALL_BYTES if self._choose("allreduce", 1, deadline) != name else 0
+            return shared
         if name == "shared":
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
         return Hierarchical(self._comm, topology.layout, topology.group, self._chunk_bytes)
@@ -334,13 +344,20 @@ class Collectives:
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
         if self._broken is not None:
-            raise PeerLostError(f"this client's communicator is unusable since an earlier failure: {self._broken}")
+            raise self._unusable()
         try:
             return run()
         except BaseException as error:
-            # Whatever it was, messages may be on their way that a later call would take for its own.
-            self._broken = f"{type(error).__name__}: {error}"
+            self._break(error)
             raise
+
+    def _unusable(self) -> PeerLostError:
+        return PeerLostError(f"this client's communicator is unusable since an earlier failure: {self._broken}")
+
+    def _break(self, error: BaseException) -> None:
+        # Whatever it was, messages may be on their way that a later call would take for its own.
+        if self._broken is None:
+            self._broken = f"{type(error).__name__}: {error}"
 
 
 def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str) -> None:

@@ -241,7 +241,7 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
         if comm.rank == silent:
             if moment not in ("before", "small"):
                 group.begin(Deadline(TIMEOUT_S), lambda: "test")
-                group.post([2, 1, address_of(kept), address_of(own[silent])])
+                group.post([2, address_of(kept), address_of(own[silent])])
             if moment == "summed":
                 group.advance(1)
             return None
