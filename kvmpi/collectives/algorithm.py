@@ -31,7 +31,7 @@ class Scratch:
         """A new call: what was taken before is free."""
         if self._wanted > self._memory.size:
             # Twice as much, or there would be another one for each call that is a little larger.
-            self._memory = _shared_bytes(2 * self._wanted)
+            self._memory = shared_bytes(2 * self._wanted)
         self._more.clear()
         self._used = self._wanted = 0
 
@@ -41,12 +41,13 @@ class Scratch:
         start, self._used = self._used, self._used + -(-nbytes // 64) * 64
         self._wanted = max(self._wanted, self._used)
         if self._used > self._memory.size:
-            self._more.append(_shared_bytes(nbytes))
+            self._more.append(shared_bytes(nbytes))
             return self._more[-1].view(dtype)
         return self._memory[start : start + nbytes].view(dtype)
 
 
-def _shared_bytes(nbytes: int) -> Buffer:
+def shared_bytes(nbytes: int) -> Buffer:
+    """Memory that other ranks of the host can map, if there is such memory here."""
     try:
         found = arena.own().empty(nbytes, np.dtype(np.uint8))
     except OSError:

@@ -28,7 +28,7 @@ Words = npt.NDArray[np.uint64]
 MAX_PLACES = 4096
 #: Bytes of each of the two slots in which a rank offers small data, and of the results that all ranks share.
 SLOT_BYTES = 128 << 10
-RELAY_BYTES = 16 << 20
+RELAY_BYTES = 1 << 20
 _TAG_INVITE = 7
 _TAG_JOINED = 8
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them

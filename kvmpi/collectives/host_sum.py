@@ -18,7 +18,7 @@ from kvmpi.kernels import host
 Buffer = npt.NDArray[Any]
 
 #: A block and what is added to it stay in a core's cache.
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 1 << 20
 
 
 class Piece(NamedTuple):

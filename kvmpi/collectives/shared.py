@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
+from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
 from kvmpi.collectives.cross_memory import address_of
 from kvmpi.collectives.host_group import IN_ARENA, RELAY_BYTES, SLOT_BYTES, HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, fits, pieces_of
@@ -31,14 +31,16 @@ from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
+#: A private vector up to this size is copied to where others have it mapped: cheaper than that each looks it up.
+STAGE_BYTES = 4 << 20
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
 
 
 class _Views:
-    """Of vectors of one length and dtype: slots by call, parts by rank, and where small results go."""
+    """Of vectors of one length and dtype: slots by call, parts by rank, and where small data goes in and out."""
 
-    __slots__ = ("block", "parts", "relay", "relay_place", "slots")
+    __slots__ = ("block", "parts", "relay", "relay_place", "slots", "stage", "stage_place")
 
     block: Buffer
     slots: list[list[Buffer]]
@@ -46,7 +48,8 @@ class _Views:
 
     def __init__(self) -> None:
         self.relay: Buffer | None = None
-        self.relay_place = 0
+        self.stage: Buffer | None = None
+        self.relay_place = self.stage_place = 0
 
 
 class Shared:
@@ -63,6 +66,7 @@ class Shared:
         self._group, self._block_bytes = group, block_bytes
         self.slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
+        self._stage: Buffer | None = None
 
     # ---- allreduce
 
@@ -93,8 +97,16 @@ class Shared:
             result, place = views.relay, views.relay_place
         if place is None:
             place = address_of(out)
+        source = group.place_of(vector)
+        if source is None:
+            source = address_of(vector)
+            if views.stage is not None:
+                source = views.stage_place
+                for peer in group.others:
+                    for part in views.parts[peer]:
+                        np.copyto(views.stage[part], vector[part])
         group.begin(deadline, what)
-        group.post((2, place, group.place_of(vector) or address_of(vector)))
+        group.post((2, place, source))
         group.await_posts(group.others, deadline, what)
         posted = [(peer, *group.places_of(peer, 0, 3)) for peer in group.others]
         terms = [(peer, term) for peer, number, _, first in posted for term in (
@@ -156,6 +168,13 @@ class Shared:
         if relay is not None:
             views.relay = relay[: like.nbytes].view(dtype)
             views.relay_place = group.place_of(views.relay) or 0
+        if like.nbytes <= STAGE_BYTES:
+            if self._stage is None:
+                self._stage = shared_bytes(STAGE_BYTES)
+            views.stage = self._stage[: like.nbytes].view(dtype)
+            views.stage_place = group.place_of(views.stage) or 0
+            if not views.stage_place:
+                views.stage = None  # no room in the arena
         return views
 
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
