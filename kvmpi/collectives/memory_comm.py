@@ -15,13 +15,25 @@ from kvmpi.machine import host_name
 _Context = tuple[int, ...]
 
 
-class _Done:
+class _Send:
+    """A message on its way. Like a large one of MPI's, it is read from the sender's buffer when it is received."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self._buffer: Bytes | None = buffer.reshape(-1).view(np.uint8)
+
+    def deliver(self, target: Bytes) -> None:
+        assert self._buffer is not None, "a message is delivered once"
+        if self._buffer.size > target.size:
+            raise AssertionError(f"message of {self._buffer.size} bytes for a buffer of {target.size}")
+        target[: self._buffer.size] = self._buffer
+        self._buffer = None
+
     def test(self) -> bool:
-        return True
+        return self._buffer is None
 
 
 class _Receive:
-    def __init__(self, world: MemoryWorld, box: deque[np.ndarray], queue: deque[_Receive], buffer: Bytes) -> None:
+    def __init__(self, world: MemoryWorld, box: deque[_Send], queue: deque[_Receive], buffer: Bytes) -> None:
         self._world, self._box, self._queue, self._buffer = world, box, queue, buffer
         self._done = False
 
@@ -29,11 +41,8 @@ class _Receive:
         with self._world.lock:
             # Messages match receives in the order in which both were posted, as in MPI.
             while self._queue and self._box:
-                receive, message = self._queue.popleft(), self._box.popleft()
-                target = receive._buffer.reshape(-1).view(np.uint8)
-                if message.size > target.size:
-                    raise AssertionError(f"message of {message.size} bytes for a buffer of {target.size}")
-                target[: message.size] = message
+                receive = self._queue.popleft()
+                self._box.popleft().deliver(receive._buffer.reshape(-1).view(np.uint8))
                 receive._done = True
             return self._done
 
@@ -46,7 +55,7 @@ class MemoryWorld:
         self.size = size
         self.hosts = [host_name()] * size if hosts is None else list(hosts)
         self.lock = threading.Lock()  # guards the mailboxes
-        self.boxes: dict[tuple[_Context, int, int, int], deque[np.ndarray]] = defaultdict(deque)
+        self.boxes: dict[tuple[_Context, int, int, int], deque[_Send]] = defaultdict(deque)
         self.queues: dict[tuple[_Context, int, int, int], deque[_Receive]] = defaultdict(deque)
 
     def comms(self) -> list[MemoryComm]:
@@ -55,7 +64,7 @@ class MemoryWorld:
 
 
 class MemoryComm:
-    """One rank's end of a ``MemoryWorld``. A sent message is copied at once, so a send is done when posted."""
+    """One rank's end of a ``MemoryWorld``."""
 
     has_collectives = False
 
@@ -64,11 +73,11 @@ class MemoryComm:
         self.host = world.hosts[rank]
         self._duplicates = 0
 
-    def isend(self, buffer: Bytes, dest: int, tag: int) -> _Done:
+    def isend(self, buffer: Bytes, dest: int, tag: int) -> _Send:
         with self._world.lock:
-            message = buffer.reshape(-1).view(np.uint8).copy()
+            message = _Send(buffer)
             self._world.boxes[self._context, self.rank, dest, tag].append(message)
-        return _Done()
+        return message
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> _Receive:
         with self._world.lock:
@@ -78,7 +87,7 @@ class MemoryComm:
             queue.append(receive)
         return receive
 
-    def iallreduce(self, *_: object) -> _Done:
+    def iallreduce(self, *_: object) -> _Send:
         raise AssertionError("a communicator in memory has no collectives of its own")
 
     ireduce_scatter = iallgather = ibroadcast = iallreduce

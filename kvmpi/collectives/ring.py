@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,14 +176,12 @@ class Ring:
         self._total = len(self._steps) * self._num_chunks
         self._window = min(_WINDOW, self._total)
         self._longest_chunk = max(stop - start for segment in chunks for start, stop in segment)
-        # Where in a segment each chunk begins: its ranges need not touch.
-        self._offsets = [[0, *accumulate(stop - start for start, stop in segment)] for segment in chunks]
         self._incoming = self._partials = out[:0]
         if terms is not None:
             self._incoming = scratch(self._window * self._longest_chunk, terms.sum_dtype)
             # What is received in one step is sent in the next: two segments of partial sums take turns.
-            self._longest_segment = max(offsets[-1] for offsets in self._offsets)
-            self._partials = scratch(min(2, self._size - 1) * self._longest_segment, terms.sum_dtype)
+            # A chunk has the same place in both, so that it replaces the chunk of its number and no other.
+            self._partials = scratch(min(2, self._size - 1) * self._num_chunks * self._longest_chunk, terms.sum_dtype)
         self._receives: deque[Request | None] = deque()
         self._sends: deque[Request | None] = deque()
         self._posted = self._received = self._sent = self._delivered = 0
@@ -222,16 +220,17 @@ class Ring:
         return before != (self._posted, self._received, self._sent, self._delivered)
 
     def _at(self, transfer: int, *, sent: bool) -> tuple[int, int, int, int]:
-        """(step, offset in the segment, start, stop) of a transfer."""
+        """(step, number of the chunk, start, stop) of a transfer."""
         index, chunk = divmod(transfer, self._num_chunks)
         step = self._steps[index]
         segment = segments_of_step(step, self._place, self._size)[0 if sent else 1]
-        return step, self._offsets[segment][chunk], *self._chunks[segment][chunk]
+        return step, chunk, *self._chunks[segment][chunk]
 
-    def _partial(self, step: int, offset: int, count: int) -> Buffer:
+    def _partial(self, step: int, chunk: int, count: int) -> Buffer:
         """Where the partial sums received in ``step`` are kept until they are sent; of the own part, step -1."""
-        first = (step + 1) % 2 * self._longest_segment if self._size > 2 else 0
-        return self._partials[first + offset : first + offset + count]
+        turn = (step + 1) % 2 if self._size > 2 else 0
+        first = (turn * self._num_chunks + chunk) * self._longest_chunk
+        return self._partials[first : first + count]
 
     def _result(self, start: int, stop: int) -> Buffer:
         return self._out[start - self._base : stop - self._base]
@@ -253,25 +252,25 @@ class Ring:
         return not kept or self._delivered > transfer - self._num_chunks
 
     def _take(self, transfer: int) -> None:
-        step, offset, start, stop = self._at(transfer, sent=False)
+        step, chunk, start, stop = self._at(transfer, sent=False)
         if start < stop and step < self._reduce_steps:
             assert self._terms is not None
             incoming = self._slot(transfer, stop - start)
             if step == self._reduce_steps - 1:
                 self._terms.finish(incoming, start, stop, self._result(start, stop))
             else:
-                self._terms.add(incoming, start, stop, self._partial(step, offset, stop - start))
+                self._terms.add(incoming, start, stop, self._partial(step, chunk, stop - start))
         if self._on_chunk is not None and step >= self._reduce_steps - 1:
             self._on_chunk()
 
     def _post_send(self, transfer: int) -> Request | None:
-        step, offset, start, stop = self._at(transfer, sent=True)
+        step, chunk, start, stop = self._at(transfer, sent=True)
         if start == stop:
             return None
         if step >= self._reduce_steps:
             part = self._result(start, stop)
         else:
-            part = self._partial(step - 1, offset, stop - start)
+            part = self._partial(step - 1, chunk, stop - start)
             if step == 0:
                 assert self._terms is not None
                 part = self._terms.own(start, stop, part)
