@@ -34,6 +34,7 @@ from kvmpi.errors import (
 Buffer = npt.NDArray[Any]
 
 _TAG = 1
+_TAG_ROLL_CALL = 6
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
 _AGREED, _EXPLAIN, _LATE = 0, 1, 2
@@ -155,6 +156,21 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
     _send_text(comm, [0], text, grace, what)
     name, message = json.loads(_receive_texts(comm, [0], grace, what)[0])
     return rebuild(name, message)
+
+
+def roll_call(comm: Comm, deadline: Deadline) -> list[int]:
+    """The ranks that say nothing until the deadline, when all that are there call this after a failure."""
+    word = np.zeros(1, np.uint8)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    try:
+        answers = {rank: comm.irecv(np.empty(1, np.uint8), rank, _TAG_ROLL_CALL) for rank in others}
+        sends = [comm.isend(word, rank, _TAG_ROLL_CALL) for rank in others]
+        wait_all([*answers.values(), *sends], deadline, lambda: "")
+        return []
+    except KVTimeoutError:
+        return [rank for rank, answer in answers.items() if not answer.test()]
+    except PeerLostError:
+        return []  # the transport has said its word; there is nothing to add
 
 
 def _send_text(comm: Comm, ranks: Sequence[int], text: bytes, deadline: Deadline, what: str) -> None:

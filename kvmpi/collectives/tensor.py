@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector
 from kvmpi.collectives import arena
-from kvmpi.collectives.agreement import Call, verdict
+from kvmpi.collectives.agreement import Call, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.hierarchical import Hierarchical
@@ -23,7 +23,7 @@ from kvmpi.collectives.shared import Shared
 from kvmpi.collectives.topology import Topology, locate
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, PeerLostError, UnsupportedError
+from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.trace import Recorder
 
@@ -32,6 +32,8 @@ Buffer = npt.NDArray[Any]
 ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
+#: Seconds at most to find out who answers when a call has failed.
+_ROLL_CALL_S = 5.0
 #: Up to this size messages have the lower latency, and MPI's own collectives the lowest.
 _AUTO_SMALL_BYTES = 256 << 10
 
@@ -178,8 +180,7 @@ class Collectives:
                 lambda: f"{label}: shared allreduce on MPI rank {self.rank} of {self.size}",
             )
         except BaseException as error:
-            self._break(error)
-            raise
+            raise self._failed(error, deadline) from None
         self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)
 
     def allreduce_many(
@@ -201,7 +202,7 @@ class Collectives:
                         np.copyto(copy, tensor.out)
                 return
             algorithm, act = self._begin("allreduce", nbytes, deadline, label)
-            self._guarded(lambda: algorithm.allreduce(found, dtype, act))
+            self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline)
 
     def reduce_scatter(
         self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str
@@ -217,7 +218,7 @@ class Collectives:
                 _sum_alone(vectors, out, dtype)
                 return
             algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
-            self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act))
+            self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline)
 
     def allgather(self, source: Buffer, out: Buffer, deadline: Deadline, label: str) -> None:
         """Bring every rank's segment into ``out``, shape ``(count,)``.
@@ -232,7 +233,7 @@ class Collectives:
             if own.ctypes.data != source.ctypes.data:
                 np.copyto(own, source)
             if self.size > 1 and out.size:
-                self._guarded(lambda: algorithm.allgather(out, act))
+                self._guarded(lambda: algorithm.allgather(out, act), deadline)
 
     def broadcast(self, buffer: Buffer, root: int, deadline: Deadline, label: str) -> None:
         """Copy ``buffer`` (shape ``(count,)``, host) of rank ``root`` into that of every rank."""
@@ -241,7 +242,7 @@ class Collectives:
         with self._recorder.timed("broadcast", buffer.nbytes):
             self._scratch.begin()
             algorithm, act = self._begin("broadcast", buffer.nbytes, deadline, label)
-            self._guarded(lambda: algorithm.broadcast(buffer, root, act))
+            self._guarded(lambda: algorithm.broadcast(buffer, root, act), deadline)
 
     def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> str:
         """How ``op`` on ``count`` elements would be done: the algorithm, and its settings. Collective at first."""
@@ -342,22 +343,28 @@ class Collectives:
             heard += rest.tobytes()
         return heard
 
-    def _guarded(self, run: Callable[[], Any]) -> Any:
+    def _guarded(self, run: Callable[[], Any], deadline: Deadline | None = None) -> Any:
+        """``run()``; with a ``deadline``, those who do not answer are named when that has passed."""
         if self._broken is not None:
             raise self._unusable()
         try:
             return run()
         except BaseException as error:
-            self._break(error)
-            raise
+            raise self._failed(error, deadline) from None
 
     def _unusable(self) -> PeerLostError:
         return PeerLostError(f"this client's communicator is unusable since an earlier failure: {self._broken}")
 
-    def _break(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, deadline: Deadline | None) -> BaseException:
+        """What to raise for ``error``; from here on nothing can be exchanged."""
         # Whatever it was, messages may be on their way that a later call would take for its own.
-        if self._broken is None:
-            self._broken = f"{type(error).__name__}: {error}"
+        self._broken = f"{type(error).__name__}: {error}"
+        if type(error) is not KVTimeoutError or deadline is None:
+            return error
+        # Who waits names whom it waits for, which may itself wait for another. All others give up at about this time.
+        silent = roll_call(self._comm, Deadline(min(_ROLL_CALL_S, 0.5 * deadline.timeout_s)))
+        names = ", ".join(map(str, silent))
+        return KVTimeoutError(f"{error}. No answer from MPI rank {names}, stopped or dead") if silent else error
 
 
 def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str) -> None:

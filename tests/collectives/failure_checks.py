@@ -1,0 +1,135 @@
+"""Run under mpirun by ``test_failures.py``: one rank is stopped or killed in the middle of a collective.
+
+    failure_checks.py FOLDER SIGNAL CASE...
+
+The last rank sends itself SIGNAL at the moment that a case names; all others must raise in time, name the key, what
+they waited for and the rank. After SIGSTOP the rank is woken again for the next case.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_helpers import on_host
+from mpi4py import MPI
+
+from kvmpi.collectives import Collectives, mpi_comm
+from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.mpi_comm import MpiComm
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVTimeoutError, PeerLostError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+SILENT = SIZE - 1
+TIMEOUT_S = 0.7
+
+#: Name -> (algorithm, elements, object and method whose n-th call in the failing collective the signal precedes, n).
+CASES: dict[str, tuple[str, int, Any, str, int]] = {
+    "slots-begin": ("shared", 1000, HostGroup, "begin", 1),
+    "slots-post": ("shared", 1000, HostGroup, "post", 1),
+    "relay-post": ("shared", 100_000, HostGroup, "post", 1),
+    "relay-sum": ("shared", 100_000, HostGroup, "advance", 1),
+    "results-post": ("shared", 3_000_000, HostGroup, "post", 1),
+    "results-sum": ("shared", 3_000_000, HostGroup, "advance", 2),
+    "results-copy": ("shared", 3_000_000, HostGroup, "read", 2),
+    "results-finish": ("shared", 3_000_000, HostGroup, "finish", 1),
+    "ring-start": ("ring", 3_000_000, MpiComm, "isend", 1),
+    "ring-reduce": ("ring", 3_000_000, MpiComm, "isend", 3),
+    "ring-gather": ("ring", 3_000_000, MpiComm, "isend", 14),
+    "multi_ring": ("multi_ring", 3_000_000, MpiComm, "isend", 9),
+    "hierarchical-post": ("hierarchical", 3_000_000, HostGroup, "post", 1),
+    "hierarchical-ring": ("hierarchical", 3_000_000, MpiComm, "isend", 3),
+    "hierarchical-finish": ("hierarchical", 3_000_000, HostGroup, "finish", 1),
+    "naive": ("naive", 100_000, MpiComm, "isend", 1),
+    "mpi": ("mpi", 100_000, MpiComm, "iallreduce", 1),
+}
+
+
+def strike_before(owner: Any, method: str, number: int, number_of_signal: int, struck: Callable[[], None]) -> None:
+    """Send this process a signal before the ``number``-th call of ``owner.method`` from now on."""
+    original, calls = getattr(owner, method), 0
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            struck()
+            os.kill(os.getpid(), number_of_signal)
+        return original(*arguments, **options)
+
+    setattr(owner, method, counting)
+
+
+def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
+    (folder / f"pid{RANK}").write_text(str(os.getpid()))
+    for name in names:
+        algorithm, count, owner, method, number = CASES[name]
+        comm = mpi_comm.world()
+        if algorithm == "hierarchical":
+            comm.host = f"host {RANK // 2}"
+        collectives = Collectives(comm, algorithm)
+        buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
+        sources = on_host([buffer], "float32")
+        collectives.allreduce(sources, out, "float32", Deadline(60.0), "first")
+        assert (out == SIZE).all()
+        WORLD.Barrier()
+        if RANK == SILENT:
+            original = getattr(owner, method)
+            strike_before(
+                owner, method, number, number_of_signal, lambda name=name: (folder / f"struck-{name}").touch()
+            )
+            try:  # asleep in the middle; when it wakes up, the others are gone
+                collectives.allreduce(sources, out, "float32", Deadline(0.5), f"push of key '{name}'")
+            except (KVTimeoutError, PeerLostError):
+                pass
+            setattr(owner, method, original)
+        elif algorithm == "hierarchical" and method == "finish" and RANK // 2 != SILENT // 2:
+            # Another host's ranks have all that they need by then.
+            collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), f"push of key '{name}'")
+            assert (out == SIZE).all()
+            (folder / f"done-{name}-{RANK}").touch()
+        else:
+            start_s = time.monotonic()
+            with pytest.raises(KVTimeoutError, match=f"push of key '{name}': {algorithm} allreduce") as caught:
+                collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), f"push of key '{name}'")
+            elapsed_s = time.monotonic() - start_s
+            assert elapsed_s < 2 * TIMEOUT_S, f"{name}: {elapsed_s:.1f} s"
+            assert f"MPI rank {SILENT}" in str(caught.value), f"{name}: {caught.value}"
+            with pytest.raises(PeerLostError, match="earlier failure"):
+                collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), "after")
+            (folder / f"done-{name}-{RANK}").touch()
+        if RANK == 0:
+            wait_for([folder / f"done-{name}-{rank}" for rank in range(SIZE - 1)])
+            os.kill(int((folder / f"pid{SILENT}").read_text()), signal.SIGCONT)
+        wait_for([folder / f"struck-{name}"])
+        WORLD.Barrier()
+    if RANK == 0:
+        print(f"{len(names)} failures reported on {SIZE} ranks", flush=True)
+    mpi_comm.end_job(0)  # messages of the failed calls are still on their way
+
+
+def wait_for(files: list[Path]) -> None:
+    deadline = Deadline(30.0)
+    while not all(file.exists() for file in files):
+        assert not deadline.expired(), f"missing: {[file.name for file in files if not file.exists()]}"
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    except BaseException:
+        struck = sorted(path.name for path in Path(sys.argv[1]).glob("struck-*"))
+        sys.stderr.write(f"rank {RANK} of {SIZE}, after {struck}:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        WORLD.Abort(1)

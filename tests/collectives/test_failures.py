@@ -1,0 +1,56 @@
+"""A rank that is stopped or killed in any phase of any algorithm: the others say so in time, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import mpi_jobs
+import psutil
+import pytest
+
+pytest.importorskip("mpi4py")
+
+CASES = [
+    "slots-begin", "slots-post", "relay-post", "relay-sum", "results-post", "results-sum", "results-copy",
+    "results-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring", "hierarchical-post",
+    "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
+]  # fmt: skip
+
+
+@pytest.fixture
+def kind() -> str:
+    if "openmpi" not in mpi_jobs.installed():
+        pytest.skip("no OpenMPI here")
+    return "openmpi"
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp_path: Path) -> None:
+    cases = CASES if size > 2 else ["slots-post", "relay-sum", "results-copy", "ring-reduce", "ring-gather", "mpi"]
+    before = shared_files()
+    arguments = (tmp_path, int(signal.SIGSTOP), *cases)
+    output = mpi_jobs.run(kind, size, "failure_checks.py", *arguments, folder=tmp_path, timeout_s=120.0)
+    assert f"{len(cases)} failures reported on {size} ranks" in output
+    assert {path.name for path in tmp_path.glob("struck-*")} == {f"struck-{case}" for case in cases}
+    assert shared_files() <= before, "something is left in /dev/shm"
+
+
+@pytest.mark.parametrize("case", ["slots-post", "results-sum", "ring-reduce", "hierarchical-ring"])
+def test_a_killed_rank_ends_the_job_and_leaves_nothing(kind: str, case: str, tmp_path: Path) -> None:
+    before = shared_files()
+    with pytest.raises(AssertionError, match="exit status"):
+        mpi_jobs.run(kind, 4, "failure_checks.py", tmp_path, int(signal.SIGKILL), case, folder=tmp_path, timeout_s=30.0)
+    assert (tmp_path / f"struck-{case}").exists()
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 4
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    psutil.wait_procs(left, timeout=5.0)
+    left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, "a rank outlived the job"
+    assert shared_files() <= before, "something is left in /dev/shm"
