@@ -45,7 +45,8 @@ class Config:
         ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive"),
     )  # fmt: skip
     num_rings: int = _setting(2, "rings of multi_ring, 1 to 8")
-    ring_chunk_bytes: int = _setting(512 << 10, "bytes of one message of a ring")
+    ring_chunk_bytes: int = _setting(0, "bytes of one message of a ring; 0 chooses by size")
+    tuning: str = _setting("", "file of kvmpi bench tune, by which auto chooses; empty takes built-in figures")
     bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")
     shared_input: str = _setting(
         "attach", "how ranks of a host read each other's private arrays: where they are (if the system allows it), or "
@@ -75,11 +76,13 @@ class Config:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
         counts = ("engine_threads", "num_workers", "num_clients")
-        for name in (*counts, "ring_chunk_bytes", "bucket_bytes", "chunk_bytes", "window_bytes"):
+        for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
         if not 1 <= self.num_rings <= 8:
             raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
+        if self.ring_chunk_bytes < 0:
+            raise ConfigError(f"KVMPI_RING_CHUNK_BYTES={self.ring_chunk_bytes}: must not be negative")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.chunk_bytes > self.max_message_bytes:

@@ -2,6 +2,7 @@
 
 from kvmpi.collectives.agreement import Call, Entry
 from kvmpi.collectives.comm import Comm, Request, SoloComm
+from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.tensor import ALGORITHMS, Collectives
 
-__all__ = ["ALGORITHMS", "Call", "Collectives", "Comm", "Entry", "Request", "SoloComm"]
+__all__ = ["ALGORITHMS", "Call", "Collectives", "Comm", "Entry", "Request", "SoloComm", "load_figures"]

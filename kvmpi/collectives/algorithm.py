@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives import arena
+from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.ring import Range, segment_bounds
 from kvmpi.deadline import Deadline
 
@@ -61,7 +62,7 @@ class Act:
 
     label: str
     op: str
-    algorithm: str
+    choice: Choice
     rank: int
     size: int
     deadline: Deadline
@@ -69,7 +70,11 @@ class Act:
 
     def describe(self) -> str:
         """For error messages."""
-        return f"{self.label}: {self.algorithm} {self.op} on MPI rank {self.rank} of {self.size}"
+        return f"{self.label}: {self.choice.algorithm} {self.op} on MPI rank {self.rank} of {self.size}"
+
+    def chunk_count(self, itemsize: int) -> int:
+        """Elements of one message at most."""
+        return max(1, self.choice.chunk_bytes // itemsize)
 
     def segments(self, count: int) -> list[Range]:
         """Which elements belong to which rank, in a reduce-scatter or an allgather of ``count``."""

@@ -32,18 +32,17 @@ class Hierarchical:
 
     Args:
         group: the ranks of this rank's host.
-        chunk_bytes: bytes of one message at most; the same on every rank.
     """
 
-    def __init__(self, comm: Comm, layout: Layout, group: HostGroup, chunk_bytes: int) -> None:
-        self._comm, self._layout, self._group, self._chunk_bytes = comm, layout, group, chunk_bytes
+    def __init__(self, comm: Comm, layout: Layout, group: HostGroup) -> None:
+        self._comm, self._layout, self._group = comm, layout, group
         self._host = layout.host_of(comm.rank)
         self._num_rings = min(map(len, layout.hosts))
 
-    def _chunks(self, ring: int, segments: Sequence[Range], itemsize: int) -> list[list[Range]]:
+    def _chunks(self, ring: int, segments: Sequence[Range], max_chunk_count: int) -> list[list[Range]]:
         """Of each host: the segments of the ranks that ``ring`` carries, in chunks."""
         shares = [[segments[rank] for rank in ranks[ring :: self._num_rings]] for ranks in self._layout.hosts]
-        return chunks_of(shares, max(1, self._chunk_bytes // itemsize))
+        return chunks_of(shares, max_chunk_count)
 
     def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         packed = pack(tensors, act)
@@ -57,7 +56,7 @@ class Hierarchical:
         result, segments = posted.results[0], act.segments(count)
         machines: list[Machine] = []
         for ring in range(self._num_rings):
-            chunks = self._chunks(ring, segments, terms.sum_dtype.itemsize)
+            chunks = self._chunks(ring, segments, act.chunk_count(terms.sum_dtype.itemsize))
             if ring == group.index:
                 machines.insert(0, self._ring(ring, chunks, result, act, terms=terms, on_chunk=group.advance))
             else:
@@ -65,7 +64,7 @@ class Hierarchical:
                 machines.append(Copies(group, ring, posted, [tensor], order))
         drive(machines, act.deadline, act.describe)
         if result is not tensor.out and group.index < self._num_rings:
-            for segment in self._chunks(group.index, segments, terms.sum_dtype.itemsize):
+            for segment in self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize)):
                 for start, stop in segment:
                     np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
@@ -86,7 +85,7 @@ class Hierarchical:
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
-        chunks = self._chunks(group.index, segments, terms.sum_dtype.itemsize)
+        chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
         ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe)
         group.finish(group.others, act.deadline, act.describe)
@@ -99,7 +98,7 @@ class Hierarchical:
             # What lies on this host already: the driver of a ring needs it first.
             posted.copy_result(peer, 0, slice(*segments[group.members[peer]]), result)
         for ring in range(self._num_rings):
-            chunks = self._chunks(ring, segments, out.itemsize)
+            chunks = self._chunks(ring, segments, act.chunk_count(out.itemsize))
             if ring == group.index:
                 machines.insert(0, self._ring(ring, chunks, result, act, on_chunk=group.advance))
             else:
@@ -115,7 +114,7 @@ class Hierarchical:
         first = layout.host_of(root)
         leaders = [root, *(ranks[0] for host, ranks in enumerate(layout.hosts) if host != first)]
         leader = group.members.index(root) if first == self._host else 0
-        max_chunk_count = max(1, self._chunk_bytes // buffer.itemsize)
+        max_chunk_count = act.chunk_count(buffer.itemsize)
         tensors, own = [Tensor((), buffer)], slice(0, buffer.size if act.rank == root else 0)
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]

@@ -259,10 +259,13 @@ def _free_retired() -> None:
                 pass  # another thread was faster
 
 
-def form(comm: Comm, ranks: Sequence[int], deadline: Deadline, *, attach: bool = True) -> HostGroup | str:
+def form(
+    comm: Comm, ranks: Sequence[int], deadline: Deadline, label: str = "", *, attach: bool = True
+) -> HostGroup | str:
     """Collective over ``ranks``, of one host: their group, or why there is none, which is then so on each of them.
 
     Args:
+        label: what it is for, in error messages.
         attach: whether to read from each other's private memory, where that is possible.
     Raises:
         KVTimeoutError: a rank did not take part.
@@ -277,14 +280,14 @@ def form(comm: Comm, ranks: Sequence[int], deadline: Deadline, *, attach: bool =
         invitation[:] = [mine.pid, mine.fd, mine.size_bytes, *places, *mine.token]
     except OSError as error:
         why_not = str(error)
-    invitations = exchange(comm, ranks, invitation, _TAG_INVITE, deadline)
+    invitations = exchange(comm, ranks, invitation, _TAG_INVITE, deadline, label)
     if page is not None:
         try:
             group = _join(ranks, ranks.index(comm.rank), page, slots, invitations, attach=attach)
         except OSError as error:
             why_not = str(error)
     answer = np.array([group is not None, group is not None and group.attaches], np.uint64)
-    joined = exchange(comm, ranks, answer, _TAG_JOINED, deadline)
+    joined = exchange(comm, ranks, answer, _TAG_JOINED, deadline, label)
     outside = [rank for rank, answer in zip(ranks, joined, strict=True) if not answer[0]]
     if group is None or outside:
         return why_not or f"MPI rank {outside[0]} cannot read from all others"
@@ -368,7 +371,7 @@ def _mapped(pid: int, fd: int, size_bytes: int, token: Words) -> Buffer | None:
         return mapped
 
 
-def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: Deadline) -> list[Words]:
+def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: Deadline, label: str) -> list[Words]:
     """Collective over ``ranks``: the words of each of them.
 
     Raises:
@@ -376,8 +379,15 @@ def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: 
     """
     found = {rank: mine if rank == comm.rank else np.empty_like(mine) for rank in ranks}
     others = [rank for rank in ranks if rank != comm.rank]
-    requests = [comm.irecv(found[rank], rank, tag) for rank in others]
-    requests += [comm.isend(mine, rank, tag) for rank in others]
-    what = f"finding out which ranks share a host, on MPI rank {comm.rank} of {comm.size}"
-    wait_all(requests, deadline, lambda: f"{what}: not all took part within {deadline.timeout_s:.1f} s")
+    receives = {rank: comm.irecv(found[rank], rank, tag) for rank in others}
+    sends = [comm.isend(mine, rank, tag) for rank in others]
+
+    def describe() -> str:
+        missing = ", ".join(str(rank) for rank, receive in receives.items() if not receive.test())
+        return (
+            f"{label}: finding out which ranks share a host, on MPI rank {comm.rank} of {comm.size}: "
+            f"MPI rank {missing or others} did not take part within {deadline.timeout_s:.1f} s"
+        )
+
+    wait_all([*receives.values(), *sends], deadline, describe)
     return list(found.values())

@@ -16,15 +16,10 @@ Buffer = npt.NDArray[Any]
 
 
 class Rings:
-    """See ``Algorithm``.
+    """See ``Algorithm``. How many rings, each on an equal part of every segment, is part of the choice."""
 
-    Args:
-        num_rings: rings that are under way at once, each on an equal part of every segment.
-        chunk_bytes: bytes of one message at most; the same on every rank.
-    """
-
-    def __init__(self, comm: Comm, num_rings: int, chunk_bytes: int) -> None:
-        self._comm, self._num_rings, self._chunk_bytes = comm, num_rings, chunk_bytes
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self._ranks = range(comm.size)
 
     def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
@@ -40,18 +35,17 @@ class Rings:
 
     def _run(self, count: int, out: Buffer, terms: HostTerms | None, act: Act, *, gather: bool = True) -> None:
         segments = act.segments(count)
-        max_chunk_count = max(1, self._chunk_bytes // (out if terms is None else terms.sum_dtype).itemsize)
+        max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
+        num_rings = act.choice.num_rings
         rings = [
             Ring(
-                self._comm, self._ranks, chunks_of(part_of(segments, number, self._num_rings), max_chunk_count), out,
+                self._comm, self._ranks, chunks_of(part_of(segments, number, num_rings), max_chunk_count), out,
                 terms, gather=gather, base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
             )
-            for number in range(self._num_rings)
+            for number in range(num_rings)
         ]  # fmt: skip
         drive(rings, act.deadline, act.describe)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]
-        drive(
-            [Chain(self._comm, ranks, buffer, max(1, self._chunk_bytes // buffer.itemsize))], act.deadline, act.describe
-        )
+        drive([Chain(self._comm, ranks, buffer, act.chunk_count(buffer.itemsize))], act.deadline, act.describe)

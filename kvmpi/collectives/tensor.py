@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor
 from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.cost import Choice, Figures, costs
 from kvmpi.collectives.hierarchical import Hierarchical
 from kvmpi.collectives.library import Library
 from kvmpi.collectives.naive import Naive
@@ -30,12 +30,14 @@ from kvmpi.trace import Recorder
 Buffer = npt.NDArray[Any]
 
 ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
+_SHARING = ("auto", "shared", "hierarchical")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
+#: Memory that ranks share is given out from this size on, and from this size on MPI's own collectives are not chosen:
+#: they would leave partial sums there.
+COMMON_FROM_BYTES = 256 << 10
 #: Seconds at most to find out who answers when a call has failed.
 _ROLL_CALL_S = 5.0
-#: Up to this size messages have the lower latency, and MPI's own collectives the lowest.
-_AUTO_SMALL_BYTES = 256 << 10
 
 
 class Collectives:
@@ -43,14 +45,15 @@ class Collectives:
 
     Args:
         algorithm: one of ``ALGORITHMS``; ``auto`` chooses by size and by which ranks share a host.
-        chunk_bytes: bytes of one message of a ring or chain.
+        chunk_bytes: bytes of one message of a ring or chain; 0 chooses by size.
         num_rings: rings of ``multi_ring``, 1 to 8.
         attach: whether ranks of one host read from each other's private memory; else it is staged.
+        figures: what to choose by; those of rank 0 count.
     """
 
     def __init__(
-        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 512 << 10, recorder: Recorder | None = None, *,
-        num_rings: int = 2, attach: bool = True,
+        self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 0, recorder: Recorder | None = None, *,
+        num_rings: int = 2, attach: bool = True, figures: Figures | None = None,
     ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
@@ -58,14 +61,14 @@ class Collectives:
             raise ConfigError(f"{num_rings} rings: expected 1 to 8")
         self._comm, self._algorithm, self._chunk_bytes = comm, algorithm, chunk_bytes
         self._num_rings, self._attach = num_rings, attach
+        self._figures = figures or Figures()
+        self._choices: dict[tuple[str, int], Choice] = {}
         self._recorder = recorder or Recorder()
         self._scratch = Scratch()
         self._broken: str | None = None
         self._topology: Topology | None = None  # found out at the first call that depends on it
         self._made: dict[str, Algorithm] = {}
-        # Of these sizes every rank knows without looking further that Shared sums them.
-        self._shared: Shared | None = None
-        self._small_bytes = self._large_bytes = 0
+        self._shared: Shared | None = None  # where it sums whatever comes
 
     @property
     def rank(self) -> int:
@@ -84,7 +87,7 @@ class Collectives:
 
     def empty(self, count: int, dtype: str) -> Buffer:
         """Uninitialised host memory of shape ``(count,)`` in storage dtype, which other ranks can read directly."""
-        if self.size > 1 and self._algorithm in ("auto", "shared", "hierarchical"):
+        if self.size > 1 and self._algorithm in _SHARING:
             try:
                 found = arena.own().empty(count, host.STORAGE[dtype])
             except OSError:
@@ -106,7 +109,7 @@ class Collectives:
         """
         if self.size == 1:
             return host.empty(count, dtype)
-        group = self._located(deadline).group
+        group = self._located(deadline, "creating shared memory").group
         if isinstance(group, str):
             raise UnsupportedError(f"no memory is shared between the ranks of a host: {group}")
         made: Buffer | None = None
@@ -122,7 +125,8 @@ class Collectives:
 
     def common_empty(self, count: int, dtype: str, deadline: Deadline) -> Buffer | None:
         """Collective: ``shared_empty`` where the algorithm in force makes use of it; else None, on all ranks."""
-        if self._algorithm not in ("auto", "shared", "hierarchical") or self.size == 1:
+        nbytes = count * host.STORAGE[dtype].itemsize
+        if self._algorithm not in _SHARING or self.size == 1 or nbytes < COMMON_FROM_BYTES:
             return None
         try:
             return self.shared_empty(count, dtype, deadline)
@@ -142,9 +146,11 @@ class Collectives:
         if error is not None:
             raise error
 
-    def _located(self, deadline: Deadline) -> Topology:
+    def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:
-            self._topology = self._guarded(lambda: locate(self._comm, deadline, attach=self._attach))
+            self._topology = self._guarded(
+                lambda: locate(self._comm, self._figures, deadline, label, attach=self._attach)
+            )
         return self._topology
 
     # ---- the collectives
@@ -162,11 +168,8 @@ class Collectives:
             UnsupportedError: the algorithm is not possible here; the message says why.
         """
         shared = self._shared
-        if shared is None or len(sources) != 1 or not self._small_bytes < out.nbytes <= self._large_bytes:
-            self.allreduce_many([(sources, out, ())], dtype, deadline, label)
-            return
         source = sources[0]
-        if not source.on_host or dtype in host.HALF:
+        if shared is None or len(sources) != 1 or not source.on_host or dtype in host.HALF or not out.size:
             self.allreduce_many([(sources, out, ())], dtype, deadline, label)
             return
         start_s = time.perf_counter()
@@ -248,38 +251,44 @@ class Collectives:
         """How ``op`` on ``count`` elements would be done: the algorithm, and its settings. Collective at first."""
         if self.size == 1 or count == 0:
             return "alone"
-        name = self._choose(op, count * host.STORAGE[dtype].itemsize, deadline or Deadline(None))
-        if name == "multi_ring":
-            return f"multi_ring x{self._num_rings} chunk {self._chunk_bytes >> 10}K"
-        return f"{name} chunk {self._chunk_bytes >> 10}K" if name in ("ring", "hierarchical") else name
+        return str(
+            self._choose(op, count * host.STORAGE[dtype].itemsize, deadline or Deadline(None), "choosing an algorithm")
+        )
 
     def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
-        name = self._algorithm
-        if name == "auto" and self.size > 1:
-            name = self._choose(op, nbytes, deadline)
-        algorithm = self._made.get(name)
+        choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
+        algorithm = self._made.get(choice.algorithm)
         if algorithm is None:
-            algorithm = self._made[name] = self._make(name, deadline, label)
-        return algorithm, Act(label, op, name, self.rank, self.size, deadline, self._scratch)
+            algorithm = self._made[choice.algorithm] = self._make(choice.algorithm, deadline, label)
+        act = Act(label, op, choice, self.rank, self.size, deadline, self._scratch)
+        return algorithm, act
 
-    def _choose(self, op: str, nbytes: int, deadline: Deadline) -> str:
-        if self._algorithm != "auto":
-            return self._algorithm
-        if nbytes <= _AUTO_SMALL_BYTES and self._comm.has_collectives:
-            return "mpi"
-        topology = self._located(deadline)
-        if isinstance(topology.group, str):
-            return "ring"
-        if len(topology.layout.hosts) == 1:
-            return "shared"
-        return "ring" if topology.layout.most_on_a_host == 1 else "hierarchical"
+    def _choose(self, op: str, nbytes: int, deadline: Deadline, label: str) -> Choice:
+        """Depends on nothing but what is equal on all ranks."""
+        size = 1 << nbytes.bit_length()  # one choice for all sizes between two powers of two
+        found = self._choices.get((op, size))
+        if found is None:
+            topology = self._located(deadline, label)
+            options = costs(
+                op, 3 * size // 4, tuple(map(len, topology.layout.hosts)), topology.figures,
+                shares=not isinstance(topology.group, str),
+                has_library=self._comm.has_collectives and nbytes < COMMON_FROM_BYTES,
+            )  # fmt: skip
+            if self._algorithm == "auto":
+                found = min(options.values(), key=lambda choice: choice.seconds)
+            else:
+                like = "hierarchical" if self._algorithm in _SHARING and "hierarchical" in options else "ring"
+                found = Choice(self._algorithm, self._num_rings if self._algorithm == "multi_ring" else 1,
+                               options[like].chunk_bytes)  # fmt: skip
+            if self._chunk_bytes:
+                found = found._replace(chunk_bytes=self._chunk_bytes)
+            self._choices[op, size] = found
+        return found
 
     def _make(self, name: str, deadline: Deadline, label: str) -> Algorithm:
-        if name in ("ring", "host_ring"):
-            return Rings(self._comm, 1, self._chunk_bytes)
-        if name == "multi_ring":
-            return Rings(self._comm, self._num_rings, self._chunk_bytes)
-        if name in ("naive", "auto"):
+        if name in ("ring", "host_ring", "multi_ring"):
+            return Rings(self._comm)
+        if name == "naive":
             return Naive(self._comm)
         if name == "mpi" and self._comm.has_collectives:
             return Library(self._comm)
@@ -288,18 +297,20 @@ class Collectives:
             raise UnsupportedError(f"{where} needs an MPI communicator")
         if name == "nccl":
             raise UnsupportedError(f"{where} needs NCCL and a GPU for every worker")
-        topology = self._located(deadline)
+        topology = self._located(deadline, label)
         if isinstance(topology.group, str):
             raise UnsupportedError(f"{where}: {topology.group}")
         if len(topology.layout.hosts) == 1:
             shared = Shared(topology.group)
-            if topology.group.attaches:
-                self._shared, self._large_bytes = shared, sys.maxsize
-                self._small_bytes = _AUTO_SMALL_BYTES if self._choose("allreduce", 1, deadline) != name else 0
+            always = self._algorithm == name or all(
+                self._choose("allreduce", 1 << bits, deadline, label).algorithm == name for bits in range(1, 40)
+            )
+            if topology.group.attaches and always:
+                self._shared = shared
             return shared
         if name == "shared":
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
-        return Hierarchical(self._comm, topology.layout, topology.group, self._chunk_bytes)
+        return Hierarchical(self._comm, topology.layout, topology.group)
 
     def _on_host(self, sources: Sequence[Vector], dtype: str) -> list[Buffer]:
         """The vectors of host memory, and what those on devices sum up to."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.cost import Figures, as_words, from_words
 from kvmpi.collectives.host_group import HostGroup, exchange, form
 from kvmpi.deadline import Deadline
 
 _TAG_HOST = 9
 _TAG_FORMED = 10
+_TAG_FIGURES = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The layout, and this rank's host as a group; or why there is none, which is then so on every rank."""
+    """The layout, and this rank's host as a group; or why there is none, which is then so on every rank.
+
+    ``figures`` are those of rank 0: algorithms are chosen by them, and must be chosen alike.
+    """
 
     layout: Layout
     group: HostGroup | str
+    figures: Figures
 
 
-def locate(comm: Comm, deadline: Deadline, *, attach: bool = True) -> Topology:
+def locate(comm: Comm, figures: Figures, deadline: Deadline, label: str = "", *, attach: bool = True) -> Topology:
     """Collective: find out who is where.
 
     Args:
@@ -54,16 +60,20 @@ def locate(comm: Comm, deadline: Deadline, *, attach: bool = True) -> Topology:
     Raises:
         KVTimeoutError: a rank did not take part.
     """
-    layout = discover(comm, deadline)
-    group = form(comm, layout.hosts[layout.host_of(comm.rank)], deadline, attach=attach)
-    formed = exchange(comm, range(comm.size), np.array([not isinstance(group, str)], np.uint64), _TAG_FORMED, deadline)
+    layout = discover(comm, deadline, label)
+    group = form(comm, layout.hosts[layout.host_of(comm.rank)], deadline, label, attach=attach)
+    formed = exchange(
+        comm, range(comm.size), np.array([not isinstance(group, str)], np.uint64), _TAG_FORMED, deadline, label
+    )
     outside = [rank for rank, answer in enumerate(formed) if not answer[0]]
     if outside and not isinstance(group, str):
         group = f"the ranks of MPI rank {outside[0]}'s host share no memory"
-    return Topology(layout, group)
+    words = np.array(as_words(figures))
+    agreed = exchange(comm, range(comm.size), words.view(np.uint64), _TAG_FIGURES, deadline, label)[0]
+    return Topology(layout, group, from_words(agreed.view(np.float64).tolist()))
 
 
-def discover(comm: Comm, deadline: Deadline) -> Layout:
+def discover(comm: Comm, deadline: Deadline, label: str) -> Layout:
     """Collective: compare host names.
 
     Raises:
@@ -71,6 +81,6 @@ def discover(comm: Comm, deadline: Deadline) -> Layout:
     """
     digest = np.frombuffer(hashlib.sha256(comm.host.encode()).digest()[:16], np.uint64)
     hosts: dict[bytes, list[int]] = {}
-    for rank, found in enumerate(exchange(comm, range(comm.size), digest, _TAG_HOST, deadline)):
+    for rank, found in enumerate(exchange(comm, range(comm.size), digest, _TAG_HOST, deadline, label)):
         hosts.setdefault(found.tobytes(), []).append(rank)
     return Layout(tuple(map(tuple, hosts.values())))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm
+from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm, load_figures
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
@@ -112,10 +112,11 @@ class StoreCore:
         self._recorder = Recorder()
         comm = comm or SoloComm()
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
+        figures = load_figures(config.tuning)
         self._reduce, self._cast = (
             Collectives(
                 comm, config.allreduce, config.ring_chunk_bytes, self._recorder,
-                num_rings=config.num_rings, attach=config.shared_input == "attach",
+                num_rings=config.num_rings, attach=config.shared_input == "attach", figures=figures,
             )
             for comm in self._comms
         )  # fmt: skip

@@ -23,9 +23,6 @@ from kvmpi.store.grammar import normal_key
 
 Buffer = npt.NDArray[Any]
 
-#: Smaller values are copied faster than the workers of a host meet.
-_COMMON_FROM_BYTES = 256 << 10
-
 
 class _Replica:
     """This worker's copy of one key, with what its rule remembers."""
@@ -82,8 +79,7 @@ class ReplicatedStore(KVStore):
 
     def _memory_for(self, state: KeyState, call: Invocation) -> tuple[Buffer, bool]:
         """Memory for a value, and whether the workers of a host share it: only where all of them write the same."""
-        nbytes = state.count * host.STORAGE[state.dtype].itemsize
-        if nbytes >= _COMMON_FROM_BYTES and self._rule is None and self._updater is None:
+        if self._rule is None and self._updater is None:
             found = self._reduce.common_empty(state.count, state.dtype, call.deadline)
             if found is not None:
                 return found, True

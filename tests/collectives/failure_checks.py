@@ -77,7 +77,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         comm = mpi_comm.world()
         if algorithm == "hierarchical":
             comm.host = f"host {RANK // 2}"
-        collectives = Collectives(comm, algorithm)
+        collectives = Collectives(comm, algorithm, 512 << 10)
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
         sources = on_host([buffer], "float32")
         collectives.allreduce(sources, out, "float32", Deadline(60.0), "first")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvmpi.collectives import Collectives, arena, cross_memory, host_group
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
+from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.cross_memory import CrossMemory, address_of
 from kvmpi.collectives.host_group import HostGroup, form
 from kvmpi.collectives.memory_comm import MemoryComm
@@ -45,7 +46,7 @@ def placed(own: list[np.ndarray], mapped: int) -> list[np.ndarray]:
 
 
 def act_of(group: HostGroup, op: str, label: str = "test", timeout_s: float = TIMEOUT_S) -> Act:
-    return Act(label, op, "shared", group.index, group.size, Deadline(timeout_s), Scratch())
+    return Act(label, op, Choice("shared", 1, 0), group.index, group.size, Deadline(timeout_s), Scratch())
 
 
 def reduce_shared(

@@ -20,7 +20,7 @@ def whole(rng, count):
 def check(kv, turn):
     """One random list, the same on all workers, pushed and pulled in several ways."""
     n, shared = kv.num_workers, np.random.default_rng([SEED, turn])
-    counts = [int(c) for c in shared.choice([0, 1, 2, 63, 1000, 4097, 70_001, LARGE], shared.integers(1, 14))]
+    counts = [int(c) for c in shared.choice([0, 1, 2, 63, 1000, 4097, 65_536, 70_001, LARGE], shared.integers(1, 14))]
     dtypes = [str(d) for d in shared.choice(["float32", "float64", "int32"], len(counts), p=[0.7, 0.2, 0.1])]
     keys = [f"{turn}.{i}" for i in range(len(counts))]
     of = [[whole(np.random.default_rng([turn, i, rank]), c) for rank in range(n)] for i, c in enumerate(counts)]

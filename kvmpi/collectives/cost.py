@@ -1,0 +1,147 @@
+"""What each algorithm is expected to cost, and the choice of the cheapest: arithmetic on a few measured figures.
+
+The formulas are those of Hockney's model: a latency for each message or meeting, and bytes over bandwidth; what runs at
+the same time counts once. They need not be right to the microsecond, only right about which algorithm is cheaper.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvmpi.errors import ConfigError
+
+#: Chunks of rings: small enough to keep links and memory busy at once, large enough that their handling costs little.
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 64 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a cluster, measured by ``kvmpi bench tune``. The defaults are of small machines on 10 Gbit/s Ethernet."""
+
+    meeting_s: float = 8e-6  #: all ranks of a host meet once in shared memory
+    add_bytes_per_s: float = 5e9  #: result of an addition, for each of a host's ranks when all of them add
+    copy_bytes_per_s: float = 8e9  #: likewise of a copy
+    message_s: float = 4e-5  #: a small message from rank to rank, with what Python does about it
+    link_bytes_per_s: float = 1.1e9  #: between two hosts, in each direction
+    library_s: float = 2.5e-5  #: MPI's own allreduce of one number by two ranks, likewise; twice that by four
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"tuning: {field.name} is {value!r}: expected a positive number")
+
+
+def load(path: str) -> Figures:
+    """What ``kvmpi bench tune`` wrote to ``path``; the built-in figures for an empty ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, or is something else.
+    """
+    if not path:
+        return Figures()
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"KVMPI_TUNING={path}: {error}; kvmpi bench tune --out {path} writes it") from None
+    known = {field.name for field in fields(Figures)}
+    if not isinstance(found, dict) or (unknown := set(found) - known):
+        what = f"it holds {', '.join(sorted(unknown))}" if isinstance(found, dict) else "it is no table"
+        raise ConfigError(f"KVMPI_TUNING={path}: {what}; expected {', '.join(sorted(known))}")
+    return replace(Figures(), **found)
+
+
+def save(path: str, figures: Figures) -> None:
+    """Write ``figures`` for ``load``."""
+    Path(path).write_text(json.dumps(asdict(figures), indent=2) + "\n")
+
+
+class Choice(NamedTuple):
+    """How to do a collective; ``seconds`` is what that is expected to take."""
+
+    algorithm: str
+    num_rings: int
+    chunk_bytes: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rings = f" x{self.num_rings}" if self.num_rings > 1 else ""
+        return f"{self.algorithm}{rings}" + (f" chunk {self.chunk_bytes >> 10}K" if self.chunk_bytes else "")
+
+
+def costs(
+    op: str, nbytes: int, hosts: tuple[int, ...], figures: Figures, *, shares: bool, has_library: bool
+) -> dict[str, Choice]:
+    """Every algorithm that is possible, with its best settings.
+
+    Args:
+        op: "allreduce", "reduce_scatter", "allgather" or "broadcast".
+        nbytes: of the whole tensor on one rank.
+        hosts: number of ranks on each host.
+        shares: whether ranks of a host share memory.
+        has_library: whether the transport has collectives of its own.
+    """
+    size, most, num_hosts = sum(hosts), max(hosts), len(hosts)
+    adds = op in ("allreduce", "reduce_scatter")
+    halves = 2 if op == "allreduce" else 1
+    passes = 1.0 if op == "broadcast" else halves * (size - 1) / size
+    link = figures.link_bytes_per_s if num_hosts > 1 else figures.copy_bytes_per_s
+    add_s = nbytes / figures.add_bytes_per_s if adds else 0.0
+    copy_s = nbytes / figures.copy_bytes_per_s
+
+    found: dict[str, Choice] = {}
+    chunk = chunk_for(nbytes / size, figures.message_s, link)
+    steps = halves * (size - 1)
+    num_chunks = max(1.0, nbytes / size / chunk)
+    ring_s = steps * (figures.message_s * num_chunks + min(chunk, nbytes / size) / link) + passes * nbytes / link
+    # Sums of the ring are made while the next chunk travels, except where memory is what carries the chunks.
+    ring_s += 0.0 if num_hosts > 1 else add_s * (size - 1) / size
+    found["ring"] = Choice("ring", 1, chunk, ring_s)
+    if has_library:
+        hops = math.ceil(math.log2(size))
+        # Libraries overlap less: between hosts they reach about two thirds of the link.
+        found["mpi"] = Choice("mpi", 1, 0, figures.library_s * hops + 1.5 * passes * nbytes / link + 2 * copy_s)
+    if shares and num_hosts == 1:
+        meetings = 1 if nbytes <= 128 << 10 else 2.5
+        share = (size - 1) / size
+        found["shared"] = Choice("shared", 1, 0, meetings * figures.meeting_s + share * (add_s + copy_s))
+    if shares and num_hosts > 1:
+        rings = min(hosts)
+        part = nbytes / num_hosts / rings
+        chunk = chunk_for(part, figures.message_s, link / rings)
+        steps = halves * (num_hosts - 1)
+        passes = 1.0 if op == "broadcast" else halves * (num_hosts - 1) / num_hosts
+        seconds = steps * (figures.message_s * max(1.0, part / chunk) + min(chunk, part) * rings / link)
+        seconds += passes * nbytes / link + (2 * figures.meeting_s + add_s / most if most > 1 else 0.0)
+        found["hierarchical"] = Choice("hierarchical", 1, chunk, seconds)
+    return found
+
+
+def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float) -> int:
+    """The chunk size, a power of two, at which filling the pipe and handling chunks cost least together."""
+    best = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s)
+    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)))
+
+
+def choose(
+    op: str, nbytes: int, hosts: tuple[int, ...], figures: Figures, *, shares: bool, has_library: bool
+) -> Choice:
+    """The cheapest of ``costs``."""
+    found = costs(op, nbytes, hosts, figures, shares=shares, has_library=has_library)
+    return min(found.values(), key=lambda choice: choice.seconds)
+
+
+def as_words(figures: Figures) -> list[float]:
+    """For a message to other ranks."""
+    return [float(getattr(figures, field.name)) for field in fields(figures)]
+
+
+def from_words(words: list[float]) -> Figures:
+    """The inverse of ``as_words``."""
+    names: Mapping[str, Any] = dict(zip((field.name for field in fields(Figures)), words, strict=True))
+    return Figures(**names)
