@@ -15,7 +15,7 @@ import kvmpi
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.benchmarks.plan import Case, Plan
-from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
+from kvmpi.collectives import Call, Collectives, Entry, load_figures, mpi_comm
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -33,7 +33,8 @@ class Setting:
     def __init__(self, plan: Plan, rank: int, size: int) -> None:
         self.plan, self.op, self.dtype = plan, plan.op, plan.dtype
         self.rank, self.size = rank, size
-        self.chunk_bytes = plan.chunk_bytes or Config.from_env().ring_chunk_bytes
+        config = Config.from_env()
+        self.chunk_bytes, self._figures = plan.chunk_bytes or config.ring_chunk_bytes, load_figures(config.tuning)
         self._memory: dict[tuple[str, bool], list[list[Array]]] = {}
         self._allocator: Collectives | None = None
 
@@ -42,7 +43,7 @@ class Setting:
         rings = {"num_rings": self.plan.num_rings} if self.plan.num_rings else {}
         comm = mpi_comm.world(TIMEOUT_S)
         try:
-            return Collectives(comm, algorithm, self.chunk_bytes, **rings), comm.free
+            return Collectives(comm, algorithm, self.chunk_bytes, figures=self._figures, **rings), comm.free
         except BaseException:
             comm.free()
             raise
@@ -193,8 +194,6 @@ class OurAlgorithm(Contestant):
             self._free()
             raise
         self._calls: list[Callable[[Deadline], None]] = []
-        if "ring" in kind or kind == "hierarchical":
-            self.chunk_bytes = setting.chunk_bytes
 
     def _probe(self) -> None:
         """Whether the algorithm is possible here shows when it has something to do."""
@@ -206,6 +205,9 @@ class OurAlgorithm(Contestant):
 
     def open(self, case: Case) -> None:
         super().open(case)
+        if ("ring" in self.kind or self.kind == "hierarchical") and self.setting.size > 1:
+            count = max(case.counts)
+            self.chunk_bytes = self._collectives.choice(self.setting.op, count, self.setting.dtype).chunk_bytes
         self._calls = [self._call(sources, out) for sources, out in zip(self.sources, self.outs, strict=True)]
 
     def new_outs(self, case: Case) -> list[Array]:
@@ -229,9 +231,9 @@ class OurAlgorithm(Contestant):
             call(deadline)
 
     def choice(self) -> str:
-        if self.kind != "auto" or not any(self.counts):
+        if self.kind != "auto" or not any(self.counts) or self.setting.size == 1:
             return ""
-        taken = [self._collectives.choice(self.setting.op, count, self.setting.dtype) for count in self.counts]
+        taken = [str(self._collectives.choice(self.setting.op, count, self.setting.dtype)) for count in self.counts]
         if len(set(taken)) == 1:
             return taken[0]
         names = [words.split()[0] for words in taken]

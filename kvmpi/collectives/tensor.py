@@ -247,13 +247,10 @@ class Collectives:
             algorithm, act = self._begin("broadcast", buffer.nbytes, deadline, label)
             self._guarded(lambda: algorithm.broadcast(buffer, root, act), deadline)
 
-    def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> str:
-        """How ``op`` on ``count`` elements would be done: the algorithm, and its settings. Collective at first."""
-        if self.size == 1 or count == 0:
-            return "alone"
-        return str(
-            self._choose(op, count * host.STORAGE[dtype].itemsize, deadline or Deadline(None), "choosing an algorithm")
-        )
+    def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> Choice:
+        """How ``op`` on ``count`` elements is done on two ranks or more. Collective at first."""
+        nbytes = count * host.STORAGE[dtype].itemsize
+        return self._choose(op, nbytes, deadline or Deadline(None), "choosing an algorithm")
 
     def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)

@@ -206,3 +206,16 @@ def test_without_mpi_it_says_what_to_install(tmp_path):
     assert done.returncode == 2
     assert "pip install 'kvmpi[mpi]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_tune_writes_what_auto_chooses_by(tmp_path: Path) -> None:
+    from kvmpi.collectives import load_figures
+
+    path = tmp_path / "tuning.json"
+    words = [sys.executable, "-m", "kvmpi", "bench", "tune", "-n", "2", "--out", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ranks by host: 0,1" in done.stdout
+    figures = load_figures(str(path))
+    assert 1e8 < figures.copy_bytes_per_s < 1e12
+    assert 1e-7 < figures.meeting_s < 0.1

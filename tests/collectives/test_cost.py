@@ -70,7 +70,7 @@ def test_all_ranks_choose_by_the_figures_of_rank_0(run_ranks: RunRanks) -> None:
 
     def choices(comm: MemoryComm) -> list[str]:
         collectives = Collectives(comm, figures=slow_memory if comm.rank == 0 else Figures())
-        return [collectives.choice(op, 1 << 20, "float32") for op in OPS]
+        return [str(collectives.choice(op, 1 << 20, "float32")) for op in OPS]
 
     found = run_ranks(3, choices)
     assert found[0] == found[1] == found[2]
