@@ -174,11 +174,10 @@ class StoreCore:
             raise KVError(f"this {self._type} store is closed; create another with kvmpi.create")
 
     def _check_kind(self, found: Sequence[Group], op: str) -> None:
-        known = {type(key) for key in list(self._keys)[:1]}
+        kind = type(next(iter(self._keys), found[0].key if found else 0))
         for group in found:
-            known.add(type(group.key))
-            if len(known) > 1:
-                mine = "str" if type(group.key) is int else "int"
+            if type(group.key) is not kind:
+                mine = "str" if kind is str else "int"
                 raise KeyKindError(f"{op} of key {group.key!r}: this store uses {mine} keys, and only one kind")
 
     def _new_state(self, group: Group) -> KeyState:
@@ -234,6 +233,7 @@ class StoreCore:
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
         """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""
         pushes, pulls = call.op != "pull", call.op != "push"
+        in_place = pushes and pulls and out is value
 
         def prepare() -> list[Part]:
             parts: dict[Key, Part] = {}
@@ -241,11 +241,13 @@ class StoreCore:
                 state = self._match(group, call.op)
                 self._check_pushable(call.op, state)
                 parts[group.key] = Part(state, [arrays.read(array) for array in group.arrays])
-            for group in groups(key, out, call.op) if pulls else []:
+                parts[group.key].outs = group.arrays if in_place else []
+            for group in groups(key, out, call.op) if pulls and not in_place else []:
                 state = self._match(group, call.op)
-                for array in group.arrays:
-                    arrays.check_writable(array)
                 parts.setdefault(group.key, Part(state, [])).outs = group.arrays
+            for part in parts.values():
+                for array in part.outs:
+                    arrays.check_writable(array)
             for part in parts.values():
                 self._engine.raise_pending(part.state.sent)
                 self._engine.raise_pending(part.state.value)
@@ -259,11 +261,14 @@ class StoreCore:
     def _match(self, group: Group, op: str) -> KeyState:
         self._check_kind([group], op)
         state = self._keys.get(group.key)
-        where = f"{op} of key {group.key!r} on worker {self.rank}"
         if state is None:
-            raise KeyNotInitializedError(f"{where}: the key was never initialised; call kv.init on all workers first")
+            raise KeyNotInitializedError(
+                f"{op} of key {group.key!r} on worker {self.rank}: the key was never initialised; "
+                "call kv.init on all workers first"
+            )
         for array in group.arrays:
-            check_array(array, state.shape, state.dtype, where)
+            if array.shape != state.shape or arrays.dtype_of(array) != state.dtype:
+                check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
         return state
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:

@@ -221,15 +221,22 @@ def _copy_to_host(vector: Vector, out: Buffer) -> None:
 
 def _choose_direct(bucket: Sequence[Part]) -> None:
     """Set each part's ``direct``: contiguous host memory, of which no other part of the bucket is still to be read."""
-    sources = np.array([
-        (place, vector.address, vector.address + vector.nbytes)
-        for place, part in enumerate(bucket) for vector in part.vectors if vector.on_host and len(bucket) > 1
-    ], np.int64).reshape(-1, 3)  # fmt: skip
-    for place, part in enumerate(bucket):
-        others = sources[sources[:, 0] != place]
-        for out in part.outs:
-            vector = arrays.memory_of(out)
-            if vector is not None:
-                start, stop = vector.address, vector.address + vector.nbytes
-                if not ((others[:, 1] < stop) & (others[:, 2] > start)).any():
-                    part.direct[id(out)] = vector.buffer
+    outs = [
+        (place, id(out), vector)
+        for place, part in enumerate(bucket) for out in part.outs if (vector := arrays.memory_of(out)) is not None
+    ]  # fmt: skip
+    sources = [(place, vector) for place, part in enumerate(bucket) for vector in part.vectors if vector.on_host]
+    free = np.ones(len(outs), bool)
+    if len(bucket) > 1:
+        owner, start, stop = _ranges(sources)
+        mine, first, last = _ranges([(place, vector) for place, _, vector in outs])[:, :, None]
+        free = ~((start < last) & (stop > first) & (owner != mine)).any(axis=1)
+    for (place, name, vector), is_free in zip(outs, free.tolist(), strict=True):
+        if is_free:
+            bucket[place].direct[name] = vector.buffer
+
+
+def _ranges(found: Sequence[tuple[int, Vector]]) -> npt.NDArray[np.int64]:
+    """Places, and where the vectors begin and end in memory, shape ``(3, len(found))``."""
+    rows = [(place, vector.address, vector.address + vector.nbytes) for place, vector in found]
+    return np.array(rows, np.int64).reshape(-1, 3).T
