@@ -11,8 +11,9 @@ BENCHMARKS = {
     "allreduce": ("kvmpi.benchmarks.collectives", "sums that every rank gets, beside MPI_Allreduce, gloo and others"),
     "reduce_scatter": ("kvmpi.benchmarks.collectives", "sums of which every rank gets a segment"),
     "allgather": ("kvmpi.benchmarks.collectives", "every rank's segment on every rank"),
-    "tune": ("kvmpi.benchmarks.tune", "latencies and bandwidths, by which auto chooses, into a file"),
     "broadcast": ("kvmpi.benchmarks.collectives", "rank 0's vector on every rank"),
+    "tune": ("kvmpi.benchmarks.tune", "latencies and bandwidths, by which auto chooses, into a file"),
+    "waiting": ("kvmpi.benchmarks.waiting", "what training keeps of its speed while collectives wait"),
 }
 
 

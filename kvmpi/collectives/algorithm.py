@@ -85,12 +85,14 @@ class Act:
 class Tensor:
     """One tensor of an allreduce: ``vectors`` of shape ``(count,)`` are summed into ``out``.
 
-    ``out`` may be the first vector, and overlaps no other. ``copies`` get the result, too.
+    ``out`` may be the first vector, and overlaps no other. ``copies`` get the result, too. ``devices`` are vectors in
+    the memory of GPUs, for algorithms that say that they sum those.
     """
 
     vectors: Sequence[Buffer]
     out: Buffer
     copies: Sequence[Buffer] = ()
+    devices: Sequence[Any] = ()
 
 
 def pack(tensors: Sequence[Tensor], act: Act) -> Tensor:

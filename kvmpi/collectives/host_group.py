@@ -45,6 +45,9 @@ _OFFSET_MASK = (1 << _OWNER_SHIFT) - 1
 #: These processors keep the order of stores, and of loads, which is all that is needed here.
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
+#: Polls before a wait is taken for one that needs patience.
+_FIRST_POLLS = 32
+
 #: Gives the beginning of an error message.
 What = Callable[[], str]
 
@@ -89,9 +92,8 @@ class HostGroup:
 
     def _fence(self) -> None:
         """What was read or written before is so before what follows, as other processors see it."""
-        if not _ORDERED:
-            with self._order:  # taking and leaving a lock does that
-                pass
+        with self._order:  # taking and leaving a lock does that
+            pass
 
     # ---- where things lie
 
@@ -139,10 +141,12 @@ class HostGroup:
 
     def begin(self, deadline: Deadline, what: What) -> int:
         """A new call, in which this rank may write to its ``slot``; returns its number."""
-        self._call += 1
-        self._blocks = 0
+        last, self._call, self._blocks = self._call, self._call + 1, 0
         # The slot is that of the call before last. A rank that has begun the last one is through with it.
-        self._await(_POSTED, self.others, self._call - 1, deadline, what, "did not start the call before")
+        for words in self._words:
+            if words[_POSTED] < last:
+                self._await(_POSTED, self.others, last, deadline, what, "did not start the call before")
+                break
         return self._call
 
     def post(self, places: Sequence[int] = ()) -> None:
@@ -152,7 +156,8 @@ class HostGroup:
             mine = self._mine
             for i, place in enumerate(places, _PLACES):
                 mine[i] = place
-        self._fence()
+        if not _ORDERED:
+            self._fence()
         self._mine[_POSTED] = self._call
 
     def places_of(self, rank: int, first: int, count: int) -> list[int]:
@@ -166,18 +171,30 @@ class HostGroup:
         Raises:
             KVTimeoutError: names those that have not.
         """
-        self._await(_POSTED, ranks, self._call, deadline, what, "did not start")
+        call = self._call
+        for rank in ranks:
+            words = self._words[rank]
+            for _ in range(_FIRST_POLLS):
+                if words[_POSTED] >= call:
+                    break
+            else:
+                self._await(_POSTED, ranks, call, deadline, what, "did not start")
+                return
+        if not _ORDERED:
+            self._fence()
 
     def advance(self, num_blocks: int = 1) -> None:
         """So many more blocks of this rank's results can be read."""
-        self._fence()
+        if not _ORDERED:
+            self._fence()
         self._blocks += num_blocks
         self._mine[_PROGRESS] = (self._call << _BLOCK_BITS) + self._blocks
 
     def blocks_of(self, rank: int) -> int:
         """How many blocks of ``rank``'s results can be read."""
         call, blocks = divmod(self._words[rank][_PROGRESS], 1 << _BLOCK_BITS)
-        self._fence()
+        if not _ORDERED:
+            self._fence()
         return blocks if call == self._call else 0
 
     def await_blocks(self, rank: int, num_blocks: int, deadline: Deadline, what: What) -> None:
@@ -188,7 +205,8 @@ class HostGroup:
 
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank reads no more; return when ``wait_for`` do not either, so that what was posted is free again."""
-        self._fence()
+        if not _ORDERED:
+            self._fence()
         self._mine[_FINISHED] = self._call
         if wait_for:
             assert deadline is not None
@@ -238,7 +256,8 @@ class HostGroup:
                     late.pop()
                 else:
                     patience.pause()
-        self._fence()
+        if not _ORDERED:
+            self._fence()
 
 
 #: Of groups that are no more: what others may still read, until their pages say that they are through.

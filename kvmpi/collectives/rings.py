@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.ring import Chain, Ring, chunks_of, drive, part_of
+from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, drive, part_of
 from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
 
 
 class Rings:
-    """See ``Algorithm``. How many rings, each on an equal part of every segment, is part of the choice."""
+    """See ``Algorithm``. How many rings, each on an equal part of every segment, is part of the choice.
+
+    Vectors on devices are summed there, each ring's part on a stream of its own, while the rings before it exchange.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -24,7 +28,13 @@ class Rings:
 
     def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         packed = pack(tensors, act)
-        self._run(packed.out.size, packed.out, HostTerms(packed.vectors, dtype), act)
+        vectors, start = packed.vectors, None
+        if packed.devices:
+            from kvmpi.kernels import gpu
+
+            staged = gpu.pinned_empty(packed.out.size, dtype)
+            vectors, start = [*vectors, staged], partial(_start_sums, packed.devices, staged, dtype)
+        self._run(packed.out.size, packed.out, HostTerms(vectors, dtype), act, start=start)
         unpack(tensors, packed)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
@@ -33,19 +43,57 @@ class Rings:
     def allgather(self, out: Buffer, act: Act) -> None:
         self._run(out.size, out, None, act)
 
-    def _run(self, count: int, out: Buffer, terms: HostTerms | None, act: Act, *, gather: bool = True) -> None:
+    def _run(
+        self, count: int, out: Buffer, terms: HostTerms | None, act: Act, *, gather: bool = True,
+        start: Callable[[list[Range], int], list[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        """``start`` begins what a ring has to wait for, given its ranges and its number."""
         segments = act.segments(count)
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings = act.choice.num_rings
-        rings = [
-            Ring(
-                self._comm, self._ranks, chunks_of(part_of(segments, number, num_rings), max_chunk_count), out,
-                terms, gather=gather, base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
-            )
-            for number in range(num_rings)
-        ]  # fmt: skip
-        drive(rings, act.deadline, act.describe)
+        machines: list[Machine] = []
+        for number in range(num_rings):
+            ranges = part_of(segments, number, num_rings)
+            ring = Ring(
+                self._comm, self._ranks, chunks_of(ranges, max_chunk_count), out, terms, gather=gather,
+                base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
+            )  # fmt: skip
+            machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
+        drive(machines, act.deadline, act.describe)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]
         drive([Chain(self._comm, ranks, buffer, act.chunk_count(buffer.itemsize))], act.deadline, act.describe)
+
+
+def _start_sums(devices: Sequence[Any], staged: Buffer, dtype: str, ranges: list[Range], number: int) -> list[Any]:
+    """Sum ``ranges`` of device vectors into host memory, on a stream of ring ``number``."""
+    from kvmpi.kernels import gpu
+
+    stream = gpu.streams(devices[0].device.id, number + 1)[number]
+    return [
+        gpu.start_sum(staged[start:stop], [vector[start:stop] for vector in devices], dtype, stream=stream)
+        for start, stop in ranges
+        if start < stop
+    ]
+
+
+class _Then:
+    """A ring that begins when transfers from devices are done; meanwhile those before it travel."""
+
+    def __init__(self, transfers: list[Any], ring: Ring) -> None:
+        self._transfers, self._ring = transfers, ring
+
+    @property
+    def done(self) -> bool:
+        return not self._transfers and self._ring.done
+
+    def stuck(self) -> str:
+        return "a device did not sum its vectors" if self._transfers else self._ring.stuck()
+
+    def advance(self) -> bool:
+        moved = False
+        while self._transfers and self._transfers[0].done():
+            self._transfers.pop(0)
+            moved = True
+        return moved if self._transfers else self._ring.advance() or moved

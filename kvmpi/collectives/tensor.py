@@ -30,6 +30,7 @@ from kvmpi.trace import Recorder
 Buffer = npt.NDArray[Any]
 
 ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
+_SUMS_DEVICES = ("ring", "multi_ring")
 _SHARING = ("auto", "shared", "hierarchical")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
@@ -172,10 +173,10 @@ class Collectives:
         if shared is None or len(sources) != 1 or not source.on_host or dtype in host.HALF or not out.size:
             self.allreduce_many([(sources, out, ())], dtype, deadline, label)
             return
+        if self._broken is not None:
+            raise self._unusable()
         start_s = time.perf_counter()
         try:
-            if self._broken is not None:
-                raise self._unusable()
             shared.sum_one(
                 source.buffer,
                 out,
@@ -197,14 +198,19 @@ class Collectives:
         nbytes = sum(out.nbytes for _, out, _ in tensors)
         with self._recorder.timed("reduce", nbytes):
             self._scratch.begin()
-            found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
             if self.size == 1 or nbytes == 0:
-                for tensor in found:
-                    _sum_alone(tensor.vectors, tensor.out, dtype)
-                    for copy in tensor.copies:
-                        np.copyto(copy, tensor.out)
+                for sources, out, copies in tensors:
+                    _sum_alone(self._on_host(sources, dtype), out, dtype)
+                    for copy in copies:
+                        np.copyto(copy, out)
                 return
             algorithm, act = self._begin("allreduce", nbytes, deadline, label)
+            if len(tensors) == 1 and act.choice.algorithm in _SUMS_DEVICES:
+                sources, out, copies = tensors[0]
+                devices = [source.buffer for source in sources if not source.on_host]
+                found = [Tensor([s.buffer for s in sources if s.on_host], out, copies, devices)]
+            else:
+                found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline)
 
     def reduce_scatter(
