@@ -107,7 +107,7 @@ def costs(
         # Libraries overlap less: between hosts they reach about two thirds of the link.
         found["mpi"] = Choice("mpi", 1, 0, figures.library_s * hops + 1.5 * passes * nbytes / link + 2 * copy_s)
     if shares and num_hosts == 1:
-        meetings = 1 if nbytes <= 128 << 10 else 2.5
+        meetings = 1 if nbytes <= 256 << 10 else 2.5
         share = (size - 1) / size
         found["shared"] = Choice("shared", 1, 0, meetings * figures.meeting_s + share * (add_s + copy_s))
     if shares and num_hosts > 1:

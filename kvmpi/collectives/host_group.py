@@ -27,8 +27,8 @@ Words = npt.NDArray[np.uint64]
 #: What a rank can post for one call.
 MAX_PLACES = 4096
 #: Bytes of each of the two slots in which a rank offers small data, and of the results that all ranks share.
-SLOT_BYTES = 128 << 10
-RELAY_BYTES = 1 << 20
+SLOT_BYTES = 256 << 10
+RELAY_BYTES = 2 << 20
 _TAG_INVITE = 7
 _TAG_JOINED = 8
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
