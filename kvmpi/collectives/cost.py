@@ -1,4 +1,4 @@
-"""What each algorithm is expected to cost, and the choice of the cheapest: arithmetic on a few measured figures.
+"""What each algorithm is expected to cost: arithmetic on a few measured figures.
 
 The formulas are those of Hockney's model: a latency for each message or meeting, and bytes over bandwidth; what runs at
 the same time counts once. They need not be right to the microsecond, only right about which algorithm is cheaper.
@@ -127,14 +127,6 @@ def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float) -> i
     """The chunk size, a power of two, at which filling the pipe and handling chunks cost least together."""
     best = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s)
     return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)))
-
-
-def choose(
-    op: str, nbytes: int, hosts: tuple[int, ...], figures: Figures, *, shares: bool, has_library: bool
-) -> Choice:
-    """The cheapest of ``costs``."""
-    found = costs(op, nbytes, hosts, figures, shares=shares, has_library=has_library)
-    return min(found.values(), key=lambda choice: choice.seconds)
 
 
 def as_words(figures: Figures) -> list[float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import itertools
 import platform
 import threading
 import weakref
@@ -13,13 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives import cross_memory
-from kvmpi.collectives.arena import TOKEN_BYTES, own
-from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.arena import own
 from kvmpi.collectives.cross_memory import CrossMemory, address_of
-from kvmpi.collectives.waiting import Patience, wait_all
+from kvmpi.collectives.waiting import Patience
 from kvmpi.deadline import Deadline
-from kvmpi.errors import PeerLostError
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
@@ -29,12 +25,10 @@ MAX_PLACES = 4096
 #: Bytes of each of the two slots in which a rank offers small data, and of the results that all ranks share.
 SLOT_BYTES = 256 << 10
 RELAY_BYTES = 2 << 20
-_TAG_INVITE = 7
-_TAG_JOINED = 8
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
 _POSTED, _PROGRESS, _FINISHED, _PLACES = 0, 16, 32, 48
-_PAGE_WORDS = _PLACES + MAX_PLACES
+PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: Marks a place in an arena: whose is said by the bits below. Other places are addresses, which end below that bit.
 IN_ARENA = 1 << 63
@@ -52,7 +46,9 @@ _FIRST_POLLS = 32
 What = Callable[[], str]
 
 
-class _Peer(NamedTuple):
+class Peer(NamedTuple):
+    """One rank of a host: its page and slots, its whole arena, and its private memory, if that can be read."""
+
     words: Words
     slots: Buffer
     arena: Buffer
@@ -68,7 +64,7 @@ class HostGroup:
     ranks in the communicator.
     """
 
-    def __init__(self, members: Sequence[int], index: int, peers: list[_Peer]) -> None:
+    def __init__(self, members: Sequence[int], index: int, peers: list[Peer]) -> None:
         self.members, self.index, self.size = tuple(members), index, len(members)
         self.others = tuple((index + i) % self.size for i in range(1, self.size))
         #: Whether arrays of other ranks can be read wherever they are; else only those in an arena.
@@ -261,152 +257,21 @@ class HostGroup:
 
 
 #: Of groups that are no more: what others may still read, until their pages say that they are through.
-_retired: list[tuple[list[Words], int, list[Buffer]]] = []
+_retired: dict[int, tuple[list[Words], int, list[Buffer]]] = {}
+_numbers = itertools.count()
 
 
 def _retire(pages: list[Words], index: int, kept: list[Buffer]) -> None:
-    _retired.append((pages, index, kept))
+    _retired[next(_numbers)] = (pages, index, kept)
 
 
-def _free_retired() -> None:
-    for entry in list(_retired):
-        pages, index, _ = entry
+def free_retired() -> None:
+    """Give back what nobody reads any more."""
+    for number, (pages, index, _) in list(_retired.items()):
         if all(int(page[_FINISHED]) >= int(pages[index][_POSTED]) for page in pages):
-            try:
-                _retired.remove(entry)
-            except ValueError:
-                pass  # another thread was faster
+            _retired.pop(number, None)  # another thread may have been faster
 
 
-def form(
-    comm: Comm, ranks: Sequence[int], deadline: Deadline, label: str = "", *, attach: bool = True
-) -> HostGroup | str:
-    """Collective over ``ranks``, of one host: their group, or why there is none, which is then so on each of them.
-
-    Args:
-        label: what it is for, in error messages.
-        attach: whether to read from each other's private memory, where that is possible.
-    Raises:
-        KVTimeoutError: a rank did not take part.
-    """
-    invitation = np.zeros(8, np.uint64)
-    group: HostGroup | None = None
-    page, why_not = None, ""
-    try:
-        page, slots = _page()
-        mine = own()
-        places = [mine.address, mine.offset_of(page), mine.offset_of(slots)]
-        invitation[:] = [mine.pid, mine.fd, mine.size_bytes, *places, *mine.token]
-    except OSError as error:
-        why_not = str(error)
-    invitations = exchange(comm, ranks, invitation, _TAG_INVITE, deadline, label)
-    if page is not None:
-        try:
-            group = _join(ranks, ranks.index(comm.rank), page, slots, invitations, attach=attach)
-        except OSError as error:
-            why_not = str(error)
-    answer = np.array([group is not None, group is not None and group.attaches], np.uint64)
-    joined = exchange(comm, ranks, answer, _TAG_JOINED, deadline, label)
-    outside = [rank for rank, answer in zip(ranks, joined, strict=True) if not answer[0]]
-    if group is None or outside:
-        return why_not or f"MPI rank {outside[0]} cannot read from all others"
-    group.attaches = all(answer[1] for answer in joined)
-    return group
-
-
-#: Never used again: a rank that is done cannot know whether others have seen its last word yet.
-_pages: list[Words] = []
-
-
-def _page() -> tuple[Words, Buffer]:
-    """Zeroed counters, and slots, in this process's arena."""
-    cross_memory.admit_peers()
-    _free_retired()
-    page = own().empty(_PAGE_WORDS, np.dtype(np.uint64))
-    slots = own().empty(2 * SLOT_BYTES, np.dtype(np.uint8))
-    if page is None or slots is None:
-        raise OSError("the arena of shared memory is full")
+def clear_page(page: Words) -> None:
+    """Before the first call."""
     page[:_PLACES] = 0
-    _pages.append(page)
-    return page, slots
-
-
-def _join(
-    ranks: Sequence[int], index: int, page: Words, slots: Buffer, invitations: list[Words], *, attach: bool
-) -> HostGroup:
-    """Raises OSError: not all ranks' arenas can be mapped."""
-    peers = []
-    for peer, invitation in zip(ranks, invitations, strict=True):
-        pid, fd, size_bytes, address, first_word, first_slot = map(int, invitation[:6])
-        mapped = _mapped(pid, fd, size_bytes, invitation[6:])
-        # The same process number may mean another process, where ranks live in containers of their own.
-        if mapped is None:
-            raise OSError(f"MPI ranks {ranks[index]} and {peer} do not see the same processes")
-        memory = _attached(pid, address, invitation[6:]) if attach else None
-        if peer == ranks[index]:
-            peers.append(_Peer(page, slots, mapped, memory))
-            continue
-        words = mapped[first_word : first_word + _PAGE_WORDS * 8].view(np.uint64)
-        peers.append(_Peer(words, mapped[first_slot : first_slot + 2 * SLOT_BYTES], mapped, memory))
-    return HostGroup(ranks, index, peers)
-
-
-def _attached(pid: int, address: int, token: Words) -> CrossMemory | None:
-    """The memory of process ``pid``, if the system lets this one read there."""
-    if not cross_memory.available():
-        return None
-    memory, seen = CrossMemory(pid), np.zeros(2, np.uint64)
-    try:
-        memory.read(address, seen)
-    except (PermissionError, PeerLostError):
-        return None
-    return memory if (seen == token).all() else None
-
-
-#: Other processes' arenas, by process and token: each is mapped once, however many groups there are.
-_arenas: dict[tuple[int, bytes], Buffer] = {}
-_arenas_lock = threading.Lock()
-
-
-def _mapped(pid: int, fd: int, size_bytes: int, token: Words) -> Buffer | None:
-    """The arena of process ``pid`` as bytes; None if what is there is something else."""
-    mine = own()
-    if pid == mine.pid:
-        return mine.bytes if (mine.token == token).all() else None
-    with _arenas_lock:
-        known = _arenas.get((pid, token.tobytes()))
-        if known is not None:
-            return known
-        peer_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        try:
-            if os.fstat(peer_fd).st_size != size_bytes:
-                return None
-            mapped = np.frombuffer(mmap.mmap(peer_fd, size_bytes), np.uint8)
-        finally:
-            os.close(peer_fd)
-        if (mapped[:TOKEN_BYTES].view(np.uint64) != token).any():
-            return None
-        _arenas[pid, token.tobytes()] = mapped
-        return mapped
-
-
-def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: Deadline, label: str) -> list[Words]:
-    """Collective over ``ranks``: the words of each of them.
-
-    Raises:
-        KVTimeoutError: one of them did not take part.
-    """
-    found = {rank: mine if rank == comm.rank else np.empty_like(mine) for rank in ranks}
-    others = [rank for rank in ranks if rank != comm.rank]
-    receives = {rank: comm.irecv(found[rank], rank, tag) for rank in others}
-    sends = [comm.isend(mine, rank, tag) for rank in others]
-
-    def describe() -> str:
-        missing = ", ".join(str(rank) for rank, receive in receives.items() if not receive.test())
-        return (
-            f"{label}: finding out which ranks share a host, on MPI rank {comm.rank} of {comm.size}: "
-            f"MPI rank {missing or others} did not take part within {deadline.timeout_s:.1f} s"
-        )
-
-    wait_all([*receives.values(), *sends], deadline, describe)
-    return list(found.values())

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Figures, as_words, from_words
-from kvmpi.collectives.host_group import HostGroup, exchange, form
+from kvmpi.collectives.forming import exchange, form
+from kvmpi.collectives.host_group import HostGroup
 from kvmpi.deadline import Deadline
 
 _TAG_HOST = 9
@@ -23,17 +24,8 @@ class Layout:
 
     hosts: tuple[tuple[int, ...], ...]
 
-    @property
-    def size(self) -> int:
-        """Ranks on all hosts."""
-        return sum(map(len, self.hosts))
-
     def host_of(self, rank: int) -> int:
         return next(h for h, ranks in enumerate(self.hosts) if rank in ranks)
-
-    @property
-    def most_on_a_host(self) -> int:
-        return max(map(len, self.hosts))
 
     def describe(self) -> str:
         """For people: ``0,1 | 2,3``."""

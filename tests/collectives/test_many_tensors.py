@@ -129,9 +129,9 @@ def test_memory_of_a_group_that_is_gone_is_given_back(run_ranks: RunRanks) -> No
     for _ in range(3):
         run_ranks(3, rank_main)
         gc.collect()
-    host_group._free_retired()
+    host_group.free_retired()
     before = len(host_group._retired)
     run_ranks(3, rank_main)
     gc.collect()
-    host_group._free_retired()
+    host_group.free_retired()
     assert len(host_group._retired) <= before

@@ -13,11 +13,12 @@ from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.collectives import Collectives, arena, cross_memory, host_group
+from kvmpi.collectives import Collectives, arena, cross_memory, forming
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.cross_memory import CrossMemory, address_of
-from kvmpi.collectives.host_group import HostGroup, form
+from kvmpi.collectives.forming import form
+from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.shared import Shared
 from kvmpi.deadline import Deadline
@@ -195,8 +196,8 @@ def test_where_no_memory_is_shared_every_rank_says_so_and_the_default_sums_other
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = _Rank()
-    mapped = host_group._mapped
-    monkeypatch.setattr(host_group, "_mapped", lambda *where: None if here.rank == 2 else mapped(*where))
+    mapped = forming._mapped
+    monkeypatch.setattr(forming, "_mapped", lambda *where: None if here.rank == 2 else mapped(*where))
     count = 200_000  # large enough for the default to try it
 
     def rank_main(comm: MemoryComm) -> np.ndarray:
