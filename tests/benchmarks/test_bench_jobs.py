@@ -219,3 +219,11 @@ def test_tune_writes_what_auto_chooses_by(tmp_path: Path) -> None:
     figures = load_figures(str(path))
     assert 1e8 < figures.copy_bytes_per_s < 1e12
     assert 1e-7 < figures.meeting_s < 0.1
+
+
+def test_waiting_tells_what_training_keeps() -> None:
+    words = [sys.executable, "-m", "kvmpi", "bench", "waiting", "-n", "3", "--seconds", "0.1", "--rounds", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks on" in done.stdout
+    assert "while collectives wait" in done.stdout
