@@ -276,3 +276,42 @@ def test_after_a_failure_the_communicator_is_unusable(run_ranks: RunRanks) -> No
 
     run_ranks(3, rank_main)
     assert (own[1] == 3).all()
+
+
+@pytest.mark.parametrize("common", [False, True])
+@pytest.mark.parametrize("way", ["slots", "stage, relay", "relay", "stage", "attach"])
+def test_single_vectors_go_every_way(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, way: str, common: bool
+) -> None:
+    """Memory is used anew as soon as a call returns, while slow ranks may still be at it."""
+    from kvmpi.collectives import shared
+
+    monkeypatch.setattr(shared, "SLOT_BYTES", (256 << 10) if way == "slots" else 0)
+    monkeypatch.setattr(shared, "RELAY_BYTES", (1 << 20) if "relay" in way else 0)
+    monkeypatch.setattr(shared, "STAGE_BYTES", (1 << 20) if "stage" in way else 0)
+    size, count = 4, 30_011
+    index = np.arange(count) % 977
+    read = HostGroup.read
+
+    def slow(self: HostGroup, *where: Any) -> None:
+        time.sleep(5e-4 if self.index == 2 else 0)  # the others are long through with the call
+        read(self, *where)
+
+    monkeypatch.setattr(HostGroup, "read", slow)
+
+    def rank_main(comm: MemoryComm) -> None:
+        collectives, deadline = Collectives(comm, "shared"), Deadline(TIMEOUT_S)
+        result = collectives.shared_empty(count, "int64", deadline) if common else np.empty(count, "i8")
+        for turn in range(30):
+            own = index * (comm.rank + 1) + turn
+            out = result if common else (own if turn % 3 == 0 else result)
+            collectives.allreduce(on_host([own], "int64"), out, "int64", deadline, "test")
+            if own is not out:
+                own[:] = -1
+            if (comm.rank + turn) % size == 0:
+                time.sleep(1e-3)
+            np.testing.assert_array_equal(out, 10 * index + size * turn, err_msg=f"turn {turn}, rank {comm.rank}")
+            if not common:
+                out[:] = -2
+
+    run_ranks(size, rank_main)
