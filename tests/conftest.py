@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import run_job
+from rank_threads import run_ranks  # noqa: F401 - a fixture
 
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
 

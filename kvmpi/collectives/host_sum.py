@@ -1,4 +1,4 @@
-"""The sum of all vectors of all ranks of a host, each read from where it lies when it is added."""
+"""Sums over the ranks of a host: who sums which pieces, out of vectors read where they lie, and who copies results."""
 
 from __future__ import annotations
 

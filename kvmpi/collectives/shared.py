@@ -298,12 +298,14 @@ def _quiet_context() -> Callable[..., Any]:
 
     Entering a context takes an eighth of the time that ``np.errstate`` takes to make one.
     """
-    context = contextvars.Context()
+    context, before = contextvars.Context(), np.geterr()
     context.run(np.seterr, all="ignore")
-    if context.run(np.geterr)["over"] == "ignore" != np.geterr()["over"]:
+    kept_by_context = np.geterr() == before and context.run(np.geterr)["over"] == "ignore"
+    np.seterr(**before)  # older NumPy keeps this by thread, and has changed the caller's
+    if kept_by_context:
         return context.run
 
-    def run(function: Callable[..., Any], *arguments: Any) -> Any:  # older NumPy keeps this by thread
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
         with np.errstate(all="ignore"):
             return function(*arguments)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmpi.arrays import Vector
 from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, roll_call, verdict
-from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor
+from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures, costs
 from kvmpi.collectives.hierarchical import Hierarchical
@@ -89,12 +89,7 @@ class Collectives:
     def empty(self, count: int, dtype: str) -> Buffer:
         """Uninitialised host memory of shape ``(count,)`` in storage dtype, which other ranks can read directly."""
         if self.size > 1 and self._algorithm in _SHARING:
-            try:
-                found = arena.own().empty(count, host.STORAGE[dtype])
-            except OSError:
-                found = None  # ordinary memory will do
-            if found is not None:
-                return found
+            return shared_bytes(count * host.STORAGE[dtype].itemsize).view(host.STORAGE[dtype])
         return host.empty(count, dtype)
 
     def shared_empty(self, count: int, dtype: str, deadline: Deadline) -> Buffer:
@@ -136,12 +131,15 @@ class Collectives:
 
     # ---- before and after the collectives
 
-    def agree(self, call: Call, deadline: Deadline) -> None:
-        """Return when every rank has made the same call; raises what ``agreement.verdict`` returns or raises."""
+    def agree(self, call: Call, deadline: Deadline, settings: str = "") -> None:
+        """Return when every rank has made the same call; raises what ``agreement.verdict`` returns or raises.
+
+        ``settings`` are the caller's that must be equal on all ranks, too.
+        """
         settings = (
             f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_NUM_RINGS={self._num_rings} "
-            f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes}"
-        )
+            f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
+        ).strip()
         with self._recorder.timed("wait"):
             error = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
         if error is not None:
@@ -295,7 +293,7 @@ class Collectives:
             return Naive(self._comm)
         if name == "mpi" and self._comm.has_collectives:
             return Library(self._comm)
-        where = f"{label}: allreduce algorithm {name!r}"
+        where = f"{label}: algorithm {name!r}"
         if name == "mpi":
             raise UnsupportedError(f"{where} needs an MPI communicator")
         if name == "nccl":

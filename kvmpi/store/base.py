@@ -150,10 +150,11 @@ class KVStore(StoreCore, ABC):
         return self._complete(self._start_pushpull(parts, call), call)
 
     def view(self, key: Any) -> Any:
-        """The stored value itself, read-only: what ``pull`` would copy, for stores that hold values in the workers.
+        """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.
 
         It keeps its value until this worker's next push, pushpull or load of the key, or the store's end; what it holds
-        from then on is undefined. Workers of one host may share its memory. NumPy's array, torch's for a torch key.
+        from then on is undefined. Workers of one host may share its memory: nobody may write there. NumPy's array is
+        read-only; torch's, for a torch key, cannot be.
 
         Raises:
             KeyNotInitializedError: there is no such key.

@@ -219,7 +219,7 @@ class StoreCore:
 
         def run(cause: BaseException | None) -> None:
             try:
-                self._reduce.agree(signature, call.deadline)
+                self._reduce.agree(signature, call.deadline, f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}")
             except BaseException as error:
                 call.error = error
                 raise

@@ -159,9 +159,10 @@ class ReplicatedStore(KVStore):
         if state is None:
             raise KeyNotInitializedError(f"view of key {key!r} on worker {self.rank}: the key was never initialised")
         self._engine.push(lambda: None, reads=[state.value], lane="inline", name=f"view of key {key!r}").wait()
-        value = self._replicas[state.key].value.view()
-        value.flags.writeable = False
-        return arrays.wrap(value, state.shape, state.dtype, state.library)
+        value = arrays.wrap(self._replicas[state.key].value.view(), state.shape, state.dtype, state.library)
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        return value
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         def run() -> None:

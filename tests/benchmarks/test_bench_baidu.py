@@ -14,7 +14,7 @@ SEED = 23
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 1000, 4097])
 @pytest.mark.parametrize("num_vectors", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_vector_gets_the_sum_of_all(run_threads, size, num_vectors, count):
+def test_every_vector_gets_the_sum_of_all(run_ranks, size, num_vectors, count):
     vectors = np.random.default_rng([SEED, size, num_vectors, count]).standard_normal((size, num_vectors, count), "f4")
 
     def rank_main(comm):
@@ -25,7 +25,7 @@ def test_every_vector_gets_the_sum_of_all(run_threads, size, num_vectors, count)
         np.testing.assert_array_equal(mine, vectors[comm.rank], err_msg="an input was changed")
         return ring.outs
 
-    outs = [out for of_rank in run_threads(size, rank_main) for out in of_rank]
+    outs = [out for of_rank in run_ranks(size, rank_main) for out in of_rank]
     terms = vectors.reshape(size * num_vectors, count).astype("f8")
     bound = len(terms) * np.finfo("f4").eps * np.abs(terms).sum(axis=0)
     assert len(outs) == size * num_vectors
@@ -34,7 +34,7 @@ def test_every_vector_gets_the_sum_of_all(run_threads, size, num_vectors, count)
         np.testing.assert_array_equal(out, outs[0], err_msg=f"member {member} disagrees with member 0")
 
 
-def test_half_types_are_added_as_numbers(run_threads):
+def test_half_types_are_added_as_numbers(run_ranks):
     bits = np.full(7, 0x3F80, "u2")  # 1.0 as bfloat16
 
     def rank_main(comm):
@@ -42,5 +42,5 @@ def test_half_types_are_added_as_numbers(run_threads):
         ring.allreduce([bits], Deadline(20.0))
         return ring.outs[0]
 
-    for out in run_threads(3, rank_main):
+    for out in run_ranks(3, rank_main):
         np.testing.assert_array_equal(out, np.full(7, 0x4040, "u2"))  # 3.0

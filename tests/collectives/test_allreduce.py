@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmpi import collectives
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Collectives, SoloComm
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.collectives.waiting import wait_all
+from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
@@ -213,6 +216,11 @@ def test_mpi_needs_mpi(run_ranks: RunRanks) -> None:
 
     for error in run_ranks(2, rank_main, errors=True):
         assert isinstance(error, UnsupportedError)
+
+
+def test_the_settings_know_every_algorithm() -> None:
+    (setting,) = [f for f in fields(Config) if f.name == "allreduce"]
+    assert setting.metadata["choices"] == collectives.ALGORITHMS
 
 
 def test_unknown_algorithm_is_refused() -> None:

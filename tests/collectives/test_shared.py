@@ -315,3 +315,18 @@ def test_single_vectors_go_every_way(
                 out[:] = -2
 
     run_ranks(size, rank_main)
+
+
+def test_small_sums_leave_the_callers_error_state_alone(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        with np.errstate(over="raise", invalid="raise"):
+            before, out = np.geterr(), np.empty(2, "f4")
+            collectives = Collectives(comm, "shared")
+            own = np.array([3e38, np.inf if comm.rank else -np.inf], "f4")
+            for _ in range(3):
+                collectives.allreduce(on_host([own], "float32"), out, "float32", Deadline(TIMEOUT_S), "test")
+            assert np.isinf(out[0])
+            assert np.isnan(out[1])
+            assert np.geterr() == before
+
+    run_ranks(2, rank_main)
