@@ -30,6 +30,7 @@ class Config:
     num_workers: int = _setting(1, "workers in the job; set by the launcher")
     num_clients: int = _setting(1, "clients in the job; set by the launcher")
     num_servers: int = _setting(0, "servers in the job; set by the launcher")
+    replicas: int = _setting(0, "further servers that hold each part of the values; set by the launcher (--replicas)")
     scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT; set by the launcher")
     ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
@@ -85,6 +86,8 @@ class Config:
             raise ConfigError(f"KVMPI_RING_CHUNK_BYTES={self.ring_chunk_bytes}: must not be negative")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
+        if self.replicas < 0:
+            raise ConfigError(f"KVMPI_REPLICAS={self.replicas}: must not be negative")
         if self.chunk_bytes > self.max_message_bytes:
             raise ConfigError(
                 f"KVMPI_CHUNK_BYTES={self.chunk_bytes} is above KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}"

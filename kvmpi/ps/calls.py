@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvmpi.errors import ConfigError, ProtocolError
+from kvmpi.wire.entries import CallsState, RuleInForce
 
 
 class SharedCalls:
@@ -37,6 +38,10 @@ class SharedCalls:
             )
         return True
 
+    def made_by(self, client: int) -> int:
+        """How many of the calls ``client`` has made."""
+        return self._seen.get(client, 0)
+
     def note(self, client: int, ordinal: int, call: Any, clients: Iterable[int]) -> None:
         """``client`` has made this call, which is valid. ``clients`` are those of whom more calls are expected."""
         if ordinal > self._made:
@@ -46,3 +51,12 @@ class SharedCalls:
         done = min((self._seen.get(other, 0) for other in clients), default=ordinal)
         for number in [number for number in self._calls if number <= done]:
             del self._calls[number]
+
+    def dump(self, pack: Callable[[Any], RuleInForce]) -> CallsState:
+        """All of it, for ``restore``; ``pack`` makes an entry of a call."""
+        return CallsState(self._made, [(number, pack(call)) for number, call in self._calls.items()], dict(self._seen))
+
+    def restore(self, state: CallsState, unpack: Callable[[RuleInForce], Any]) -> None:
+        """Be as ``dump`` has described it."""
+        self._made, self._seen = state.made, dict(state.seen)
+        self._calls = {number: unpack(call) for number, call in state.open}

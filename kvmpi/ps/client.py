@@ -20,9 +20,10 @@ from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.machine import host_name
 from kvmpi.ps import codec, placement
+from kvmpi.ps.chains import PARTS_PER_SERVER, part_of
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
-from kvmpi.ps.session import SCHEDULER, Ask, Operation
+from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
@@ -43,9 +44,14 @@ class KeyLayout:
     shape: tuple[int, ...]
     dtype: str
     chunks: list[placement.Part]
+    digest: int = 0
     steps: int = 0
     seen_version: int = 0
     pushing: bool = False
+
+    def part(self, chunk: int) -> int:
+        """The part of the values to which a chunk belongs."""
+        return part_of(self.chunks[chunk].server, self.digest + chunk)
 
 
 @dataclass(slots=True)
@@ -80,7 +86,7 @@ class PsClient:
         self._before_last_keys: tuple[frozenset[Key], placement.Placement] | None = None
         self._codec = codec.get("none")
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
-        self._num_joined = 0
+        self._num_parts = 0
         self.clock = 0
 
     # ---- life
@@ -104,40 +110,31 @@ class PsClient:
     def register(self, incarnation: int, deadline: Deadline) -> Work:
         """Join at the scheduler; done when all servers are there and connected to."""
 
-        def on_roster(message: Message, payloads: list[memoryview]) -> None:
-            if not isinstance(message, m.Roster) or len(message.hosts) != len(message.endpoints):
-                raise ProtocolError(f"expected a roster of servers, got {type(message).__name__}")
-            if len(message.hosts) != self._config.num_servers:
+        def on_view(message: Message, payloads: list[memoryview]) -> None:
+            if not isinstance(message, m.View):
+                raise ProtocolError(f"expected a view of the job, got {type(message).__name__}")
+            self._num_parts = len(message.chains)
+            if self._num_parts != self._config.num_servers * PARTS_PER_SERVER:
+                known = self._num_parts // PARTS_PER_SERVER
                 raise ConfigError(
-                    f"the scheduler knows {len(message.hosts)} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
+                    f"the scheduler knows {known} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
                 )
-            pairs = zip(message.hosts, message.endpoints, strict=True)
-            self._link.join_servers([self._choose(server_host, names) for server_host, names in pairs])
-            self._num_joined = len(message.hosts)
+            self._link.join()
 
         fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])
-        ask = Ask(SCHEDULER, m.Register, fields, on_reply=on_roster)
+        ask = Ask(SCHEDULER, m.Register, fields, on_reply=on_view)
         return self._start(f"client {self._client} joins the job at {self._config.scheduler}", [ask], deadline)
 
     def open_sessions(self, incarnation: int, deadline: Deadline) -> Work:
         """Say to every server who this is."""
         hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
-        asks = [Ask(server, m.Hello, hello) for server in range(self._num_joined)]
+        asks = [Ask(server, m.Hello, hello) for server in self._link.servers]
         return self._start(f"client {self._client} opens its sessions", asks, deadline)
-
-    def _choose(self, server_host: str, endpoints: Sequence[str]) -> str:
-        ipc = [endpoint for endpoint in endpoints if endpoint.startswith("ipc://")]
-        tcp = [endpoint for endpoint in endpoints if endpoint.startswith("tcp://")]
-        if ipc and self._config.transport != "tcp" and server_host == host_name():
-            return ipc[0]
-        if not tcp and not ipc:
-            raise ProtocolError(f"a server on {server_host} has no endpoint")
-        return (tcp or ipc)[0]
 
     def close(self, deadline: Deadline) -> None:
         """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
         if self._link.is_open:
-            asks = [*(Ask(server, m.Bye, ()) for server in range(self._num_joined)), Ask(SCHEDULER, m.Leave, ())]
+            asks = [*(Ask(server, m.Bye, ()) for server in self._link.servers), Ask(SCHEDULER, m.Leave, ())]
             short = Deadline(min(deadline.remaining_s(), _GOODBYE_S))
             self._link.stop_heartbeats()
             try:
@@ -164,7 +161,9 @@ class PsClient:
             # A rule's state is kept in the accumulation dtype: its frames must not be too large to travel either.
             widened = DTYPES[host.ACCUMULATE[dtype]].itemsize
             limit = min(self._config.chunk_bytes, self._config.max_message_bytes * size.itemsize // widened)
-            self._layouts[key] = KeyLayout(shape, dtype, placement.cut(parts, size.itemsize, limit))
+            self._layouts[key] = KeyLayout(
+                shape, dtype, placement.cut(parts, size.itemsize, limit), placement.digest(key)
+            )
 
     def forget_keys(self, keys: Sequence[Key]) -> None:
         """Undo ``add_keys`` of keys whose ``init`` failed."""
@@ -180,12 +179,13 @@ class PsClient:
         layout = self._layouts[key]
         asks = []
         for i, chunk in enumerate(layout.chunks):
-            fields = (key, i, len(layout.chunks), chunk.stop - chunk.start, list(layout.shape), layout.dtype)
+            part = layout.part(i)
+            fields = (key, i, len(layout.chunks), chunk.stop - chunk.start, list(layout.shape), layout.dtype, part)
             if value is None:
-                asks.append(Ask(chunk.server, m.Init, fields))
+                asks.append(_about(part, m.Init, fields))
             else:
-                part = value[chunk.start : chunk.stop]
-                asks.append(Ask(chunk.server, m.Init, fields, payloads=_one(part), cost_bytes=part.nbytes))
+                piece = value[chunk.start : chunk.stop]
+                asks.append(_about(part, m.Init, fields, payloads=_one(piece), cost_bytes=piece.nbytes))
         return self._start(self._label("init", key), asks, deadline)
 
     def set_codec(self, name: str) -> None:
@@ -224,14 +224,14 @@ class PsClient:
         step = layout.steps + 1
         asks = []
         for i, chunk in enumerate(layout.chunks):
-            part = value[chunk.start : chunk.stop]
+            piece, part = value[chunk.start : chunk.stop], layout.part(i)
             asks.append(
-                Ask(
-                    chunk.server,
+                _about(
+                    part,
                     m.Push,
-                    (key, i, step, name, out is not None, on_accepted is not None),
-                    cost_bytes=part.nbytes,
-                    payloads=lambda part=part: (encode(part, dtype),),  # type: ignore[misc]
+                    (key, i, step, name, out is not None, on_accepted is not None, part),
+                    cost_bytes=piece.nbytes,
+                    payloads=lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
                     on_reply=self._on_value(layout, i, out, pushed=True),
                 )
             )
@@ -251,8 +251,8 @@ class PsClient:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
         layout = self._layouts[key]
         asks = [
-            Ask(
-                chunk.server, m.Pull, (key, i, layout.steps), reads=True,
+            _about(
+                layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
                 cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
                 on_reply=self._on_value(layout, i, out, pushed=False),
             )
@@ -306,7 +306,7 @@ class PsClient:
         self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
     ) -> Work:
         ordinal, settle = self._next_ordinal(counts)
-        asks = [Ask(server, kind, (ordinal, *fields)) for server in range(self._num_joined)]
+        asks = [_about(part, kind, (ordinal, *fields, part)) for part in range(self._num_parts)]
         return self._start(f"{name} on client {self._client}", asks, deadline, settle=settle)
 
     def _next_ordinal(self, counts: str) -> tuple[int, Settle]:
@@ -345,8 +345,10 @@ class PsClient:
 
         itemsize = DTYPES[layout.dtype].itemsize
         asks = [
-            Ask(chunk.server, m.GetState, (key, i), reads=True, cost_bytes=(chunk.stop - chunk.start) * itemsize,
-                on_reply=keep(saved[i]))
+            _about(
+                layout.part(i), m.GetState, (key, i, layout.part(i)), reads=True,
+                cost_bytes=(chunk.stop - chunk.start) * itemsize, on_reply=keep(saved[i]),
+            )
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
         return self._start(self._label("save", key), asks, deadline), saved
@@ -356,10 +358,10 @@ class PsClient:
         layout = self._layouts[key]
         asks = []
         for i, chunk in enumerate(layout.chunks):
-            parts = [array[chunk.start : chunk.stop] for array in arrays.values()]
-            fields = (key, i, updates, list(arrays))
-            size = sum(part.nbytes for part in parts)
-            asks.append(Ask(chunk.server, m.PutState, fields, payloads=_all(parts), cost_bytes=size))
+            pieces = [array[chunk.start : chunk.stop] for array in arrays.values()]
+            fields = (key, i, updates, list(arrays), layout.part(i))
+            size = sum(piece.nbytes for piece in pieces)
+            asks.append(_about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
         return self._start(self._label("load", key), asks, deadline)
 
     # ---- commands to the scheduler
@@ -406,6 +408,11 @@ class PsClient:
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
         self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
         return work
+
+
+def _about(part: int, kind: type[Message], fields: tuple[Any, ...], **how: Any) -> Ask:
+    """A request about a part, for whichever server answers for that."""
+    return Ask(NOWHERE, kind, fields, part=part, **how)
 
 
 def _one(part: Buffer) -> Callable[[], Sequence[Buffer]]:

@@ -12,7 +12,8 @@ from typing import Any
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, ServerLostError
 from kvmpi.machine import host_name
-from kvmpi.ps.reply import Reply, failure
+from kvmpi.ps.link import choose
+from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, keep_large_buffers
@@ -21,6 +22,7 @@ from kvmpi.wire import messages as m
 #: Messages taken from one socket before others, and the clock, get their turn.
 _BATCH = 16
 _POLL_S = 0.2
+_TICK_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._state = SchedulerState(config.num_servers, config.heartbeat_timeout_s)
+        self._state = SchedulerState(config.num_servers, config.heartbeat_timeout_s, config.replicas)
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
@@ -95,6 +97,11 @@ class ServerDaemon(Daemon):
         super().__init__(config)
         self._rank = rank
         self._state = ServerState(rank)
+        # Connections to other servers, made when there is something to send, and where they are.
+        self._others: dict[int, Connection] = {}
+        self._found: dict[int, m.ServerInfo] = {}
+        self._incarnations: dict[int, int] = {}
+        self._readiness_changed = False
 
     def run(self, context: Context[Any], on_listening: Callable[[], None] = lambda: None) -> None:
         """Serve until stopped. ``on_listening`` is called when clients can connect.
@@ -109,6 +116,7 @@ class ServerDaemon(Daemon):
             except ImportError as error:
                 raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
         keep_large_buffers(32 << 20)
+        self._context = context
         scheduler = Connection(context, self._config.scheduler, self._config.max_message_bytes)
         listener = Listener(context, self._config.max_message_bytes)
         try:
@@ -118,6 +126,8 @@ class ServerDaemon(Daemon):
         finally:
             listener.close()
             scheduler.close()
+            for other in self._others.values():
+                other.close()
             self._waker.close()
 
     def _listen(self, listener: Listener) -> None:
@@ -133,26 +143,69 @@ class ServerDaemon(Daemon):
             1, "server", self._rank, -1, self._config.num_servers, incarnation, host_name(), listener.endpoints
         )
         scheduler.send(register)
-        readiness = Readiness([listener, scheduler, self._waker])
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
+        next_tick_s = 0.0
+        readiness: Readiness | None = None
         while not self._stopped:
+            if self._readiness_changed or readiness is None:
+                readiness = Readiness([listener, scheduler, self._waker, *self._others.values()])
+                self._readiness_changed = False
             ready = readiness.wait(_POLL_S)
+            now_s = time.monotonic()
             if self._waker in ready:
                 self._waker.clear()
+            while scheduler in ready and (notice := scheduler.recv()) is not None:
+                self._hear(listener, notice[0], now_s)
             for _ in range(_BATCH if listener in ready else 0):
                 received = listener.recv()
                 if received is None:
                     break
-                self._send(listener, self._state.handle(*received))
-            while scheduler in ready and (notice := scheduler.recv()) is not None:
-                self._hear(listener, notice[0])
-            now_s = time.monotonic()
+                self._dispatch(listener, self._state.handle(*received, now_s))
+            for server in [server for server, other in self._others.items() if other in ready]:
+                self._hear_other(listener, server, now_s)
+            if now_s >= next_tick_s:
+                self._dispatch(listener, self._state.tick(now_s))
+                for report in self._state.reports():
+                    scheduler.send(report)
+                next_tick_s = now_s + _TICK_S
             if now_s >= next_heartbeat_s:
-                scheduler.send(m.Heartbeat(0))
+                scheduler.send(m.Heartbeat(0, self._state.epoch))
                 next_heartbeat_s = now_s + self._config.heartbeat_s
 
-    def _hear(self, listener: Listener, message: m.Message) -> None:
+    def _hear(self, listener: Listener, message: m.Message, now_s: float) -> None:
         if isinstance(message, m.Failure):
             raise ServerLostError(f"server {self._rank} is out of the job: {message.text}")
-        if isinstance(message, m.Lost):
-            self._send(listener, self._state.lose(message))
+        if isinstance(message, m.View) and message.epoch > self._state.epoch:
+            self._connect(message)
+            self._dispatch(listener, self._state.adopt(message, now_s))
+
+    def _hear_other(self, listener: Listener, server: int, now_s: float) -> None:
+        for _ in range(_BATCH):
+            received = self._others[server].recv() if server in self._others else None
+            if received is None:
+                return
+            self._dispatch(listener, self._state.hear(server, received[0], now_s))
+
+    def _connect(self, view: m.View) -> None:
+        """Have no connection to a server that is gone, or was started again; those that are needed come by use."""
+        self._found = {info.rank: info for info in view.servers}
+        for server in list(self._others):
+            if server not in self._found or self._incarnations[server] != self._found[server].incarnation:
+                self._others.pop(server).close()
+                self._readiness_changed = True
+
+    def _dispatch(self, listener: Listener, outgoing: Sequence[Outgoing]) -> None:
+        self._send(listener, [reply for reply in outgoing if isinstance(reply, Reply)])
+        for forward in outgoing:
+            if isinstance(forward, Forward) and forward.server in self._found:
+                self._other(forward.server).send(forward.message, forward.payloads)
+
+    def _other(self, server: int) -> Connection:
+        """The connection to another server."""
+        if server not in self._others:
+            info = self._found[server]
+            endpoint = choose(info, self._config)
+            self._others[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
+            self._incarnations[server] = info.incarnation
+            self._readiness_changed = True
+        return self._others[server]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
+from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
 from kvmpi.wire import Connection, Readiness, Waker, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
@@ -35,8 +36,10 @@ class Link:
         self._inbox: deque[tuple[Operation, Sequence[Ask], int]] = deque()
         self._waker = Waker()
         self._connections: dict[int, Connection] = {}
+        self._incarnations: dict[int, int] = {}
         self._readiness: Readiness | None = None
         self._joined = False
+        self._epoch = -1
         self._stop = False
         self._failed: KVError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
@@ -51,17 +54,27 @@ class Link:
         self._context = new_context()
         self._thread.start()
 
-    def join_servers(self, endpoints: Sequence[str]) -> None:
-        """Connect to every server and begin with heartbeats. Only to be called in this link's thread, by a reply.
-
-        Raises:
-            ConfigError: an endpoint is malformed.
-        """
-        for server, endpoint in enumerate(endpoints):
-            if server not in self._connections:
-                self._connections[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
-        self._readiness = None
+    def join(self) -> None:
+        """Begin with heartbeats: the scheduler knows this client."""
         self._joined = True
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers that are in the job."""
+        return self._session.servers
+
+    def _connect(self, view: m.View) -> None:
+        """Have a connection to every server of a view, and to no other."""
+        found = {info.rank: info for info in view.servers}
+        for server in [server for server in self._connections if server != SCHEDULER]:
+            if server not in found or self._incarnations[server] != found[server].incarnation:
+                self._connections.pop(server).close()
+        for server, info in found.items():
+            if server not in self._connections:
+                endpoint = choose(info, self._config)
+                self._connections[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
+                self._incarnations[server] = info.incarnation
+        self._readiness = None
 
     def stop_heartbeats(self) -> None:
         """This client is about to leave: the scheduler would take a later sign of life for a stranger's."""
@@ -136,7 +149,8 @@ class Link:
             idle_s = max(_TICK_S, next_heartbeat_s - self.now_s()) if self._session.idle else _TICK_S
             for source in self._readiness.wait(idle_s):
                 if isinstance(source, Connection):
-                    self._receive(source)
+                    if source in self._connections.values():  # a view may have ended it just now
+                        self._receive(source)
                 else:
                     self._waker.clear()
             now_s = self.now_s()
@@ -146,7 +160,7 @@ class Link:
             if now_s >= next_heartbeat_s:
                 next_heartbeat_s = now_s + self._config.heartbeat_s
                 if self._joined:
-                    scheduler.send(m.Heartbeat(self._clock()))
+                    scheduler.send(m.Heartbeat(self._clock(), self._epoch))
 
     def _receive(self, connection: Connection) -> None:
         for _ in range(_BATCH):
@@ -158,12 +172,33 @@ class Link:
                 continue
             if received is None:
                 return
+            message = received[0]
+            if isinstance(message, m.View) and message.epoch > self._epoch:
+                self._epoch = message.epoch
+                self._connect(message)
             self._session.receive(*received)
             self._pump()
 
     def _pump(self) -> None:
         for peer, message, payloads in self._session.sendable(self.now_s()):
+            if peer not in self._connections:
+                continue  # it is gone; whoever answers in its place is asked when the session knows
             try:
                 self._connections[peer].send(message, payloads)
             except ProtocolError as error:
                 self._session.reject(getattr(message, "request", -1), error)
+
+
+def choose(server: m.ServerInfo, config: Config) -> str:
+    """The endpoint to take of a server: a Unix socket if it is on this host and nothing else is asked for.
+
+    Raises:
+        ProtocolError: it has none.
+    """
+    ipc = [endpoint for endpoint in server.endpoints if endpoint.startswith("ipc://")]
+    tcp = [endpoint for endpoint in server.endpoints if endpoint.startswith("tcp://")]
+    if ipc and config.transport != "tcp" and server.host == host_name():
+        return ipc[0]
+    if not tcp and not ipc:
+        raise ProtocolError(f"server {server.rank} on {server.host} has no endpoint")
+    return (tcp or ipc)[0]

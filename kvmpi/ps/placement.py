@@ -85,9 +85,13 @@ def create(name: str, num_servers: int) -> Placement:
     return _PLACEMENTS[name](num_servers)
 
 
+def digest(key: Key) -> int:
+    """A number that depends on the key alone, and is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
 def _hashed(key: Key, num_servers: int) -> int:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % num_servers
+    return digest(key) % num_servers
 
 
 def _whole(server: int, size: KeySize) -> list[Part]:

@@ -1,4 +1,4 @@
-"""What a state machine answers: a message and where it goes."""
+"""What a state machine sends: a message and where it goes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ class Reply(NamedTuple):
     route: bytes
     message: Message
     payloads: tuple[npt.NDArray[Any], ...] = ()
+
+
+class Forward(NamedTuple):
+    """A message to send to another server."""
+
+    server: int
+    message: Message
+    payloads: tuple[npt.NDArray[Any], ...] = ()
+
+
+Outgoing = Reply | Forward
 
 
 def failure(route: bytes, request: int, error: Exception, *, used: bool = False) -> Reply:

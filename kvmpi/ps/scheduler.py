@@ -1,4 +1,4 @@
-"""The scheduler as a state machine without I/O: membership, the roster of servers, barriers, heartbeats."""
+"""The scheduler as a state machine without I/O: who is in the job, who holds what, barriers, heartbeats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.ps.chains import Chains
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import Message
@@ -17,7 +18,7 @@ _log = logging.getLogger(__name__)
 MemberName = tuple[str, int, int]
 """(role, store, rank); servers belong to store -1."""
 
-#: A roster of all servers' endpoints must fit into one header.
+#: A view with all servers' endpoints must fit into one header.
 _MAX_ENDPOINT_BYTES = 1000
 _CLOSED = "has closed the store"
 
@@ -46,16 +47,24 @@ class SchedulerState:
     """What the scheduler knows.
 
     Args:
-        num_servers: the roster is complete with so many.
+        num_servers: the job begins when so many are there.
         heartbeat_timeout_s: a member that is silent for longer is lost.
+        replicas: how many servers more than one are to hold each part of the values.
+    Raises:
+        ConfigError: there are too few servers for so many replicas.
     """
 
-    def __init__(self, num_servers: int, heartbeat_timeout_s: float) -> None:
-        self.num_servers, self.heartbeat_timeout_s = num_servers, heartbeat_timeout_s
+    def __init__(self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0) -> None:
+        if replicas and replicas >= num_servers:
+            raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
+        self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
         self.members: dict[MemberName, Member] = {}
+        self.epoch = 0
+        self._chains: Chains | None = None  # until all servers are there
         self._names: dict[bytes, MemberName] = {}
         self._stores: dict[int, _Store] = {}
-        self._waiting_for_roster: dict[bytes, int] = {}
+        self._lost: dict[tuple[int, int], m.Lost] = {}
+        self._waiting_for_view: dict[bytes, int] = {}
         self.rejected = 0
 
     def handle(self, route: bytes, message: Message | ProtocolError, now_s: float) -> list[Reply]:
@@ -88,18 +97,26 @@ class SchedulerState:
         match message:
             case m.Heartbeat():
                 self.members[name].clock = message.clock
-                return []
+                # A view may have been lost with a connection.
+                return [Reply(route, self._view())] if message.epoch < self.epoch and self._chains is not None else []
+            case m.CaughtUp() | m.Drained() if name[0] == "server" and self._chains is not None:
+                return self._hear_of_part(name[2], message)
             case m.Barrier() if name[0] == "client":
                 return self._barrier(name, route, message)
             case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
                 self._remove(name)
+                if name[0] == "server" and self._chains is not None:
+                    self._chains.lose(name[2], f"server {name[2]} has left")
+                    return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
                 return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, _CLOSED)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
     def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
-        if message.role not in ("server", "client") or not 0 <= message.rank < message.num_members <= MAX_CLIENTS:
+        # A server may be one more than the job began with.
+        most = MAX_CLIENTS if message.role == "server" else message.num_members
+        if message.role not in ("server", "client") or not 0 <= message.rank < most <= MAX_CLIENTS:
             raise ProtocolError(
                 f"scheduler: {message.role[:20]} {message.rank} of {message.num_members} cannot register"
             )
@@ -121,21 +138,63 @@ class SchedulerState:
                     f"{store.num_clients}; all workers must create the same stores in the same order"
                 )
             store.dead.pop(message.rank, None)
+            self._lost.pop((message.store, message.rank), None)
         if old is not None:
             self._remove(name)
         self.members[name] = Member(route, message.incarnation, now_s, message.host, message.endpoints)
         self._names[route] = name
-        self._waiting_for_roster[route] = message.request
-        return self._complete_roster()
+        self._waiting_for_view[route] = message.request
+        known = old is not None and old.incarnation == message.incarnation
+        return self._welcome_server(message.rank, known=known) if message.role == "server" else self._answer_waiting()
 
-    def _complete_roster(self) -> list[Reply]:
-        servers = [self.members.get(("server", -1, rank)) for rank in range(self.num_servers)]
-        present = [server for server in servers if server is not None]
-        if len(present) < self.num_servers:
+    def _welcome_server(self, rank: int, *, known: bool) -> list[Reply]:
+        """A server is there: the last one that the job has waited for, one that was lost, or one more."""
+        if self._chains is not None:
+            if known:
+                return self._answer_waiting()
+            if rank in self._chains.alive:
+                self._chains.lose(rank, f"server {rank} was lost and started again")
+            self._chains.join(rank)
+            return self._announce()
+        if all(("server", -1, server) in self.members for server in range(self.num_servers)):
+            self._chains = Chains(self.num_servers, self.replicas)
+            return self._announce()
+        return []
+
+    def _hear_of_part(self, server: int, message: m.CaughtUp | m.Drained) -> list[Reply]:
+        assert self._chains is not None
+        if not 0 <= message.part < len(self._chains.chains):
+            raise ProtocolError(f"scheduler: server {server} speaks of part {message.part}")
+        before = self._chains.chains[message.part].version
+        heard = self._chains.caught_up if isinstance(message, m.CaughtUp) else self._chains.drained
+        heard(message.part, message.version, server)
+        return self._announce() if self._chains.chains[message.part].version > before else []
+
+    def _view(self, request: int = -1) -> m.View:
+        assert self._chains is not None
+        servers = [
+            m.ServerInfo(rank, member.incarnation, member.host, member.endpoints)
+            for (role, _, rank), member in sorted(self.members.items())
+            if role == "server"
+        ]
+        return m.View(self.epoch, self.replicas, self._chains.chains, servers, list(self._lost.values()), request)
+
+    def _answer_waiting(self) -> list[Reply]:
+        """The view for those who have just registered, if there is one."""
+        if self._chains is None:
             return []
-        hosts, endpoints = [server.host for server in present], [server.endpoints for server in present]
-        waiting, self._waiting_for_roster = self._waiting_for_roster, {}
-        return [Reply(route, m.Roster(request, hosts, endpoints)) for route, request in waiting.items()]
+        waiting, self._waiting_for_view = self._waiting_for_view, {}
+        return [Reply(route, self._view(request)) for route, request in waiting.items()]
+
+    def _announce(self) -> list[Reply]:
+        """The view has changed: everyone gets the new one."""
+        if self._chains is None:
+            return []
+        self.epoch += 1
+        waiting = self._answer_waiting()
+        told = {reply.route for reply in waiting}
+        view = self._view()
+        return [*waiting, *(Reply(member.route, view) for member in self.members.values() if member.route not in told)]
 
     def _barrier(self, name: MemberName, route: bytes, message: m.Barrier) -> list[Reply]:
         _, store_id, client = name
@@ -181,15 +240,20 @@ class SchedulerState:
         """``name`` is gone without having said so."""
         role, store, rank = name
         _log.warning("scheduler: %s %d %s", role, rank, why)
-        notice = m.Lost(role, rank, store, self.members[name].incarnation, why)
+        if role == "client":
+            self._lost[store, rank] = m.Lost(rank, store, self.members[name].incarnation, why)
+        elif self._chains is not None:
+            self._chains.lose(rank, f"server {rank} {why}")
+        route = self.members[name].route
         self._remove(name)
-        told = [Reply(member.route, notice) for member in self.members.values()]
-        return told + self._fail_barrier(name, why)
+        # It may only have been silent for long: then it has to know.
+        out = [Reply(route, m.Failure(-1, "PeerLostError", f"{role} {rank} {why}"))]
+        return [*out, *self._announce(), *self._fail_barrier(name, why)]
 
     def _remove(self, name: MemberName) -> None:
         member = self.members.pop(name)
         self._names.pop(member.route, None)
-        self._waiting_for_roster.pop(member.route, None)
+        self._waiting_for_view.pop(member.route, None)
 
     def _fail_barrier(self, name: MemberName, why: str) -> list[Reply]:
         role, store_id, rank = name
@@ -199,6 +263,7 @@ class SchedulerState:
         store.dead[rank] = why
         if len(store.dead) == store.num_clients:
             del self._stores[store_id]
+            self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []
         waiting, store.waiting = store.waiting, {}
         error = f"barrier {store.barriers_done + 1} cannot be completed, because client {rank} {why}"

@@ -1,12 +1,14 @@
-"""A server as a state machine without I/O: sessions of clients over several stores, errors that go to their cause."""
+"""A server as a state machine without I/O: sessions of clients over parts and stores, errors that go to their cause."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmpi.errors import ConfigError, KVError, ProtocolError
-from kvmpi.ps.reply import Reply, failure
+from kvmpi.ps.part import Part
+from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -15,112 +17,192 @@ _log = logging.getLogger(__name__)
 
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
+_ABOUT_PARTS = (m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState)
 
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    shard: Shard
-    client: int
-    incarnation: int
+    hello: m.Hello
+
+    @property
+    def who(self) -> tuple[int, int]:
+        return self.hello.store, self.hello.client
 
 
 class ServerState:
-    """What server ``rank`` knows. One per process; every store of the job has its own ``Shard``."""
+    """What server ``rank`` knows. One per process; every store of the job has its own ``Shard`` in every part."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._shards: dict[int, Shard] = {}
+        self.epoch = -1
+        self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._routes: dict[tuple[int, int], bytes] = {}
-        # Clients that were lost before anyone opened their store here.
-        self._early_losses: dict[int, list[m.Lost]] = {}
+        self._lost: dict[int, list[m.Lost]] = {}
         self.rejected = 0
 
-    def handle(self, route: bytes, message: Message | ProtocolError, payloads: list[memoryview]) -> list[Reply]:
-        """The replies to one message. Never raises: what is wrong with a request goes back to whoever sent it."""
-        request = getattr(message, "request", -1)
+    def handle(
+        self, route: bytes, message: Message | ProtocolError, payloads: list[memoryview], now_s: float = 0.0
+    ) -> Sequence[Outgoing]:
+        """What to send because of one message. Never raises: what is wrong with it goes back to whoever sent it."""
         try:
             if isinstance(message, ProtocolError):
                 raise message
-            if isinstance(message, m.Hello):
-                return self._hello(route, message)
-            session = self._sessions.get(route)
-            if session is None:
-                if isinstance(message, m.Bye):  # said again, because the answer was lost
-                    return [Reply(route, m.Ack(request, 0))]
-                raise ProtocolError(f"server {self.rank}: a session begins with Hello, not {type(message).__name__}")
-            replies = session.shard.handle(session.client, route, message, payloads)
-            if isinstance(message, m.Bye):
-                self._end(route, session)
-            return replies
-        except KVError as error:
-            if isinstance(error, ProtocolError):
-                self.rejected += 1
-                if self.rejected <= 10 or self.rejected % 1000 == 0:  # a flood must not fill a disk
-                    _log.warning("server %d: refused a message (%d so far): %s", self.rank, self.rejected, error)
-            return [failure(route, request, error)]
+            if isinstance(message, _ABOUT_PARTS):
+                return self._about_part(route, message, payloads, now_s)
+            match message:
+                case m.Extend() | m.Log() | m.Install():
+                    part = self.parts.get(message.part)
+                    return [] if part is None else part.follow(route, message, payloads, now_s)
+                case m.Hello():
+                    return self._hello(route, message, now_s)
+                case m.Bye():
+                    return self._bye(route, message, now_s)
+            raise ProtocolError(f"server {self.rank}: a {type(message).__name__} is no request to a server")
         except Exception as error:
-            _log.exception("server %d: a request failed", self.rank)
+            return [self._refuse(route, message, error)]
+
+    def _refuse(self, route: bytes, message: Message | ProtocolError, error: Exception) -> Reply:
+        """``error`` for whoever sent ``message``; what is worth it is logged."""
+        request = getattr(message, "request", -1)
+        if not isinstance(error, KVError):
+            _log.error("server %d: a request failed", self.rank, exc_info=error)
             text = f"server {self.rank} failed on a {type(message).__name__}: {type(error).__name__}: {error}"
-            return [failure(route, request, KVError(text))]
+            return failure(route, request, KVError(text))
+        if isinstance(error, ProtocolError):
+            self.rejected += 1
+            if self.rejected <= 10 or self.rejected % 1000 == 0:  # a flood must not fill a disk
+                _log.warning("server %d: refused a message (%d so far): %s", self.rank, self.rejected, error)
+        return failure(route, request, error)
 
-    def lose(self, lost: m.Lost) -> list[Reply]:
-        """The scheduler says that a member is gone; the replies to those who waited for it."""
-        if lost.role != "client":
+    def hear(self, server: int, message: Message, now_s: float) -> Sequence[Outgoing]:
+        """What a server after this one in a chain answers."""
+        part = self.parts.get(getattr(message, "part", -1))
+        return [] if part is None else part.hear(message, now_s)
+
+    def tick(self, now_s: float) -> Sequence[Outgoing]:
+        """Say again what may have been lost."""
+        return [outgoing for part in self.parts.values() for outgoing in part.tick(now_s)]
+
+    def reports(self) -> list[Message]:
+        """What the scheduler waits for, to be said until it has changed the view."""
+        return [message for part in self.parts.values() for message in part.report()]
+
+    # ---- the view
+
+    def adopt(self, view: m.View, now_s: float = 0.0) -> Sequence[Outgoing]:
+        """The scheduler says who is in the job."""
+        if view.epoch <= self.epoch:
             return []
-        shard = self._shards.get(lost.store)
-        if shard is None:
-            self._early_losses.setdefault(lost.store, []).append(lost)
-            return []
+        self.epoch = view.epoch
+        out: list[Outgoing] = []
+        for number, chain in enumerate(view.chains):
+            mine = self.rank in chain.members or self.rank == chain.joiner
+            if number not in self.parts and not mine:
+                continue
+            part = self.parts.setdefault(number, Part(self.rank, number))
+            answered = part.answers
+            out += part.adopt(chain, view.replicas, now_s)
+            if part.answers and not answered:
+                out += self._take_over(part, now_s)
+            if not mine:
+                del self.parts[number]
+        self._lost = {}
+        for lost in view.lost:
+            self._lost.setdefault(lost.store, []).append(lost)
+            out += self._lose(lost, now_s)
+        return out
+
+    def _take_over(self, part: Part, now_s: float) -> list[Outgoing]:
+        """This server answers for ``part`` from now on: those who are here already are to be known there too."""
+        replies: list[Reply] = []
+        for session in self._sessions.values():
+            hello = session.hello
+            replies += part.shard(hello.store, hello.mode, hello.num_clients).join(hello.client, hello.incarnation)
+        return part.hold(replies, now_s)
+
+    def _lose(self, lost: m.Lost, now_s: float) -> list[Outgoing]:
+        out: list[Outgoing] = []
+        for part in self._answering():
+            shard = part.shards.get(lost.store)
+            if shard is not None and 0 <= lost.rank < shard.num_clients:
+                out += part.hold(shard.lose(lost.rank, lost.text, lost.incarnation), now_s)
+                part.drop_deserted()
         route = self._routes.get((lost.store, lost.rank))
-        session = None if route is None else self._sessions[route]
-        if session is not None and session.incarnation > lost.incarnation:
-            return []  # this one is new, and was here before the news of its predecessor
-        replies = shard.lose(lost.rank, lost.text)
-        if route is not None and session is not None:
-            self._end(route, session)
-        else:
-            self._drop_if_deserted(shard)
-        return replies
+        if route is not None and self._sessions[route].hello.incarnation <= lost.incarnation:
+            self._end(route)
+        return out
 
-    def _hello(self, route: bytes, hello: m.Hello) -> list[Reply]:
+    def _answering(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.answers]
+
+    # ---- clients
+
+    def _about_part(self, route: bytes, message: Message, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
+        session = self._sessions.get(route)
+        if session is None:
+            raise ProtocolError(f"server {self.rank}: a session begins with Hello, not {type(message).__name__}")
+        part = self.parts.get(message.part)  # type: ignore[attr-defined]
+        if part is None or not part.answers:
+            return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
+        store, client = session.who
+        try:
+            replies = part.shards[store].handle(client, route, message, payloads)
+        except Exception as error:  # it may have changed the state before, and that is to be passed on all the same
+            replies = [self._refuse(route, message, error)]
+        return part.hold(replies, now_s)
+
+    def _hello(self, route: bytes, hello: m.Hello, now_s: float) -> list[Outgoing]:
         if not 0 <= hello.client < hello.num_clients <= MAX_CLIENTS:
             raise ProtocolError(f"server {self.rank}: client {hello.client} of {hello.num_clients} cannot be")
         here = self._sessions.get(route)
-        if here is not None and (here.shard.store, here.client) != (hello.store, hello.client):
+        if here is not None and here.who != (hello.store, hello.client):
             raise ProtocolError(
-                f"server {self.rank}: client {here.client} of store {here.shard.store} says it is "
+                f"server {self.rank}: client {here.who[1]} of store {here.who[0]} says it is "
                 f"client {hello.client} of store {hello.store}"
             )
-        shard = self._shards.get(hello.store)
-        if shard is None:
-            shard = Shard(self.rank, hello.store, hello.mode, hello.num_clients)
-            self._shards[hello.store] = shard
-            for lost in self._early_losses.pop(hello.store, []):
-                if 0 <= lost.rank < hello.num_clients:
-                    shard.lose(lost.rank, lost.text)
+        out: list[Outgoing] = []
+        refusal: KVError | None = None
+        for part in self._answering():
+            shard = self._shard_for(part, hello)
+            out += part.hold(shard.join(hello.client, hello.incarnation), now_s)
+            refusal = refusal or shard.refusal(hello.client)
+            part.drop_deserted()
+        old = self._routes.pop((hello.store, hello.client), None)
+        if old is not None:
+            del self._sessions[old]
+        if refusal is not None:
+            return [*out, failure(route, hello.request, refusal)]
+        self._routes[hello.store, hello.client] = route
+        self._sessions[route] = _Session(hello)
+        return [*out, Reply(route, m.Ack(hello.request, 0))]
+
+    def _shard_for(self, part: Part, hello: m.Hello) -> Shard:
+        new = hello.store not in part.shards
+        shard = part.shard(hello.store, hello.mode, hello.num_clients)
         if (shard.mode, shard.num_clients) != (hello.mode, hello.num_clients):
             raise ConfigError(
                 f"client {hello.client} creates a {hello.mode} store for {hello.num_clients} clients, another client "
                 f"created it {shard.mode} for {shard.num_clients}; all workers must create the same stores in the same "
                 f"order"
             )
-        replies = shard.join(hello.client, hello.incarnation)
-        old = self._routes.pop((hello.store, hello.client), None)
-        if old is not None:
-            del self._sessions[old]
-        if (refusal := shard.refusal(hello.client)) is not None:
-            self._drop_if_deserted(shard)
-            return [*replies, failure(route, hello.request, refusal)]
-        self._routes[hello.store, hello.client] = route
-        self._sessions[route] = _Session(shard, hello.client, hello.incarnation)
-        return [*replies, Reply(route, m.Ack(hello.request, 0))]
+        for lost in self._lost.get(hello.store, []) if new else []:
+            if 0 <= lost.rank < shard.num_clients:
+                shard.lose(lost.rank, lost.text)
+        return shard
 
-    def _end(self, route: bytes, session: _Session) -> None:
-        del self._sessions[route]
-        self._routes.pop((session.shard.store, session.client), None)
-        self._drop_if_deserted(session.shard)
+    def _bye(self, route: bytes, message: m.Bye, now_s: float) -> list[Outgoing]:
+        session = self._sessions.get(route)
+        out: list[Outgoing] = []
+        if session is not None:  # else it is said again, because the answer was lost
+            store, client = session.who
+            for part in self._answering():
+                if store in part.shards:
+                    out += part.hold(part.shards[store].lose(client, "has closed the store"), now_s)
+                    part.drop_deserted()
+            self._end(route)
+        return [*out, Reply(route, m.Ack(message.request, 0))]
 
-    def _drop_if_deserted(self, shard: Shard) -> None:
-        if shard.deserted:
-            self._shards.pop(shard.store, None)
+    def _end(self, route: bytes) -> None:
+        session = self._sessions.pop(route)
+        self._routes.pop(session.who, None)

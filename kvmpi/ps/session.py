@@ -3,6 +3,9 @@
 Requests to one peer leave in order of priority, then age. Two windows per peer bound what is under way: payload bytes
 that the peer has not accepted, and value bytes that it has been asked for. They are separate so that a reader who waits
 for other clients never keeps this client's own pushes from leaving, which those others wait for.
+
+A request about a part of the values goes to whichever server answers for that part, and again to the next one if that
+changes: servers know what has been done already.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ Outgoing = tuple[int, Message, Sequence[Buffer]]
 
 #: The scheduler's number among the peers; servers have theirs, from 0.
 SCHEDULER = -1
+#: Where requests go about a part for which no server answers at present.
+NOWHERE = -2
 #: After this part of an operation's time without an answer a request is repeated, to learn whom it waits for.
 _RETRY_FRACTION = 0.25
+_FOR_EVER_S = 1e12
+_FIRST = 1 << 62
 #: Where a push says among its fields whether it wants the value for an answer.
 _FUSED = 4
 #: Answers that end a request; anything else in their place is a mistake of the peer.
-_ANSWERS = (m.Ack, m.Value, m.State, m.Roster, m.Dead)
+_ANSWERS = (m.Ack, m.Value, m.State, m.View, m.Dead)
 
 
 class Operation:
@@ -42,8 +49,8 @@ class Operation:
         on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
     """
 
-    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "timeout_s",
-                 "unaccepted")  # fmt: skip
+    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "priority",
+                 "timeout_s", "unaccepted")  # fmt: skip
 
     def __init__(
         self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
@@ -52,7 +59,7 @@ class Operation:
         self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
         self.on_accepted = on_accepted
         self.asks: Sequence[Ask] = ()
-        self.pending = self.unaccepted = 0
+        self.pending = self.unaccepted = self.priority = 0
         self.error: KVError | None = None
         self.finished = False
 
@@ -61,12 +68,13 @@ class Ask:
     """One request: ``kind(request number, *fields)`` to ``peer``, with payloads made when it leaves.
 
     Args:
+        part: it is for the server that answers for this part, whichever that is; -1: for ``peer``.
         cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
         reads: it takes from the window of values asked for.
     """
 
     __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "missing", "number", "on_reply", "operation",
-                 "payloads", "peer", "reads", "sent_s", "used")  # fmt: skip
+                 "part", "payloads", "peer", "reads", "sent_s", "used")  # fmt: skip
 
     def __init__(
         self,
@@ -74,25 +82,21 @@ class Ask:
         kind: type[Message],
         fields: tuple[Any, ...],
         *,
+        part: int = -1,
         payloads: Callable[[], Sequence[Buffer]] | None = None,
         cost_bytes: int = 0,
         reads: bool = False,
         on_reply: Reply | None = None,
     ) -> None:
-        self.peer, self.kind, self.fields, self.payloads = peer, kind, fields, payloads
+        self.peer, self.part, self.kind, self.fields, self.payloads = peer, part, kind, fields, payloads
         self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
         self.number = -1
         self.sent_s: float | None = None
-        self.accepted = False  # a fused push that is in its round, and no longer takes from its window
+        self.accepted = False  # a push that is in its round, and no longer takes from its window
         self.used = False  # a push that failed, and whose step is used up nevertheless
         self.ended = False
         self.missing: list[int] | None = None
         self.operation: Operation
-
-    @property
-    def awaits_value(self) -> bool:
-        """Whether it is a fused push, for which an acknowledgement is not the end."""
-        return self.kind is m.Push and bool(self.fields[_FUSED])
 
     @property
     def where(self) -> tuple[int, bool]:
@@ -114,7 +118,18 @@ class ClientSession:
         self._in_flight: dict[tuple[int, bool], int] = {}
         self._repeats: list[Ask] = []
         self._unfinished: dict[int, Operation] = {}
-        self._lost: dict[int, str] = {}
+        # Requests that came to a server that does not answer for their part; they are sent again soon.
+        self._astray: list[Ask] = []
+        # Why parts, and servers, are gone for good.
+        self._lost_parts: dict[int, str] = {}
+        self._lost_peers: dict[int, str] = {}
+        # The view: by part the server that answers and its incarnation; servers there are; who knows this client.
+        self._epoch, self._replicas = -1, 0
+        self._heads: list[tuple[int, int]] = []
+        self._incarnations: dict[int, int] = {}
+        self._greeted: set[int] = set()
+        self._greeting: set[int] = set()
+        self._hello: tuple[Any, ...] | None = None
 
     @property
     def idle(self) -> bool:
@@ -124,6 +139,7 @@ class ClientSession:
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int = 0) -> None:
         """Queue all requests of an operation; larger ``priority`` leaves first. No requests: it is done at once."""
         operation.asks, operation.pending, operation.unaccepted = asks, len(asks), max(1, len(asks))
+        operation.priority = priority
         if not asks:
             self._finish(operation)
             return
@@ -131,29 +147,47 @@ class ClientSession:
         for ask in asks:
             ask.operation = operation
             ask.number = next(self._numbers)
-        lost = next((ask.peer for ask in asks if ask.peer in self._lost), None)
-        if lost is not None:
-            self._cancel(operation, self._lost_error(operation, lost))
+        why = next((why for ask in asks if (why := self._why_lost(ask)) is not None), None)
+        if why is not None:
+            self._cancel(operation, _lost_error(operation, why))
             return
         for ask in asks:
-            heapq.heappush(self._queues.setdefault(ask.where, []), (-priority, ask.number, ask))
-            self._ready[ask.where] = None
+            self._enqueue(ask)
+            if ask.kind is m.Hello:
+                self._hello = ask.fields
+                self._greeting.add(ask.peer)
+        if self._hello is not None:
+            self._greet_strangers()
+
+    def _enqueue(self, ask: Ask) -> None:
+        if ask.part >= 0:
+            ask.peer = self._heads[ask.part][0] if ask.part < len(self._heads) else NOWHERE
+        heapq.heappush(self._queues.setdefault(ask.where, []), (-ask.operation.priority, ask.number, ask))
+        self._ready[ask.where] = None
+
+    def _can_send(self, ask: Ask) -> bool:
+        """Whether there is a server for it that knows this client."""
+        return ask.part < 0 or ask.peer in self._greeted
 
     def sendable(self, now_s: float) -> Iterator[Outgoing]:
         """What may leave now: (peer, message, payloads)."""
-        while self._repeats:
-            ask = self._repeats.pop()
-            if ask.number in self._outstanding and (outgoing := self._emit(ask)) is not None:
+        repeats, self._repeats = self._repeats, []
+        for ask in repeats:
+            if ask.number not in self._outstanding:
+                continue
+            if not self._can_send(ask):
+                self._repeats.append(ask)
+            elif (outgoing := self._emit(ask)) is not None:
                 yield outgoing
         for where in list(self._ready):
             queue = self._queues.get(where, [])
             while queue:
                 ask = queue[0][2]
-                if ask.operation.finished:
+                if ask.operation.finished or ask.ended:
                     heapq.heappop(queue)
                     continue
                 in_flight = self._in_flight.get(where, 0)
-                if in_flight and in_flight + ask.cost_bytes > self._window_bytes:
+                if not self._can_send(ask) or (in_flight and in_flight + ask.cost_bytes > self._window_bytes):
                     break
                 heapq.heappop(queue)
                 self._in_flight[where] = in_flight + ask.cost_bytes
@@ -164,8 +198,9 @@ class ClientSession:
             self._ready.pop(where, None)
 
     def _emit(self, ask: Ask) -> Outgoing | None:
-        if ask.accepted:  # the push is in; only its answer is missing
-            return ask.peer, m.Query(ask.number, *ask.fields[:3]), ()
+        if ask.accepted:  # the push is in; only the end of its round is missing
+            key, chunk, step = ask.fields[:3]
+            return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[_FUSED], max(0, ask.part)), ()
         try:
             return ask.peer, ask.kind(ask.number, *ask.fields), ask.payloads() if ask.payloads else ()
         except Exception as error:  # a codec may be a user's own
@@ -180,10 +215,8 @@ class ClientSession:
 
     def receive(self, message: Message, payloads: list[memoryview]) -> None:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
-        if isinstance(message, m.Lost):
-            if message.role == "server":
-                self.lose_peer(message.rank, f"server {message.rank} {message.text}")
-            return
+        if isinstance(message, m.View):
+            self.adopt(message)
         ask = self._outstanding.get(getattr(message, "request", -1))
         if ask is None:
             return
@@ -193,11 +226,14 @@ class ClientSession:
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
                 ask.missing = message.clients
-            case m.Ack() if ask.awaits_value:
-                if not ask.accepted:  # in its round; the value follows
+            case m.Moved():
+                self._astray.append(ask)
+            case m.Accepted():
+                if not ask.accepted:
                     self._release(ask)
                     ask.accepted = True
-                    self._count_accepted(ask.operation)
+                    if not self._replicas:  # else it may have to be sent again
+                        self._count_accepted(ask.operation)
             case _:
                 error: KVError | None = None
                 try:
@@ -211,6 +247,9 @@ class ClientSession:
 
     def tick(self, now_s: float) -> None:
         """Repeat what has waited long without an answer; end what has passed its deadline."""
+        astray, self._astray = self._astray, []
+        for ask in astray:
+            self._send_again(ask)
         for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
             self._cancel(operation, KVTimeoutError(_explain(operation)))
         for ask in self._outstanding.values():
@@ -219,15 +258,106 @@ class ClientSession:
                 ask.sent_s = now_s
                 self._repeats.append(ask)
 
-    def lose_peer(self, peer: int, why: str) -> None:
-        """A server is gone: everything that needs it fails at once, and everything sent to it from now on."""
-        self._lost[peer] = why
-        for operation in list(self._unfinished.values()):
-            if any(ask.peer == peer and not ask.ended for ask in operation.asks):
-                self._cancel(operation, self._lost_error(operation, peer))
+    # ---- who answers
 
-    def _lost_error(self, operation: Operation, peer: int) -> ServerLostError:
-        return ServerLostError(f"{operation.label}: {self._lost[peer]}; its part of the values is lost")
+    @property
+    def servers(self) -> list[int]:
+        """The servers that are there."""
+        return list(self._incarnations)
+
+    def adopt(self, view: m.View) -> None:
+        """The scheduler says who is in the job, and who answers for what."""
+        if view.epoch <= self._epoch:
+            return
+        self._epoch, self._replicas = view.epoch, view.replicas
+        before, self._incarnations = self._incarnations, {info.rank: info.incarnation for info in view.servers}
+        for server in before:
+            if self._incarnations.get(server) != before[server]:
+                self._greeted.discard(server)
+                self._greeting.discard(server)
+                if server not in self._incarnations:
+                    self.lose_peer(server, f"server {server} is gone")
+        for server in self._incarnations:
+            self._lost_peers.pop(server, None)
+        old, self._heads = self._heads, [self._head(chain) for chain in view.chains]
+        for part, chain in enumerate(view.chains):
+            if not chain.members:
+                self._lose_part(part, chain.why)
+        if old != self._heads:
+            self._reroute({part for part in range(len(old)) if old[part] != self._heads[part]})
+        if self._hello is not None:
+            self._greet_strangers()
+
+    def _head(self, chain: m.Chain) -> tuple[int, int]:
+        if not chain.members or chain.draining:
+            return NOWHERE, 0
+        return chain.members[0], self._incarnations.get(chain.members[0], 0)
+
+    def _greet_strangers(self) -> None:
+        """Servers that do not know this client must, before they can be asked anything."""
+        for server in self._incarnations.keys() - self._greeted - self._greeting:
+            hello = Ask(server, m.Hello, self._hello or ())
+            operation = Operation(f"hello to server {server}", _FOR_EVER_S, 0.0, self._on_greeted(server))
+            # Before all that waits for it.
+            self.submit(operation, [hello], _FIRST)
+
+    def _on_greeted(self, server: int) -> Callable[[KVError | None], None]:
+        def on_done(error: KVError | None) -> None:
+            if error is not None and server in self._incarnations:
+                self.fail_all(error)
+
+        return on_done
+
+    def _reroute(self, parts: set[int]) -> None:
+        """Other servers answer for ``parts``."""
+        waiting = [ask for queue in self._queues.values() for _, _, ask in queue]
+        self._queues.clear()
+        for ask in waiting:
+            if not (ask.operation.finished or ask.ended):
+                self._enqueue(ask)
+        for ask in list(self._outstanding.values()):
+            if ask.part in parts:
+                self._send_again(ask)
+
+    def _send_again(self, ask: Ask) -> None:
+        """``ask`` has come to the wrong server, or to one that is gone."""
+        if ask.number not in self._outstanding:
+            return
+        if ask.accepted and not self._replicas:
+            # What was in the round has moved with it, and its memory may be another's by now.
+            ask.peer = self._heads[ask.part][0]
+            self._repeats.append(ask)
+            return
+        del self._outstanding[ask.number]
+        if not ask.accepted:
+            self._release(ask)
+        ask.accepted, ask.sent_s, ask.missing = False, None, None
+        self._enqueue(ask)
+
+    def _why_lost(self, ask: Ask) -> str | None:
+        if ask.part >= 0:
+            return self._lost_parts.get(ask.part)
+        return self._lost_peers.get(ask.peer)
+
+    def lose_peer(self, peer: int, why: str) -> None:
+        """A server is gone: what is for this very one fails at once, and what is sent to it from now on."""
+        self._lost_peers[peer] = why
+        for ask in [ask for operation in self._unfinished.values() for ask in operation.asks]:
+            if ask.peer == peer and ask.kind in (m.Hello, m.Bye) and not ask.ended:
+                self._end(ask, None)  # nobody is left there to be told
+        self._fail_lost()
+
+    def _lose_part(self, part: int, why: str) -> None:
+        if part not in self._lost_parts:
+            self._lost_parts[part] = why
+            self._fail_lost()
+
+    def _fail_lost(self) -> None:
+        for operation in list(self._unfinished.values()):
+            lost = (self._why_lost(ask) for ask in operation.asks if not ask.ended)
+            why = next((why for why in lost if why is not None), None)
+            if why is not None:
+                self._cancel(operation, _lost_error(operation, why))
 
     def fail_all(self, error: KVError) -> None:
         """End everything with ``error``."""
@@ -247,8 +377,11 @@ class ClientSession:
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation
-        if not ask.accepted:
+        if not ask.accepted or self._replicas:
             self._count_accepted(operation)
+        if error is None and ask.kind is m.Hello and ask.peer not in self._lost_peers:
+            self._greeted.add(ask.peer)
+            self._ready.update(dict.fromkeys(self._queues))
         self._close(ask)
         operation.pending -= 1
         operation.error = operation.error or error
@@ -281,6 +414,10 @@ class ClientSession:
             operation.on_accepted()
 
 
+def _lost_error(operation: Operation, why: str) -> ServerLostError:
+    return ServerLostError(f"{operation.label}: {why}; its part of the values is lost")
+
+
 def _as_kv_error(ask: Ask, error: Exception) -> KVError:
     """``error`` with the operation that it hit; a defect keeps its type in the message and its traceback as cause."""
     label = ask.operation.label
@@ -298,6 +435,9 @@ def _explain(operation: Operation) -> str:
     open_asks = [ask for ask in operation.asks if not ask.ended]
     for peer in sorted({ask.peer for ask in open_asks}):
         asks = [ask for ask in open_asks if ask.peer == peer]
+        if peer == NOWHERE:
+            reasons.append("no server answers for it at present; look at the servers and the scheduler")
+            continue
         name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
         missing = sorted({client for ask in asks for client in ask.missing or []})
         if missing:

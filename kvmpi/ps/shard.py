@@ -1,18 +1,21 @@
-"""One server's part of one store, as a state machine without I/O: messages in, messages out.
+"""One store in one part of the values, as a state machine without I/O: messages in, messages and log entries out.
 
 Exactly once: a push carries its client's step for the key. A step that is already in a round is answered again, never
 added again. A synchronous round holds one push of each client, added in client order so that sums do not depend on
 arrival; a push whose turn has not come is held unacknowledged, which is what stops its sender at the end of its window.
+
+Every change of what lasts (values, rules, who has pushed what) is logged first; ``replay.py`` makes it again elsewhere.
+What an open round holds does not last: its senders keep it until the round is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import (
     ClientLostError,
@@ -26,36 +29,40 @@ from kvmpi.errors import (
 )
 from kvmpi.kernels import host
 from kvmpi.ps import codec, consistency
-from kvmpi.ps.calls import SharedCalls
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
-from kvmpi.ps.slot import Contribution, Reader, RuleChange, Slot
-from kvmpi.wire import Message, as_array
+from kvmpi.ps.rulebook import Rulebook
+from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
+from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
+Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 
 
 class Shard:
-    """The chunks of one store that this server owns.
+    """The chunks of one store that belong to one part.
 
     Args:
         mode: name of a consistency discipline.
         num_clients: clients 0 .. num_clients-1 take part.
+        log: called with every change before it is made; whether the payloads' memory must stay as it is.
+    Attributes:
+        acknowledges_rounds: a push is done when its round is over, not when it is in it.
     """
 
-    def __init__(self, server: int, store: int, mode: str, num_clients: int) -> None:
+    def __init__(self, server: int, store: int, mode: str, num_clients: int, log: Log) -> None:
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
-        self._discipline = consistency.get(mode)
-        self._slots: dict[tuple[m.Key, int], Slot] = {}
-        self._layouts: dict[m.Key, m.Init] = {}
+        self.acknowledges_rounds = False
+        self._log = log
+        self.discipline = consistency.get(mode)
+        self.slots: dict[tuple[Key, int], Slot] = {}
+        self.layouts: dict[Key, m.Init] = {}
         # Clients that wait for client 0 to give a key its value.
-        self._early: dict[m.Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
-        self._rule: optim.Rule | None = None
-        self._generation = 0
-        self._rule_calls = SharedCalls("set_optimizer", server)
-        self._hyper_calls = SharedCalls("set_hyperparams", server)
-        self._incarnations: dict[int, int] = {}
-        self._gone: dict[int, str] = {}
+        self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
+        self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
+        self.incarnations: dict[int, int] = {}
+        self.gone: dict[int, str] = {}
 
     # ---- dispatch
 
@@ -72,13 +79,11 @@ class Shard:
                 return self._pull(client, route, message)
             case m.Query():
                 slot = self._slot(message.key, message.chunk, client)
-                return self._answer_fused(client, slot, message, route)
+                return self._answer_again(client, slot, message, route)
             case m.Init():
                 return self._init(client, route, message, payloads)
-            case m.SetRule():
+            case m.SetRule() | m.SetHyperparams():
                 return self._set_rule(client, route, message)
-            case m.SetHyperparams():
-                return self._set_hyperparams(client, route, message)
             case m.GetState():
                 slot = self._slot(message.key, message.chunk, client)
                 names, arrays = slot.dump()
@@ -97,37 +102,52 @@ class Shard:
         Raises:
             ProtocolError: a later process of this client is here already.
         """
-        before = self._incarnations.get(client, incarnation)
+        before = self.incarnations.get(client, incarnation)
         if incarnation < before:
             raise ProtocolError(f"server {self.server}: client {client} has a later incarnation already")
-        self._incarnations[client] = incarnation
+        if self.incarnations.get(client) == incarnation and (not self.gone or self.discipline.in_rounds):
+            return []
+        self._log(entries.Joined(client, incarnation), ())
+        return self.take_in(client, incarnation)
+
+    def take_in(self, client: int, incarnation: int) -> list[Reply]:
+        """``join``, as it was logged."""
+        before = self.incarnations.get(client, incarnation)
+        self.incarnations[client] = incarnation
         if incarnation > before:
-            if self._discipline.in_rounds:
-                return [] if client in self._gone else self.lose(client, "was lost and started again")
+            if self.discipline.in_rounds:
+                return [] if client in self.gone else self.give_up(client, "was lost and started again")
             # It counts its steps from the beginning; nothing of the process before it can still come.
-            for slot in self._slots.values():
+            for slot in self.slots.values():
                 slot.steps.pop(client, None)
-        if not self._discipline.in_rounds:
-            self._gone.pop(client, None)
+        if not self.discipline.in_rounds:
+            self.gone.pop(client, None)
         return []
 
     def refusal(self, client: int) -> ClientLostError | None:
         """Why ``client`` cannot take part (any more)."""
-        if client not in self._gone:
+        if client not in self.gone:
             return None
         return ClientLostError(
-            f"client {client} {self._gone[client]}, and the rounds of a synchronous store cannot go on with it; "
+            f"client {client} {self.gone[client]}, and the rounds of a synchronous store cannot go on with it; "
             "start the job again"
         )
 
     @property
     def deserted(self) -> bool:
         """Whether every client has left."""
-        return len(self._gone) == self.num_clients
+        return len(self.gone) == self.num_clients
 
-    def lose(self, client: int, why: str) -> list[Reply]:
-        """``client`` will push no more: whoever waits for it is told."""
-        self._gone[client] = why
+    def lose(self, client: int, why: str, incarnation: int | None = None) -> list[Reply]:
+        """``client`` will push no more: whoever waits for it is told. Not if a later ``incarnation`` of it is here."""
+        if client in self.gone or (incarnation is not None and self.incarnations.get(client, -1) > incarnation):
+            return []
+        self._log(entries.Gone(client, why), ())
+        return self.give_up(client, why)
+
+    def give_up(self, client: int, why: str) -> list[Reply]:
+        """``lose``, as it was logged."""
+        self.gone[client] = why
         replies: list[Reply] = []
         for key, early in list(self._early.items()):
             for where in [where for where in early if where[1] == client]:
@@ -136,36 +156,37 @@ class Shard:
                 replies += [failure(route, init.request, self._no_value(key)) for route, init in early.values()]
             if client == 0 or not early:
                 del self._early[key]
-        if self._discipline.in_rounds:
-            for (key, _), slot in self._slots.items():
+        if self.discipline.in_rounds:
+            for slot in self.slots.values():
                 slot.held.pop(client, None)
-                slot.fused.pop(client, None)
+                slot.waiting.pop(client, None)
                 slot.readers.pop(client, None)
-                replies += self._fail_stuck(key, slot)
+                replies += self._fail_stuck(slot)
         return replies
 
-    def _fail_stuck(self, key: m.Key, slot: Slot) -> list[Reply]:
+    def _fail_stuck(self, slot: Slot) -> list[Reply]:
         """Errors for all who wait for the open round, if a client that is gone has not contributed to it."""
-        if not any(slot.steps.get(gone, 0) <= slot.rounds for gone in self._gone):
+        if not any(slot.steps.get(gone, 0) <= slot.rounds for gone in self.gone):
             return []
         error = ClientLostError(
-            f"key {key!r} on server {self.server}: round {slot.rounds + 1} cannot be completed, because {self._blame()}"
+            f"key {slot.key!r} on server {self.server}: round {slot.rounds + 1} cannot be completed, because "
+            f"{self._blame()}"
         )
         waiting = [(held.route, held.request) for held in slot.held.values()]
-        waiting += slot.fused.values()
+        waiting += [(waiter.route, waiter.request) for waiter in slot.waiting.values()]
         waiting += [(reader.route, reader.request) for reader in slot.readers.values()]
-        slot.held, slot.fused, slot.readers = {}, {}, {}
+        slot.forget_waiting()
         return [failure(route, request, error) for route, request in waiting]
 
     def _blame(self) -> str:
-        named = [f"client {client} {why}" for client, why in islice(sorted(self._gone.items()), MAX_NAMED)]
+        named = [f"client {client} {why}" for client, why in islice(sorted(self.gone.items()), MAX_NAMED)]
         return ", ".join(named)
 
-    def _no_value(self, key: m.Key) -> ClientLostError:
-        return ClientLostError(f"key {key!r}: client 0, which has its value, {self._gone[0]}")
+    def _no_value(self, key: Key) -> ClientLostError:
+        return ClientLostError(f"key {key!r}: client 0, which has its value, {self.gone[0]}")
 
-    def _slot(self, key: m.Key, chunk: int, client: int) -> Slot:
-        slot = self._slots.get((key, chunk))
+    def _slot(self, key: Key, chunk: int, client: int) -> Slot:
+        slot = self.slots.get((key, chunk))
         if slot is None:
             raise KeyNotInitializedError(
                 f"key {key!r} (chunk {chunk}) is not on server {self.server}, asked for by client {client}; "
@@ -179,13 +200,13 @@ class Shard:
         key, where = message.key, (message.key, message.chunk)
         if message.dtype not in DTYPES:
             raise DTypeMismatchError(f"key {key!r}: dtype {message.dtype!r} is not carried")
-        if key in self._layouts:
+        if key in self.layouts:
             self._check_same(client, message)
-        slot = self._slots.get(where)
+        slot = self.slots.get(where)
         if slot is not None:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         if client != 0:
-            if 0 in self._gone:
+            if 0 in self.gone:
                 raise self._no_value(key)
             early = self._early.setdefault(key, {})
             known = (message.chunk, client) in early
@@ -194,11 +215,20 @@ class Shard:
         if not 0 <= message.chunk < message.num_chunks:
             raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
         value = self._array(key, payloads, message.dtype, message.count, "init")
-        self._slots[where] = Slot(message.count, message.dtype, value, self._rule, self._generation)
-        self._layouts.setdefault(key, message)
+        made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
+        keep = self._log(entries.Created(*made), (value,))
+        self.create(message, value.copy() if keep else value)
         return [Reply(route, m.Ack(message.request, 0)), *self._answer_early(key, message.chunk)]
 
-    def _answer_early(self, key: m.Key, chunk: int) -> list[Reply]:
+    def create(self, message: m.Init, value: Buffer) -> Slot:
+        """A chunk is there."""
+        rulebook = self.rulebook
+        slot = Slot(message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation)
+        self.slots[message.key, message.chunk] = slot
+        self.layouts.setdefault(message.key, message)
+        return slot
+
+    def _answer_early(self, key: Key, chunk: int) -> list[Reply]:
         """Client 0 has given ``chunk`` its value: who was here before it is done, or sees that it meant another key."""
         replies = []
         early = self._early.pop(key, {})
@@ -216,7 +246,7 @@ class Shard:
         return replies
 
     def _check_same(self, client: int, message: m.Init) -> None:
-        mine = self._layouts[message.key]
+        mine = self.layouts[message.key]
         text = f"init of key {message.key!r}: client {client} has {{}} {{}}, client 0 has {{}}; all must be equal"
         if message.shape != mine.shape:
             raise ShapeMismatchError(text.format("shape", tuple(message.shape), tuple(mine.shape)))
@@ -225,11 +255,11 @@ class Shard:
         cut = "KVMPI_CHUNK_BYTES, KVMPI_MAX_MESSAGE_BYTES or KVMPI_PLACEMENT other than client 0, giving"
         if message.num_chunks != mine.num_chunks:
             raise ConfigError(text.format(f"{cut} chunks:", message.num_chunks, mine.num_chunks))
-        slot = self._slots.get((message.key, message.chunk))
+        slot = self.slots.get((message.key, message.chunk))
         if slot is not None and message.count != slot.count:
             raise ConfigError(text.format(f"{cut} elements in chunk {message.chunk}:", message.count, slot.count))
 
-    def _array(self, key: m.Key, payloads: list[memoryview], dtype: str, count: int, what: str) -> Buffer:
+    def _array(self, key: Key, payloads: list[memoryview], dtype: str, count: int, what: str) -> Buffer:
         if len(payloads) != 1:
             raise ProtocolError(f"{what} of key {key!r}: {len(payloads)} payload frames, expected 1")
         array = as_array(payloads[0], DTYPES[dtype])
@@ -245,90 +275,109 @@ class Shard:
         wire = self._array(message.key, payloads, wire_dtype, slot.count, "push")
         done = slot.steps.get(client, 0)
         if message.step <= done:
-            if message.fused:
-                return self._answer_fused(client, slot, message, route)
-            return [Reply(route, m.Ack(message.request, slot.rounds))]
+            return self._answer_again(client, slot, message, route)
         if message.step != done + 1:
             raise ProtocolError(
                 f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
             )
-        contribution = Contribution(route, message.request, message.fused, message.acknowledge, wire, wire_dtype)
-        if self._discipline.in_rounds:
+        if self.discipline.in_rounds:
             known = client in slot.held
-            slot.held[client] = contribution
-            replies = self._drain(message.key, slot)
+            slot.held[client] = Contribution(
+                route, message.request, message.fused, message.acknowledge, wire, wire_dtype
+            )
+            replies = self._drain(slot)
             return replies if replies or not known else [self._waiting(slot, message.request, route)]
         if slot.rules[-1].rule is None:
             raise UnsupportedError(
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        answer = slot.apply_alone(contribution)
+        self._log(entries.Single(message.key, message.chunk, client, message.step, message.codec), (wire,))
+        answer = slot.apply_alone(wire, wire_dtype)
         slot.steps[client] = message.step
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
 
-    def _drain(self, key: m.Key, slot: Slot) -> list[Reply]:
+    def _drain(self, slot: Slot) -> list[Reply]:
         """Add the held pushes whose turn has come; close rounds that are complete."""
         replies: list[Reply] = []
         while True:
             # A client has at most one push held, its next: at the cursor, that is its push of the open round.
             while (contribution := slot.held.get(slot.cursor)) is not None:
-                slot.add(contribution)
+                slot.add(contribution.wire, contribution.wire_dtype)
                 del slot.held[slot.cursor]
                 slot.steps[slot.cursor] = slot.rounds + 1
-                if contribution.fused:
-                    slot.fused[slot.cursor] = (contribution.route, contribution.request)
+                replies += self._accept(slot, contribution)
                 slot.cursor += 1
-                follows_at_once = contribution.fused and slot.cursor == self.num_clients
-                if contribution.acknowledge or not follows_at_once:
-                    replies.append(Reply(contribution.route, m.Ack(contribution.request, slot.rounds)))
-            if not self._discipline.complete(slot.cursor, self.num_clients):
-                return replies + self._fail_stuck(key, slot)
+            if not self.discipline.complete(slot.cursor, self.num_clients):
+                return replies + self._fail_stuck(slot)
             replies += self._close_round(slot)
+
+    def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
+        """The push at the cursor is in the open round: it is done, or its sender waits for the end of the round."""
+        route, request = contribution.route, contribution.request
+        if not contribution.fused and not self.acknowledges_rounds:
+            return [Reply(route, m.Ack(request, slot.rounds))]
+        slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused)
+        ends_at_once = slot.cursor + 1 == self.num_clients
+        return [] if ends_at_once and not contribution.acknowledge else [Reply(route, m.Accepted(request))]
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, and answer all who wait for it."""
-        count, slot.cursor = slot.cursor, 0
-        fused, slot.fused = slot.fused, {}
-        try:
-            slot.close_round(count)
-        except Exception as error:  # a rule that does not fit this key, or a user's own
-            slot.skip_round(error)
-        replies = [self._round_answer(slot, route, request) for route, request in fused.values()]
+        assert slot.accumulator is not None
+        self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk), (slot.accumulator,)))
+        waiting, slot.waiting = slot.waiting, {}
+        replies = [self._round_answer(slot, waiter) for waiter in waiting.values()]
         for client, reader in list(slot.readers.items()):
-            if self._discipline.readable(slot.rounds, reader.min_round):
+            if self.discipline.readable(slot.rounds, reader.min_round):
                 del slot.readers[client]
                 replies.append(self._read(slot, reader))
         return replies
 
-    def _round_answer(self, slot: Slot, route: bytes, request: int) -> Reply:
-        """What the fused pushes of the last round get."""
-        if slot.failed is not None:
-            return failure(route, request, slot.failed, used=True)
-        return Reply(route, m.Value(request, slot.rounds), (slot.lend() if slot.met is None else slot.met,))
+    @staticmethod
+    def end_round(slot: Slot, *, keep: bool) -> None:
+        """Update the value with all that the open round has. ``keep``: its memory must stay as it is."""
+        count, slot.cursor = slot.cursor, 0
+        try:
+            slot.close_round(count, keep=keep)
+        except Exception as error:  # a rule that does not fit this key, or a user's own
+            slot.skip_round(error)
 
-    def _answer_fused(self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes) -> list[Reply]:
-        """A fused push that is in its round asks again."""
+    def _round_answer(self, slot: Slot, waiter: Waiter) -> Reply:
+        """What the pushes of the last round get."""
+        if not waiter.fused:
+            return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
+        if slot.failed is not None:
+            return failure(waiter.route, waiter.request, slot.failed, used=True)
+        payload = slot.lend() if slot.met is None else slot.met
+        return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
+
+    def _answer_again(self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes) -> list[Reply]:
+        """A push that is in its round asks again."""
         if message.step > slot.steps.get(client, 0):
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
-        if not self._discipline.in_rounds or message.step < slot.rounds:
+        waiter = Waiter(route, message.request, message.fused)
+        if not self.discipline.in_rounds or message.step < slot.rounds:
+            if not message.fused:
+                return [Reply(route, m.Ack(message.request, slot.rounds))]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
-            return [self._round_answer(slot, route, message.request)]
-        slot.fused[client] = (route, message.request)
-        replies = [Reply(route, m.Ack(message.request, slot.rounds)), self._waiting(slot, message.request, route)]
-        return replies + self._fail_stuck(message.key, slot)
+            return [self._round_answer(slot, waiter)]
+        if not message.fused and not self.acknowledges_rounds:
+            return [Reply(route, m.Ack(message.request, slot.rounds))]
+        slot.waiting[client] = waiter
+        replies = [Reply(route, m.Accepted(message.request)), self._waiting(slot, message.request, route)]
+        return replies + self._fail_stuck(slot)
 
     def _pull(self, client: int, route: bytes, message: m.Pull) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
         reader = Reader(route, message.request, message.min_round)
-        if self._discipline.readable(slot.rounds, message.min_round):
+        if self.discipline.readable(slot.rounds, message.min_round):
             return [self._read(slot, reader)]
         known = slot.readers.get(client) == reader
         slot.readers[client] = reader
-        replies = self._fail_stuck(message.key, slot)
+        replies = self._fail_stuck(slot)
         return replies if replies or not known else [self._waiting(slot, message.request, route)]
 
     def _read(self, slot: Slot, reader: Reader) -> Reply:
@@ -341,38 +390,18 @@ class Shard:
         missing = (client for client in range(slot.cursor, self.num_clients) if client not in slot.held)
         return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
 
-    # ---- rules
+    # ---- rules and checkpoints
 
-    def _set_rule(self, client: int, route: bytes, message: m.SetRule) -> list[Reply]:
-        call = (message.rule, message.hyperparams)
-        if not self._rule_calls.is_repeat(client, message.ordinal, call):
-            rule = optim.create(message.rule, message.hyperparams)
-            self._generation += 1
-            self._install(client, rule)
-        self._rule_calls.note(client, message.ordinal, call, self._present())
-        return [Reply(route, m.Ack(message.request, self._generation))]
+    def _set_rule(self, client: int, route: bytes, message: m.SetRule | m.SetHyperparams) -> list[Reply]:
+        entry = self.rulebook.entry_of(client, message, self.slots)
+        if not self.rulebook.has_made(client, message):
+            self._log(entry, ())
+            self.rulebook.apply(entry, self.slots, self.present())
+        return [Reply(route, m.Ack(message.request, self.rulebook.generation))]
 
-    def _set_hyperparams(self, client: int, route: bytes, message: m.SetHyperparams) -> list[Reply]:
-        call = message.hyperparams
-        if not self._hyper_calls.is_repeat(client, message.ordinal, call):
-            if self._rule is None:
-                raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
-            self._install(client, self._rule.with_hyperparams(**call))
-        self._hyper_calls.note(client, message.ordinal, call, self._present())
-        return [Reply(route, m.Ack(message.request, self._generation))]
-
-    def _present(self) -> list[int]:
-        return [client for client in range(self.num_clients) if client not in self._gone]
-
-    def _install(self, client: int, rule: optim.Rule) -> None:
-        """Put ``rule`` in force, in rounds from the one after this client's last push of each chunk."""
-        self._rule = rule
-        for slot in self._slots.values():
-            pushed = slot.steps.get(client, 0) + (client in slot.held)
-            from_round = pushed + 1 if self._discipline.in_rounds else 0
-            slot.change_rule(RuleChange(from_round, self._generation, rule))
-
-    # ---- checkpoints
+    def present(self) -> list[int]:
+        """The clients that are not gone."""
+        return [client for client in range(self.num_clients) if client not in self.gone]
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
@@ -386,7 +415,24 @@ class Shard:
             dtype = slot.dtype if name == "value" else host.ACCUMULATE[slot.dtype]
             arrays[name] = self._array(message.key, [payload], dtype, slot.count, f"state {name!r}")
         # The copy of a request that was repeated may come after other clients have gone on from what it restored.
-        if slot.restored is None or slot.restored[0] != route or slot.restored[1] < message.request:
+        this = (client, self.incarnations[client], message.request)
+        if slot.restored is None or slot.restored[0] != client or slot.restored < this:
+            where = (message.key, message.chunk, client, message.request)
+            self._log(entries.Restored(*where, message.updates, message.names), tuple(arrays.values()))
             slot.restore(message.updates, arrays)
-            slot.restored = (route, message.request)
+            slot.restored = this
         return [Reply(route, m.Ack(message.request, slot.rounds))]
+
+    # ---- handing over
+
+    def hand_over(self) -> None:
+        """Another server is to go on with the open rounds: log what is in them."""
+        for slot in self.slots.values():
+            if slot.accumulator is not None and slot.cursor:
+                self._log(entries.Partial(slot.key, slot.chunk, slot.cursor), (slot.accumulator.copy(),))
+
+    def forget_waiting(self) -> None:
+        """Whoever waits for this server will ask another."""
+        self._early.clear()
+        for slot in self.slots.values():
+            slot.forget_waiting()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.kernels import host
+from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 
@@ -30,6 +31,14 @@ class Contribution:
     acknowledge: bool
     wire: Buffer
     wire_dtype: str
+
+
+class Waiter(NamedTuple):
+    """A push in the open round whose sender waits for the end of it: with ``fused``, for the value."""
+
+    route: bytes
+    request: int
+    fused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +70,10 @@ class Slot:
     also keeps that one, for a client that asks again.
     """
 
-    def __init__(self, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int) -> None:
-        self.count, self.dtype = count, dtype
+    def __init__(
+        self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int
+    ) -> None:
+        self.key, self.chunk, self.count, self.dtype = key, chunk, count, dtype
         # All values come from where messages do: malloc finds their memory again only for its own kind.
         self.value = value if _can_adopt(value) else value.copy()
         self.master: Buffer | None = None
@@ -82,9 +93,9 @@ class Slot:
         # What each client has contributed up to, and what waits: at most one push and one pull of each client.
         self.steps: dict[int, int] = {}
         self.held: dict[int, Contribution] = {}
-        self.fused: dict[int, tuple[bytes, int]] = {}
+        self.waiting: dict[int, Waiter] = {}
         self.readers: dict[int, Reader] = {}
-        self.restored: tuple[bytes, int] | None = None
+        self.restored: tuple[int, int, int] | None = None  # client, incarnation, request that last put state back
         self._loans: list[weakref.ref[Buffer]] = []
 
     # ---- values
@@ -114,42 +125,45 @@ class Slot:
 
     # ---- one round
 
-    def add(self, contribution: Contribution) -> None:
+    def add(self, wire: Buffer, wire_dtype: str) -> None:
         """Add one push to the open round. The first one's memory is taken over where that is possible."""
         if self.accumulator is None:
-            same_dtype = contribution.wire_dtype == host.ACCUMULATE[self.dtype]
-            self._adopted = same_dtype and _can_adopt(contribution.wire)
+            same_dtype = wire_dtype == host.ACCUMULATE[self.dtype]
+            self._adopted = same_dtype and _can_adopt(wire)
             if self._adopted:
-                self.accumulator, self._spare = contribution.wire, None
+                self.accumulator, self._spare = wire, None
                 return
             accumulator = self._take_spare()
-            self._widen(contribution, accumulator)
+            self._widen(wire, wire_dtype, accumulator)
             self.accumulator = accumulator
         else:
-            host.add_widened(self.accumulator, host.ACCUMULATE[self.dtype], contribution.wire, contribution.wire_dtype)
+            host.add_widened(self.accumulator, host.ACCUMULATE[self.dtype], wire, wire_dtype)
 
-    def apply_alone(self, contribution: Contribution) -> Buffer:
+    def apply_alone(self, wire: Buffer, wire_dtype: str) -> Buffer:
         """Apply one push as an update of its own; returns the value that a fused reader gets.
 
         A rule that raises leaves no trace: the push does not count.
         """
-        if contribution.wire_dtype == host.ACCUMULATE[self.dtype]:
-            answer = self._update(contribution.wire, 1, recycle=None)
+        if wire_dtype == host.ACCUMULATE[self.dtype]:
+            answer = self._update(wire, 1, recycle=None)
         else:
-            self.add(contribution)
+            self.add(wire, wire_dtype)
             answer = self.close_round(1)
         self.met = None  # clients do not step together here: one old value would not be right for all
         return answer
 
-    def close_round(self, count: int) -> Buffer:
+    def close_round(self, count: int, *, keep: bool = False) -> Buffer:
         """Apply the sum of ``count`` pushes; returns the value that a fused reader gets.
 
         If the rule raises, the sum is dropped, and it is for the caller to ``skip_round``.
+
+        Args:
+            keep: the accumulator's memory is still wanted as it is.
         """
         pushed = self.accumulator
         assert pushed is not None
         self.accumulator = None
-        return self._update(pushed, count, recycle=pushed)
+        return self._update(pushed, count, recycle=None if keep else pushed)
 
     def skip_round(self, error: Exception) -> None:
         """The open round is over without effect: its clients have gone on and cannot push it again."""
@@ -227,11 +241,15 @@ class Slot:
         spare, self._spare = self._spare, None
         return spare if spare is not None else host.empty(self.count, host.ACCUMULATE[self.dtype])
 
-    def _widen(self, contribution: Contribution, out: Buffer) -> None:
-        if contribution.wire_dtype == host.ACCUMULATE[self.dtype]:
-            np.copyto(out, contribution.wire)
+    def _widen(self, wire: Buffer, wire_dtype: str, out: Buffer) -> None:
+        if wire_dtype == host.ACCUMULATE[self.dtype]:
+            np.copyto(out, wire)
         else:
-            host.widen(contribution.wire, contribution.wire_dtype, out)
+            host.widen(wire, wire_dtype, out)
+
+    def forget_waiting(self) -> None:
+        """Whoever waits for this server will ask another."""
+        self.held, self.waiting, self.readers = {}, {}, {}
 
     # ---- what a checkpoint holds
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 import msgspec
 
 from kvmpi.errors import ProtocolError
+from kvmpi.wire.entries import Entry, Key, Number
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 256 << 10
 _MAGIC = b"KVM" + bytes([PROTOCOL_VERSION])
 
-Key = int | str
-Number = bool | int | float | list[float]
-
 
 class Message(msgspec.Struct, array_like=True):
-    """Base of all messages."""
+    """Base of all messages. ``part``: which part of the values it is about; its chain of servers is in the View."""
 
 
 class Hello(Message, tag="hello"):
@@ -45,13 +43,14 @@ class Init(Message, tag="init"):
     count: int
     shape: list[int]
     dtype: str
+    part: int = 0
 
 
 class Push(Message, tag="push"):
     """One client's contribution to one chunk at its ``step`` (1 for the first).
 
     ``fused`` also asks for the value, which is then the answer; with ``acknowledge`` the server also says when the
-    contribution is in its round, even if the value follows at once.
+    contribution is in its round, even if the answer follows at once.
     """
 
     request: int
@@ -61,6 +60,7 @@ class Push(Message, tag="push"):
     codec: str
     fused: bool
     acknowledge: bool = False
+    part: int = 0
 
 
 class Pull(Message, tag="pull"):
@@ -70,15 +70,18 @@ class Pull(Message, tag="pull"):
     key: Key
     chunk: int
     min_round: int
+    part: int = 0
 
 
 class Query(Message, tag="query"):
-    """Ask again for the answer to a fused push that is in its round: the value, or whom the round waits for."""
+    """Ask again for the answer to a push that is in its round: the end of it, or whom the round waits for."""
 
     request: int
     key: Key
     chunk: int
     step: int
+    fused: bool = True
+    part: int = 0
 
 
 class SetRule(Message, tag="rule"):
@@ -88,6 +91,7 @@ class SetRule(Message, tag="rule"):
     ordinal: int
     rule: str
     hyperparams: dict[str, Number]
+    part: int = 0
 
 
 class SetHyperparams(Message, tag="hyper"):
@@ -97,6 +101,7 @@ class SetHyperparams(Message, tag="hyper"):
     ordinal: int
     hyperparams: dict[str, Number]
     clock: int
+    part: int = 0
 
 
 class GetState(Message, tag="getstate"):
@@ -105,6 +110,7 @@ class GetState(Message, tag="getstate"):
     request: int
     key: Key
     chunk: int
+    part: int = 0
 
 
 class PutState(Message, tag="putstate"):
@@ -115,6 +121,7 @@ class PutState(Message, tag="putstate"):
     chunk: int
     updates: int
     names: list[str]
+    part: int = 0
 
 
 class Bye(Message, tag="bye"):
@@ -124,10 +131,25 @@ class Bye(Message, tag="bye"):
 
 
 class Ack(Message, tag="ack"):
-    """The request is done. For a push: it is part of its round; ``version`` counts the updates of the chunk so far."""
+    """The request is done, on every server of the chain; ``version`` counts the updates of the chunk so far.
+
+    A push without replicas is done when it is in its round, with replicas when its round is over.
+    """
 
     request: int
     version: int
+
+
+class Accepted(Message, tag="accepted"):
+    """The push is in its round; the end of the round is still to come. It must be sent again to another server."""
+
+    request: int
+
+
+class Moved(Message, tag="moved"):
+    """This server does not answer for that part (any more, or yet): ask the one that the next View names."""
+
+    request: int
 
 
 class Value(Message, tag="value"):
@@ -177,18 +199,57 @@ class Register(Message, tag="register"):
     endpoints: list[str]
 
 
-class Roster(Message, tag="roster"):
-    """The answer to ``Register``, once every server is there: each server's host and endpoints, in rank order."""
+class Lost(msgspec.Struct, array_like=True):
+    """A client that has left its store, or is dead."""
 
-    request: int
-    hosts: list[str]
-    endpoints: list[list[str]]
+    rank: int
+    store: int
+    incarnation: int
+    text: str
+
+
+class ServerInfo(msgspec.Struct, array_like=True):
+    """Where a live server is to be found."""
+
+    rank: int
+    incarnation: int
+    host: str
+    endpoints: list[str]
+
+
+class Chain(msgspec.Struct, array_like=True):
+    """Who holds one part of the values: ``members`` have all of it, the first answers for it; ``joiner`` (or -1) is
+    being given it. A ``draining`` head accepts nothing more, because another is to take its place.
+
+    ``version`` grows with every change of this chain. Without members the part is lost, and ``why`` says how.
+    """
+
+    version: int
+    members: list[int]
+    joiner: int = -1
+    draining: bool = False
+    why: str = ""
+
+
+class View(Message, tag="view"):
+    """Who is in the job, from the scheduler to everyone: once every server is there, and after every change.
+
+    ``chains``: one for each part; ``replicas``: how many servers more than one have each part if all is well.
+    """
+
+    epoch: int
+    replicas: int
+    chains: list[Chain]
+    servers: list[ServerInfo]
+    lost: list[Lost]
+    request: int = -1
 
 
 class Heartbeat(Message, tag="heartbeat"):
-    """The sender is alive; ``clock`` is its training clock."""
+    """The sender is alive; ``clock`` is its training clock, ``epoch`` that of the last View it has."""
 
     clock: int
+    epoch: int = -1
 
 
 class Barrier(Message, tag="barrier"):
@@ -218,20 +279,78 @@ class Leave(Message, tag="leave"):
     request: int
 
 
-class Lost(Message, tag="lost"):
-    """The scheduler tells everyone that a member is gone."""
+class CaughtUp(Message, tag="caughtup"):
+    """A joiner to the scheduler: it has all of the part."""
 
-    role: str
-    rank: int
+    part: int
+    version: int
+
+
+class Drained(Message, tag="drained"):
+    """A draining head to the scheduler: every server of the chain has all that it has accepted."""
+
+    part: int
+    version: int
+
+
+class Extend(Message, tag="extend"):
+    """A server to its successor in the chain of a part: from now on I am the one before you."""
+
+    part: int
+    version: int
+
+
+class Attach(Message, tag="attach"):
+    """The answer: the last entry of the part's log that this server has; -1 if it needs everything."""
+
+    part: int
+    version: int
+    seq: int
+
+
+class Log(Message, tag="log"):
+    """Entry ``seq`` of a part's log, in one of its stores; its arrays are payload frames."""
+
+    part: int
+    version: int
+    seq: int
     store: int
-    incarnation: int
-    text: str
+    entry: Entry
+
+
+class Committed(Message, tag="committed"):
+    """All servers from here to the end of the chain have the part's log up to ``seq``."""
+
+    part: int
+    version: int
+    seq: int
+
+
+class Install(Message, tag="install"):
+    """Number ``index`` of ``total`` entries that make a part as it was after entry ``seq`` of its log."""
+
+    part: int
+    version: int
+    index: int
+    total: int
+    seq: int
+    store: int
+    entry: Entry
+
+
+class Installed(Message, tag="installed"):
+    """The successor has so many of the Installs."""
+
+    part: int
+    version: int
+    count: int
 
 
 _ANY = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Bye
-    | Ack | Value | Waiting | State | Failure
-    | Register | Roster | Heartbeat | Barrier | QueryDead | Dead | Leave | Lost
+    | Ack | Accepted | Moved | Value | Waiting | State | Failure
+    | Register | View | Heartbeat | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
+    | Extend | Attach | Log | Committed | Install | Installed
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_ANY)

@@ -41,6 +41,8 @@ class Machine:
 
     def __init__(self, mode: str, num_clients: int, *, hello: bool = True) -> None:
         self.state = ServerState(0)
+        self.lost: list[m.Lost] = []
+        self._adopt()
         self.mode, self.num_clients = mode, num_clients
         self.numbers = itertools.count(1)
         self.replies: dict[int, list[Reply]] = {}
@@ -128,10 +130,16 @@ class Machine:
         return value
 
     def slot(self, key: Any, chunk: int = 0) -> Slot:
-        return self.state._shards[STORE]._slots[key, chunk]
+        return self.state.parts[0].shards[STORE].slots[key, chunk]
 
-    def lose(self, client: int, incarnation: int = 1, why: str = "was lost") -> None:
-        self.take(self.state.lose(m.Lost("client", client, STORE, incarnation, why)))
+    def lose(self, client: int, incarnation: int = 1, why: str = "was lost", store: int = STORE) -> None:
+        self.lost.append(m.Lost(client, store, incarnation, why))
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """The scheduler says that this server is alone and has everything, and who is lost."""
+        view = m.View(self.state.epoch + 1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], self.lost)
+        self.take(self.state.adopt(view))
 
 
 def round_of(machine: Machine, step: int, values: list[np.ndarray], *, fused: bool = False) -> list[int]:

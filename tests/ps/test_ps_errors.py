@@ -21,7 +21,7 @@ from kvmpi.errors import (
     UnsupportedError,
 )
 from kvmpi.ps.server import MAX_CLIENTS
-from kvmpi.wire import encode
+from kvmpi.wire import encode, entries
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -171,7 +171,7 @@ def test_a_session_begins_with_hello() -> None:
         assert isinstance(error, ProtocolError)
         assert "Hello" in str(error)
     assert machine.ok(machine.send(0, m.Bye)), "a good-bye may be repeated"
-    assert not machine.state._shards
+    assert not machine.state.parts[0].shards
 
 
 HELLOS: dict[str, dict[str, Any]] = {
@@ -194,13 +194,13 @@ def test_an_impossible_hello_is_refused_and_hurts_nobody(name: str) -> None:
     request = machine.hello(**{"at": b"stranger", **HELLOS[name]})
     assert isinstance(machine.error(request), ProtocolError | ConfigError)
     pushes_still_work(machine)
-    assert len(machine.state._shards) == 1
+    assert len(machine.state.parts[0].shards) == 1
 
 
 def test_what_only_the_scheduler_says_is_refused_from_a_client() -> None:
     machine = Machine("sync", 2)
     machine.init_all("k", whole_numbers(COUNT))
-    replies = machine.state.handle(route(1), m.Lost("client", 0, STORE, 1 << 60, "so they say"), [])
+    replies = machine.state.handle(route(1), m.View(9, 0, [], [], [m.Lost(0, STORE, 1 << 60, "so they say")]), [])
     assert isinstance(replies[0].message, m.Failure)
     assert machine.state.handle(route(1), m.Heartbeat(3), [])[0].message.error == "ProtocolError"  # type: ignore[attr-defined]
     pushes_still_work(machine)
@@ -257,7 +257,10 @@ REQUESTS = st.one_of(
     st.builds(m.PutState, INTS, KEYS, INTS, INTS, st.sampled_from([[], ["value"], ["momentum"]])),
     st.builds(m.Bye, INTS),
     st.builds(m.Ack, INTS, INTS),
-    st.builds(m.Lost, st.just("client"), INTS, INTS, INTS, st.just("")),
+    st.builds(m.View, INTS, INTS, st.just([]), st.just([]), st.lists(st.builds(m.Lost, INTS, INTS, INTS, st.just("")))),
+    st.builds(m.Extend, INTS, INTS),
+    st.builds(m.Log, INTS, INTS, INTS, INTS, st.just(entries.Gone(0, "so they say"))),
+    st.builds(m.Install, INTS, INTS, INTS, INTS, INTS, INTS, st.just(entries.Begin())),
     st.just(ProtocolError("no message")),
 )
 

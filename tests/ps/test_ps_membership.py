@@ -8,7 +8,6 @@ from ps_helpers import Machine, pushes_still_work, whole_numbers
 
 from kvmpi import optim
 from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.server import ServerState
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -127,16 +126,16 @@ def test_a_store_that_everyone_has_left_is_forgotten(mode: str, how: str) -> Non
     machine = Machine(mode, 3)
     machine.init_all("k", whole_numbers(COUNT))
     for client in range(3):
-        assert machine.state._shards
+        assert machine.state.parts[0].shards
         leave(machine, client, how)
     state = machine.state
-    assert [*state._shards, *state._sessions, *state._routes] == []
+    assert [*state.parts[0].shards, *state._sessions, *state._routes] == []
     assert machine.ok(machine.send(0, m.Bye))
 
 
 def test_two_stores_do_not_see_each_other() -> None:
-    state = ServerState(0)
     machines = [Machine("sync", 1, hello=False), Machine("async", 2, hello=False)]
+    state = machines[0].state
     for number, machine in enumerate(machines):
         machine.state = state
         for client in range(machine.num_clients):
@@ -149,5 +148,5 @@ def test_two_stores_do_not_see_each_other() -> None:
     for number in range(2):
         got = machines[number].value(machines[number].send(f"{number}/0".encode(), m.Pull, "k", 0, 0))
         np.testing.assert_array_equal(got, whole_numbers(COUNT, number))
-    state.lose(m.Lost("client", 0, 0, 1, "was lost"))
-    assert list(state._shards) == [1]
+    machines[0].lose(0, store=0)
+    assert list(state.parts[0].shards) == [1]

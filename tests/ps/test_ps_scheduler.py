@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.errors import ClientLostError, ConfigError, ProtocolError, rebuild
+from kvmpi.errors import ClientLostError, ConfigError, PeerLostError, ProtocolError, rebuild
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.wire import Message, encode
 from kvmpi.wire import messages as m
@@ -46,7 +46,7 @@ class Desk:
 
     def beat(self, *routes: str) -> None:
         for at in routes:
-            self.take(self.state.handle(at.encode(), m.Heartbeat(3), self.now_s))
+            self.take(self.state.handle(at.encode(), m.Heartbeat(3, self.state.epoch), self.now_s))
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
@@ -69,18 +69,23 @@ def with_clients(num_clients: int, store: int = 1) -> Desk:
     return desk
 
 
-def test_the_roster_comes_when_the_last_server_is_there_in_rank_order() -> None:
+def test_the_view_comes_when_the_last_server_is_there_in_rank_order() -> None:
     desk = Desk(3)
     early = desk.client(0, 1)
     desk.server(2)
     desk.server(0)
     assert not desk.inbox
     desk.server(1)
-    roster = m.Roster(early, ["host 0", "host 1", "host 2"], [["tcp://0"], ["tcp://1"], ["tcp://2"]])
-    assert desk.told("1/0") == [roster]
-    assert all(isinstance(desk.told(f"server {rank}")[0], m.Roster) for rank in range(3))
+    (view,) = desk.told("1/0")
+    assert isinstance(view, m.View)
+    assert (view.request, view.epoch, view.lost) == (early, 1, [])
+    assert view.servers == [m.ServerInfo(rank, 1, f"host {rank}", [f"tcp://{rank}"]) for rank in range(3)]
+    assert {tuple(chain.members) for chain in view.chains} == {(0,), (1,), (2,)}
+    assert all(isinstance(desk.told(f"server {rank}")[0], m.View) for rank in range(3))
     late = desk.client(0, 2, store=2)
-    assert desk.told("2/0") == [m.Roster(late, roster.hosts, roster.endpoints)]
+    (again,) = desk.told("2/0")
+    assert isinstance(again, m.View)
+    assert (again.request, again.epoch, again.servers) == (late, 1, view.servers)
 
 
 def test_a_repeated_register_is_answered_once_per_question() -> None:
@@ -152,10 +157,11 @@ def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
         desk.tick(0.9 * TIMEOUT_S)
         desk.beat("server 0", "1/0", "1/2", "2/0")
     (notice,) = desk.told("server 0")
-    assert isinstance(notice, m.Lost)
-    assert (notice.role, notice.rank, notice.store, notice.incarnation) == ("client", 1, 1, 7)
-    assert "no heartbeat" in notice.text
-    assert "1/1" not in desk.inbox
+    assert isinstance(notice, m.View)
+    (lost,) = notice.lost
+    assert (lost.rank, lost.store, lost.incarnation) == (1, 1, 7)
+    assert "no heartbeat" in lost.text
+    assert isinstance(desk.error("1/1"), PeerLostError), "it may only have been silent"
     assert desk.told("2/0") == desk.told("1/2") == [notice]
     kinds = desk.told("1/0")
     assert notice in kinds
@@ -189,8 +195,10 @@ def test_a_lost_server_is_announced_to_clients_and_servers() -> None:
     desk.tick(0.2 * TIMEOUT_S)
     for at in ("server 1", "1/0"):
         (notice,) = desk.told(at)
-        assert isinstance(notice, m.Lost)
-        assert (notice.role, notice.rank) == ("server", 0)
+        assert isinstance(notice, m.View)
+        assert [server.rank for server in notice.servers] == [1]
+        assert {tuple(chain.members) for chain in notice.chains} == {(), (1,)}
+        assert all("server 0 was lost" in chain.why for chain in notice.chains if not chain.members)
 
 
 def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:
@@ -316,7 +324,8 @@ MESSAGES = st.one_of(
     st.builds(m.Leave, INTS),
     st.builds(m.Heartbeat, INTS),
     st.builds(m.Push, INTS, st.just("k"), INTS, INTS, st.just("none"), st.booleans()),
-    st.builds(m.Lost, st.just("client"), INTS, INTS, INTS, st.just("")),
+    st.builds(m.CaughtUp, INTS, INTS),
+    st.builds(m.Drained, INTS, INTS),
     st.just(ProtocolError("no message")),
 )  # fmt: skip
 

@@ -39,7 +39,8 @@ class Bench:
         return [message for _, message in out]
 
     def answer(self, message: Message, reply: type[Message] = m.Ack, *fields: Any, payloads: Any = ()) -> None:
-        self.session.receive(reply(message.request, *(fields or (0,))), list(payloads))  # type: ignore[attr-defined]
+        fields = fields or (() if reply in (m.Accepted, m.Moved) else (0,))
+        self.session.receive(reply(message.request, *fields), list(payloads))  # type: ignore[attr-defined]
 
     def after(self, seconds: float) -> list[Message]:
         self.now_s += seconds
@@ -88,7 +89,7 @@ def test_the_windows_are_never_exceeded_but_by_one_large_request() -> None:
             if rng.random() < 0.2:
                 bench.after(2.0)
             elif isinstance(message, m.Push) and message.fused:
-                bench.answer(message)  # accepted: no longer under way
+                bench.answer(message, m.Accepted)  # no longer under way
             else:
                 bench.answer(message, m.Value)
             # What has timed out is no longer under way either.
@@ -192,7 +193,7 @@ def test_late_and_unasked_answers_are_ignored() -> None:
     bench.answer(message)
     for kind, fields in [(m.Ack, (1,)), (m.Value, (1,)), (m.Failure, ("KVError", "x")), (m.Waiting, ([1],))]:
         bench.answer(message, kind, *fields)
-    for stray in (m.Ack(-1, 0), m.Ack(999, 0), m.Heartbeat(1), m.Lost("client", 1, 1, 1, "x")):
+    for stray in (m.Ack(-1, 0), m.Ack(999, 0), m.Heartbeat(1), m.Moved(-1)):
         bench.session.receive(stray, [])
     assert bench.ended == {"op": None}
     assert len(got) == 1
@@ -279,11 +280,11 @@ def test_an_accepted_fused_push_asks_only_for_its_answer() -> None:
     bench.start("op", push(0, 10, fused=True))
     bench.start("next", push(0, 10, "next"))
     (message,) = bench.flush()
-    bench.answer(message)  # accepted
+    bench.answer(message, m.Accepted)
     assert not bench.ended
     assert keys(bench.flush()) == ["next"], "its window is free"
     assert m.Query(message.request, "k", 0, 1) in bench.after(1.1 * RETRY_S)  # type: ignore[attr-defined]
-    bench.answer(message)  # accepted once more
+    bench.answer(message, m.Accepted)  # once more
     bench.answer(message, m.Value)
     assert bench.ended == {"op": None}
     assert bench.session._in_flight[0, False] == 10
@@ -293,10 +294,10 @@ def test_acceptance_is_told_once_when_every_push_is_in_its_round_or_all_is_over(
     bench = Bench()
     bench.start("both", push(0, 1, "a", fused=True), push(1, 1, "b", fused=True))
     first, second = bench.flush()
-    bench.answer(first)
-    bench.answer(first)
+    bench.answer(first, m.Accepted)
+    bench.answer(first, m.Accepted)
     assert bench.accepted == []
-    bench.answer(second)
+    bench.answer(second, m.Accepted)
     assert bench.accepted == ["both"]
     assert bench.ended == {}
     bench.answer(first, m.Value)
@@ -333,7 +334,7 @@ def test_a_deadline_names_operation_server_and_missing_clients() -> None:
                 timeout_s=8.0)  # fmt: skip
     zero, one, two, _ = bench.flush()
     bench.answer(two)
-    bench.answer(one)
+    bench.answer(one, m.Accepted)
     bench.answer(zero, m.Waiting, [3, 5])
     bench.after(7.9)
     assert not bench.ended
@@ -384,7 +385,7 @@ def test_a_lost_server_ends_at_once_what_needs_it_and_nothing_else() -> None:
     bench.start("queued", push(1, 10, "queued"))
     bench.start("other", push(0, 10, "other"))
     zero, one = bench.flush()
-    bench.session.receive(m.Lost("server", 1, -1, 1, "was lost: no heartbeat for 9.0 s"), [])
+    bench.session.lose_peer(1, "server 1 was lost: no heartbeat for 9.0 s")
     assert sorted(bench.ended) == ["both", "queued"]
     for label in ("both", "queued"):
         error = bench.ended[label]

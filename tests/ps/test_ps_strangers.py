@@ -40,7 +40,8 @@ def _zmq_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
                 peer.linger = 0
                 peer.connect(f"tcp://127.0.0.1:{port}")
                 for frames in ([b""], [rng.bytes(50)], [header], [header, rng.bytes(64)], [header] * 200,
-                               [encode(m.Hello(1, 1, "sync", 0, 1 << 40, 1))], [encode(m.Lost("client", 0, 1, 9, "x"))],
+                               [encode(m.Hello(1, 1, "sync", 0, 1 << 40, 1))],
+                               [encode(m.View(9, 0, [], [], [m.Lost(0, 1, 9, "x")]))],
                                [encode(m.Register(1, "server", 0, -1, 2, 1 << 62, "h", ["tcp://1.2.3.4:5"] * 5000))],
                                [encode(m.Leave(1))], [encode(m.Barrier(1, 1))]):  # fmt: skip
                     peer.send_multipart(frames)

@@ -8,10 +8,43 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmpi.errors import ProtocolError
-from kvmpi.wire import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
+from kvmpi.wire import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode, entries
 from kvmpi.wire import messages as m
 
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
+ENTRIES = [
+    entries.Begin(),
+    entries.Opened("sync", 3),
+    entries.Joined(1, 5),
+    entries.Gone(1, "was lost"),
+    entries.Created("k", 0, 1, 5, [5], "float32"),
+    entries.Round("k", 3),
+    entries.Partial(4, 0, 2),
+    entries.Single("k", 0, 1, 9, "fp16"),
+    entries.RuleCall(0, 1, "sgd", {"lr": 0.1}, [("k", 0, 3)]),
+    entries.HyperCall(0, 1, {"lr": 0.1}, []),
+    entries.Restored("k", 0, 1, 77, 3, ["value"]),
+    entries.StoreState(
+        entries.RuleInForce(0, 2, "sgd", {"lr": 0.1}),
+        [entries.CallsState(1, [(1, entries.RuleInForce(0, 0, "", {"lr": 0.5}))], {0: 1, 1: 0})] * 2,
+    ),
+    entries.SlotState(
+        "k",
+        0,
+        1,
+        5,
+        [5],
+        "float32",
+        3,
+        3,
+        1,
+        {0: 3, 7: 2},
+        (0, 1, 2),
+        [entries.RuleInForce(0, 0, "", {})],
+        None,
+        ["value"],
+    ),
+]
 EXAMPLES = [
     m.Hello(1, 2, "sync", 3, 4, 1 << 60),
     m.Init(1, "wéight.0", 2, 3, 0, [0, 7], "bfloat16"),
@@ -29,13 +62,29 @@ EXAMPLES = [
     m.State(1, 5, ["value"]),
     m.Failure(-1, "KVError", "text\n\0", True),
     m.Register(1, "server", 0, -1, 2, 123, "host/boot", ["tcp://127.0.0.1:1", "ipc:///tmp/x"]),
-    m.Roster(1, ["a"], [["tcp://127.0.0.1:1"]]),
+    m.View(
+        3,
+        1,
+        [m.Chain(1, [0, 1]), m.Chain(2, [1], 0, True, "why")],
+        [m.ServerInfo(0, 1, "a", ["tcp://127.0.0.1:1"])],
+        [m.Lost(1, 2, 3, "was lost")],
+        5,
+    ),
+    m.CaughtUp(3, 1),
+    m.Drained(3, 1),
+    m.Accepted(7),
+    m.Moved(7),
+    m.Extend(1, 2),
+    m.Attach(1, 2, -1),
+    m.Committed(1, 2, 9),
+    m.Install(1, 2, 0, 3, 9, 1, entries.Begin()),
+    m.Installed(1, 2, 3),
+    *(m.Log(1, 2, 9, 1, entry) for entry in ENTRIES),
     m.Heartbeat(4),
     m.Barrier(1, 2),
     m.QueryDead(1, 2.5),
     m.Dead(1, [3]),
     m.Leave(1),
-    m.Lost("client", 1, 2, 3, "was lost"),
 ]
 
 

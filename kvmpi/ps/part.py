@@ -1,0 +1,314 @@
+"""One part of the values on one server: its stores' shards, and this server's place in the chain that holds the part.
+
+The head applies what clients ask for and writes every change to a log; each server replays the log of the one before
+it. What the head answers leaves when the last server of the chain has all that came before: a client never learns of a
+change that could still be lost. A log is kept as far as that is not known, and sent again after a silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi.ps import replay
+from kvmpi.ps.reply import Forward, Outgoing, Reply
+from kvmpi.ps.shard import Shard
+from kvmpi.wire import Message, as_array, entries
+from kvmpi.wire import messages as m
+
+Buffer = npt.NDArray[Any]
+
+_RETRY_S = 1.0
+#: Bytes of a state that are on their way to a joiner.
+_INSTALL_WINDOW_BYTES = 8 << 20
+
+
+class _Record(NamedTuple):
+    seq: int
+    store: int
+    entry: entries.Entry
+    payloads: tuple[Buffer, ...]
+
+
+class Part:
+    """Part ``number`` on server ``server``.
+
+    Attributes:
+        seq: entries of the log that this server has; all up to ``committed`` are on every server of the chain.
+        complete: whether it has all of the part.
+        shards: what it holds, by store.
+    """
+
+    def __init__(self, server: int, number: int) -> None:
+        self.server, self.number = server, number
+        self.chain = m.Chain(-1, [])
+        self.replicas = 0
+        self.seq = self.committed = 0
+        self.complete = False
+        self.shards: dict[int, Shard] = {}
+        self._log: deque[_Record] = deque()
+        self._held: deque[tuple[int, list[Reply]]] = deque()
+        self._before: bytes | None = None  # route of the server before this one
+        # The way to the successor: None until it has said what it has.
+        self._sent: int | None = None
+        self._installs: list[_Record] = []
+        self._install_sent = self._install_done = 0
+        self._last_news_s = 0.0
+        # How many entries of a state have come, and for which version of the chain.
+        self._installed, self._installed_of = 0, -1
+
+    # ---- place in the chain
+
+    @property
+    def answers(self) -> bool:
+        """Whether clients are served here."""
+        return self.complete and self.chain.members[:1] == [self.server] and not self.chain.draining
+
+    @property
+    def _line(self) -> list[int]:
+        return [*self.chain.members, *([self.chain.joiner] if self.chain.joiner >= 0 else [])]
+
+    @property
+    def _successor(self) -> int | None:
+        line = self._line
+        after = line.index(self.server) + 1 if self.server in line else len(line)
+        return line[after] if after < len(line) else None
+
+    def adopt(self, chain: m.Chain, replicas: int, now_s: float) -> list[Outgoing]:
+        """The scheduler says how the chain is now."""
+        if chain.version <= self.chain.version:
+            return []
+        joins = chain.joiner == self.server and self.chain.joiner != self.server
+        was_head = self.chain.members[:1] == [self.server]
+        self.chain, self.replicas = chain, replicas
+        self._before, self._sent, self._installs = None, None, []
+        if joins or self.server not in self._line:
+            self._forget()
+        if self.server in chain.members:
+            self.complete = True
+        if was_head and not self.answers:
+            self._step_down()
+        for shard in self.shards.values():
+            shard.acknowledges_rounds = replicas > 0
+        if self._successor is None:
+            return self._commit(self.seq)
+        return self._greet(now_s)
+
+    def _forget(self) -> None:
+        self.complete = False
+        self.seq = self.committed = 0
+        self.shards.clear()
+        self._log.clear()
+        self._held.clear()
+
+    def _step_down(self) -> None:
+        """Another server is to answer: what is in open rounds goes there, who waits will ask there."""
+        for shard in self.shards.values():
+            if self.chain.draining:
+                shard.hand_over()
+            shard.forget_waiting()
+
+    def report(self) -> list[Message]:
+        """What the scheduler waits for from this server, said until it has changed the chain."""
+        if self.chain.joiner == self.server and self.complete:
+            return [m.CaughtUp(self.number, self.chain.version)]
+        if self.chain.draining and self.chain.members[0] == self.server and self.committed == self.seq:
+            return [m.Drained(self.number, self.chain.version)]
+        return []
+
+    # ---- at the head
+
+    def shard(self, store: int, mode: str, num_clients: int) -> Shard:
+        """The shard of a store, made if it is new."""
+        if store not in self.shards:
+            self._record(store, entries.Opened(mode, num_clients))
+            self._open(store, mode, num_clients)
+        return self.shards[store]
+
+    def _open(self, store: int, mode: str, num_clients: int) -> None:
+        shard = Shard(self.server, store, mode, num_clients, lambda *record: self._record(store, *record))
+        shard.acknowledges_rounds = self.replicas > 0
+        self.shards[store] = shard
+
+    def drop_deserted(self) -> None:
+        """Forget stores that all clients have left; every server of the chain does it at the same entry."""
+        self.shards = {store: shard for store, shard in self.shards.items() if not shard.deserted}
+
+    def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
+        """Log a change; whether the payloads are still to be sent, so that their memory must not change."""
+        self.seq += 1
+        if self._successor is None:
+            self.committed = self.seq
+            return False
+        self._log.append(_Record(self.seq, store, entry, payloads))
+        return True
+
+    def hold(self, replies: Sequence[Reply], now_s: float) -> list[Outgoing]:
+        """``replies``, or what may be sent of them now; and what they have brought into the log."""
+        out = self._stream(now_s)
+        if self.committed == self.seq:
+            return [*out, *replies]
+        self._held.append((self.seq, list(replies)))
+        return out
+
+    def _commit(self, seq: int) -> list[Outgoing]:
+        """All servers from here on have the log up to ``seq``."""
+        self.committed = max(self.committed, seq)
+        while self._log and self._log[0].seq <= self.committed:
+            self._log.popleft()
+        out: list[Outgoing] = []
+        while self._held and self._held[0][0] <= self.committed:
+            out += self._held.popleft()[1]
+        if self._before is not None:
+            out.append(Reply(self._before, m.Committed(self.number, self.chain.version, self.committed)))
+        return out
+
+    # ---- to the successor
+
+    def _greet(self, now_s: float) -> list[Outgoing]:
+        self._last_news_s = now_s
+        return [self._forward(m.Extend(self.number, self.chain.version))]
+
+    def _forward(self, message: Message, payloads: tuple[Buffer, ...] = ()) -> Forward:
+        assert self._successor is not None
+        return Forward(self._successor, message, payloads)
+
+    def hear(self, message: Message, now_s: float) -> list[Outgoing]:
+        """What the successor says; it may be late, and about a chain that has changed since."""
+        if getattr(message, "version", None) != self.chain.version or self._successor is None:
+            return []
+        match message:
+            case m.Attach() if self._sent is None and not self._installs:
+                self._last_news_s = now_s
+                kept = self._log[0].seq - 1 if self._log else self.seq
+                if message.seq < kept or message.seq > self.seq:
+                    return self._begin_install()
+                self._sent = message.seq
+                return self._stream(now_s)
+            case m.Installed() if self._installs and message.count > self._install_done:
+                self._last_news_s = now_s
+                self._install_done = message.count
+                if message.count < len(self._installs):
+                    return self._install()
+                self._sent, self._installs = self._installs[0].seq, []
+                return self._stream(now_s)
+            case m.Committed() if message.seq > self.committed and self._sent is not None:
+                self._last_news_s = now_s
+                return self._commit(min(message.seq, self.seq))
+        return []
+
+    def _stream(self, now_s: float) -> list[Outgoing]:
+        """Send on what the successor has not been sent."""
+        if self._sent is None or self._sent >= self.seq:
+            return []
+        if self._sent <= self.committed:
+            self._last_news_s = now_s  # an answer is due from now on
+        first = self._sent - self._log[0].seq + 1 if self._log else 0
+        self._sent = self.seq
+        version = self.chain.version
+        return [
+            self._forward(m.Log(self.number, version, record.seq, record.store, record.entry), record.payloads)
+            for record in itertools.islice(self._log, first, None)
+        ]
+
+    def _begin_install(self) -> list[Outgoing]:
+        """The successor needs everything: the state as it is now, and then the log from here on."""
+        records = [_Record(self.seq, 0, entries.Begin(), ())]
+        for store, shard in self.shards.items():
+            records += [_Record(self.seq, store, *record) for record in replay.dump(shard)]
+        self._installs = records
+        self._install_sent = self._install_done = 0
+        return self._install()
+
+    def _install(self) -> list[Outgoing]:
+        out: list[Outgoing] = []
+        on_way = sum(_nbytes(record) for record in self._installs[self._install_done : self._install_sent])
+        while self._install_sent < len(self._installs):
+            record = self._installs[self._install_sent]
+            if on_way and on_way + _nbytes(record) > _INSTALL_WINDOW_BYTES:
+                break
+            on_way += _nbytes(record)
+            message = m.Install(
+                self.number, self.chain.version, self._install_sent, len(self._installs), record.seq, record.store,
+                record.entry,
+            )  # fmt: skip
+            out.append(self._forward(message, record.payloads))
+            self._install_sent += 1
+        return out
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        """Say again what the successor may not have heard."""
+        if self._successor is None or now_s - self._last_news_s < _RETRY_S:
+            return []
+        if self._installs:
+            self._last_news_s = now_s
+            self._install_sent = self._install_done
+            return self._install()
+        if self._sent is None:
+            return self._greet(now_s) if self.complete else []
+        if self.committed < self.seq:
+            self._last_news_s = now_s
+            self._sent = self.committed
+            return self._stream(now_s)
+        return []
+
+    # ---- from the server before
+
+    def follow(
+        self, route: bytes, message: m.Extend | m.Log | m.Install, payloads: list[memoryview], now_s: float
+    ) -> list[Outgoing]:
+        """What the server before this one sends. Of an older or a newer chain it is ignored, and said again."""
+        if message.version != self.chain.version or self.server not in self._line[1:]:
+            return []
+        if isinstance(message, m.Extend):
+            self._before = route
+            attach = m.Attach(self.number, message.version, self.seq if self.complete else -1)
+            committed = m.Committed(self.number, message.version, self.committed)
+            return [Reply(route, attach), Reply(route, committed)]
+        if route != self._before:
+            return []
+        if isinstance(message, m.Install):
+            return self._take_install(route, message, payloads)
+        if not self.complete or message.seq > self.seq + 1:
+            return []  # something is missing: it comes again
+        if message.seq == self.seq + 1:
+            self._replay(message.store, message.entry, payloads)
+        out = self._stream(now_s)
+        if self._successor is None:
+            self.committed = self.seq
+        return [*out, Reply(route, m.Committed(self.number, message.version, self.committed))]
+
+    def _take_install(self, route: bytes, message: m.Install, payloads: list[memoryview]) -> list[Outgoing]:
+        if self.complete:
+            return [Reply(route, m.Installed(self.number, message.version, message.total))]
+        if self._installed_of != message.version:
+            self._forget()
+            self._installed, self._installed_of = 0, message.version
+        if message.index == self._installed:
+            if message.index > 0:
+                self._apply(message.store, message.entry, payloads)
+            self._installed += 1
+            if self._installed == message.total:
+                self.seq = self.committed = message.seq
+                self.complete = True
+        return [Reply(route, m.Installed(self.number, message.version, self._installed))]
+
+    def _replay(self, store: int, entry: entries.Entry, payloads: list[memoryview]) -> None:
+        self._record(store, entry, tuple(as_array(payload, np.dtype("u1")) for payload in payloads))
+        self._apply(store, entry, payloads)
+
+    def _apply(self, store: int, entry: entries.Entry, payloads: list[memoryview]) -> None:
+        if isinstance(entry, entries.Opened):
+            self._open(store, entry.mode, entry.num_clients)
+        else:
+            replay.apply(self.shards[store], entry, payloads, keep=self._successor is not None)
+            self.drop_deserted()
+
+
+def _nbytes(record: _Record) -> int:
+    return sum(payload.nbytes for payload in record.payloads)

@@ -1,0 +1,122 @@
+"""A shard as entries of a log: one by one as they were logged, or all that make it from nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi.arrays import DTYPES
+from kvmpi.errors import KVError, ProtocolError
+from kvmpi.kernels import host
+from kvmpi.ps import codec
+from kvmpi.ps.rulebook import in_force, rule_change
+from kvmpi.ps.shard import Shard
+from kvmpi.ps.slot import Slot
+from kvmpi.wire import as_array, entries
+from kvmpi.wire import messages as m
+
+Buffer = npt.NDArray[Any]
+Record = tuple[entries.Entry, tuple[Buffer, ...]]
+
+
+def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, keep: bool) -> None:
+    """Make the change that ``entry`` says. ``keep``: the payloads' memory must stay as it is."""
+    match entry:
+        case entries.Joined():
+            shard.take_in(entry.client, entry.incarnation)
+        case entries.Gone():
+            shard.give_up(entry.client, entry.text)
+        case entries.RuleCall() | entries.HyperCall():
+            shard.rulebook.apply(entry, shard.slots, shard.present())
+        case entries.Created():
+            _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
+        case entries.Round():
+            slot = _slot(shard, entry)
+            _set_open(slot, payloads[0], shard.num_clients)
+            shard.end_round(slot, keep=keep)
+        case entries.Partial():
+            _set_open(_slot(shard, entry), payloads[0], entry.contributed)
+        case entries.Single():
+            slot = _slot(shard, entry)
+            wire_dtype = codec.get(entry.codec).wire_dtype(slot.dtype)
+            try:
+                slot.apply_alone(as_array(payloads[0], DTYPES[wire_dtype]), wire_dtype)
+            except Exception:  # as at the head, whose client was told
+                return
+            slot.steps[entry.client] = entry.step
+        case entries.Restored():
+            slot = _slot(shard, entry)
+            slot.restore(entry.updates, _named(slot, entry.names, payloads))
+            slot.restored = (entry.client, shard.incarnations[entry.client], entry.request)
+        case entries.StoreState():
+            shard.rulebook.restore(entry)
+        case entries.SlotState():
+            _restore_slot(shard, entry, payloads, keep=keep)
+        case _:
+            raise ProtocolError(f"a {type(entry).__name__} is no change of a shard")
+
+
+def dump(shard: Shard) -> list[Record]:
+    """Entries that make ``shard`` as it is, but for what its open rounds hold. Values are copied."""
+    records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
+    records += [(entries.Joined(client, number), ()) for client, number in shard.incarnations.items()]
+    records += [(entries.Gone(client, text), ()) for client, text in shard.gone.items()]
+    records.append((shard.rulebook.dump(), ()))
+    for slot in shard.slots.values():
+        names, arrays = slot.dump()
+        if slot.met is not None:
+            names, arrays = [*names, "met"], [*arrays, slot.met.copy()]
+        layout = shard.layouts[slot.key]
+        steps = {client: min(step, slot.rounds) for client, step in slot.steps.items()}
+        records.append((
+            entries.SlotState(
+                slot.key, slot.chunk, layout.num_chunks, slot.count, layout.shape, slot.dtype, slot.rounds,
+                slot.updates, slot.generation, steps if shard.discipline.in_rounds else dict(slot.steps),
+                slot.restored, [in_force(change) for change in slot.rules],
+                None if slot.failed is None else str(slot.failed), names,
+            ),
+            tuple(arrays),
+        ))  # fmt: skip
+    return records
+
+
+def _slot(shard: Shard, entry: Any) -> Slot:
+    return shard.slots[entry.key, entry.chunk]
+
+
+def _create(shard: Shard, entry: entries.Created | entries.SlotState, value: Buffer, *, keep: bool) -> Slot:
+    layout = m.Init(-1, entry.key, entry.chunk, entry.num_chunks, entry.count, entry.shape, entry.dtype)
+    return shard.create(layout, value.copy() if keep else value)
+
+
+def _set_open(slot: Slot, payload: memoryview, contributed: int) -> None:
+    """Make the open round hold the sum of the first clients."""
+    dtype = host.ACCUMULATE[slot.dtype]
+    slot.accumulator, slot.cursor = None, contributed
+    slot.add(as_array(payload, DTYPES[dtype]), dtype)
+    for client in range(contributed):
+        slot.steps[client] = slot.rounds + 1
+
+
+def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:
+    own = ("value", "met")
+    dtypes = [slot.dtype if name in own else host.ACCUMULATE[slot.dtype] for name in names]
+    return {
+        name: as_array(payload, DTYPES[dtype])
+        for name, dtype, payload in zip(names, dtypes, payloads, strict=True)
+    }  # fmt: skip
+
+
+def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryview], *, keep: bool) -> None:
+    slot = _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
+    arrays = _named(slot, entry.names, payloads)
+    met = arrays.pop("met", None)
+    del arrays["value"]  # it is there
+    slot.restore(entry.updates, arrays)
+    slot.met = None if met is None else met.copy()
+    slot.failed = None if entry.failed is None else KVError(entry.failed)
+    slot.rounds, slot.generation, slot.restored = entry.rounds, entry.generation, entry.restored
+    slot.steps = dict(entry.steps)
+    slot.rules.clear()
+    slot.rules.extend(rule_change(change) for change in entry.rules)

@@ -1,0 +1,118 @@
+"""The update rule of a store: chosen and changed by calls that every client makes, in force from a round on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError
+from kvmpi.ps.calls import SharedCalls
+from kvmpi.ps.slot import RuleChange, Slot
+from kvmpi.wire import entries
+from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
+
+Slots = Mapping[tuple[Key, int], Slot]
+
+
+class Rulebook:
+    """What the clients of one store have said about its rule.
+
+    Args:
+        in_rounds: a change counts from a round on; else at once.
+    Attributes:
+        rule, generation: the newest rule, and how often another was chosen: its state begins empty then.
+    """
+
+    def __init__(self, server: int, *, in_rounds: bool) -> None:
+        self.rule: optim.Rule | None = None
+        self.generation = 0
+        self._in_rounds = in_rounds
+        self._choices = SharedCalls("set_optimizer", server)
+        self._changes = SharedCalls("set_hyperparams", server)
+
+    def entry_of(
+        self, client: int, message: m.SetRule | m.SetHyperparams, slots: Slots
+    ) -> entries.RuleCall | entries.HyperCall:
+        """What is to be logged of a client's call.
+
+        Raises:
+            ConfigError: no such rule or hyperparameter, or another client has said something else.
+            ProtocolError: the client skips a call.
+        """
+        ahead = self._ahead(client, slots)
+        if isinstance(message, m.SetRule):
+            if not self._choices.is_repeat(client, message.ordinal, (message.rule, message.hyperparams)):
+                optim.create(message.rule, message.hyperparams)
+            return entries.RuleCall(client, message.ordinal, message.rule, message.hyperparams, ahead)
+        if not self._changes.is_repeat(client, message.ordinal, message.hyperparams):
+            if self.rule is None:
+                raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
+            self.rule.with_hyperparams(**message.hyperparams)
+        return entries.HyperCall(client, message.ordinal, message.hyperparams, ahead)
+
+    def has_made(self, client: int, message: m.SetRule | m.SetHyperparams) -> bool:
+        """Whether this is a repetition by the same client."""
+        calls = self._choices if isinstance(message, m.SetRule) else self._changes
+        return calls.made_by(client) >= message.ordinal
+
+    def _ahead(self, client: int, slots: Slots) -> list[tuple[Key, int, int]]:
+        """How often ``client`` has pushed the chunks in whose open round it is, which only the head knows."""
+        found = []
+        for (key, chunk), slot in slots.items():
+            pushed = slot.steps.get(client, 0) + (client in slot.held)
+            if self._in_rounds and pushed > slot.rounds:
+                found.append((key, chunk, pushed))
+        return found
+
+    def apply(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots, present: Iterable[int]) -> None:
+        """Make a call that was logged. ``present``: the clients of whom more calls are expected."""
+        calls = self._choices if isinstance(entry, entries.RuleCall) else self._changes
+        call: Any = (entry.rule, entry.hyperparams) if isinstance(entry, entries.RuleCall) else entry.hyperparams
+        if not calls.is_repeat(entry.client, entry.ordinal, call):
+            if isinstance(entry, entries.RuleCall):
+                self.generation += 1
+                self.rule = optim.create(entry.rule, entry.hyperparams)
+            else:
+                assert self.rule is not None
+                self.rule = self.rule.with_hyperparams(**entry.hyperparams)
+            self._install(entry, slots)
+        calls.note(entry.client, entry.ordinal, call, present)
+
+    def _install(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots) -> None:
+        """Put the rule in force, in rounds from the one after the client's last push of each chunk."""
+        ahead = {(key, chunk): pushed for key, chunk, pushed in entry.ahead}
+        for where, slot in slots.items():
+            pushed = ahead.get(where, min(slot.steps.get(entry.client, 0), slot.rounds))
+            slot.change_rule(RuleChange(pushed + 1 if self._in_rounds else 0, self.generation, self.rule))
+
+    # ---- as a whole
+
+    def dump(self) -> entries.StoreState:
+        """All of it, for ``restore``."""
+        calls = [
+            self._choices.dump(lambda call: entries.RuleInForce(0, 0, call[0], call[1])),
+            self._changes.dump(lambda call: entries.RuleInForce(0, 0, "", call)),
+        ]
+        return entries.StoreState(in_force(RuleChange(0, self.generation, self.rule)), calls)
+
+    def restore(self, state: entries.StoreState) -> None:
+        """Be as ``dump`` has described it."""
+        change = rule_change(state.current)
+        self.rule, self.generation = change.rule, change.generation
+        self._choices.restore(state.calls[0], lambda call: (call.rule, call.hyperparams))
+        self._changes.restore(state.calls[1], lambda call: call.hyperparams)
+
+
+def in_force(change: RuleChange) -> entries.RuleInForce:
+    """A rule change as it is logged."""
+    rule = change.rule
+    name, hyperparams = ("", {}) if rule is None else (rule.name, rule.hyperparams())
+    return entries.RuleInForce(change.from_round, change.generation, name, hyperparams)
+
+
+def rule_change(logged: entries.RuleInForce) -> RuleChange:
+    """The inverse of ``in_force``."""
+    rule = optim.create(logged.rule, logged.hyperparams) if logged.rule else None
+    return RuleChange(logged.from_round, logged.generation, rule)

@@ -1,0 +1,155 @@
+"""What is written in the log of a part: every change of its state, for the servers that follow in its chain.
+
+Replaying a part's entries in order gives the same state, bit by bit. Arrays travel as payload frames.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Key = int | str
+Number = bool | int | float | list[float]
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    pass
+
+
+class Begin(_Entry, tag="begin"):
+    """Forget everything: the state of the part follows."""
+
+
+class Opened(_Entry, tag="opened"):
+    """A store exists."""
+
+    mode: str
+    num_clients: int
+
+
+class Joined(_Entry, tag="joined"):
+    """A process takes a client's part in the store."""
+
+    client: int
+    incarnation: int
+
+
+class Gone(_Entry, tag="gone"):
+    """A client will push no more."""
+
+    client: int
+    text: str
+
+
+class Created(_Entry, tag="created"):
+    """A chunk of a key has its first value: one payload."""
+
+    key: Key
+    chunk: int
+    num_chunks: int
+    count: int
+    shape: list[int]
+    dtype: str
+
+
+class Round(_Entry, tag="round"):
+    """A synchronous round of a chunk is over: one payload, the sum of its pushes."""
+
+    key: Key
+    chunk: int
+
+
+class Partial(_Entry, tag="partial"):
+    """The open round of a chunk has the pushes of the first clients in it: one payload, their sum."""
+
+    key: Key
+    chunk: int
+    contributed: int
+
+
+class Single(_Entry, tag="single"):
+    """An asynchronous push has been applied: one payload, as it came."""
+
+    key: Key
+    chunk: int
+    client: int
+    step: int
+    codec: str
+
+
+class RuleCall(_Entry, tag="rulecall"):
+    """A client's ``ordinal``-th choice of the rule. ``ahead``: chunks of which it has pushed more than is over."""
+
+    client: int
+    ordinal: int
+    rule: str
+    hyperparams: dict[str, Number]
+    ahead: list[tuple[Key, int, int]]
+
+
+class HyperCall(_Entry, tag="hypercall"):
+    """A client's ``ordinal``-th change of hyperparameters; ``ahead`` as in RuleCall."""
+
+    client: int
+    ordinal: int
+    hyperparams: dict[str, Number]
+    ahead: list[tuple[Key, int, int]]
+
+
+class Restored(_Entry, tag="restored"):
+    """A client has put a chunk's state back: one payload for each name."""
+
+    key: Key
+    chunk: int
+    client: int
+    request: int
+    updates: int
+    names: list[str]
+
+
+class RuleInForce(_Entry, tag="inforce"):
+    """A rule and the first round that it is for; ``rule`` is empty for none."""
+
+    from_round: int
+    generation: int
+    rule: str
+    hyperparams: dict[str, Number]
+
+
+class CallsState(_Entry, tag="calls"):
+    """How far a store's calls of one kind are: how many were made, those not made by all, and how many by whom."""
+
+    made: int
+    open: list[tuple[int, RuleInForce]]
+    seen: dict[int, int]
+
+
+class StoreState(_Entry, tag="store"):
+    """What a store remembers beside its chunks."""
+
+    current: RuleInForce
+    calls: list[CallsState]
+
+
+class SlotState(_Entry, tag="slot"):
+    """All of a chunk: one payload for each name; "met" is the old value that the last round answered with."""
+
+    key: Key
+    chunk: int
+    num_chunks: int
+    count: int
+    shape: list[int]
+    dtype: str
+    rounds: int
+    updates: int
+    generation: int
+    steps: dict[int, int]
+    restored: tuple[int, int, int] | None
+    rules: list[RuleInForce]
+    failed: str | None
+    names: list[str]
+
+
+Entry = (
+    Begin | Opened | Joined | Gone | Created | Round | Partial | Single | RuleCall | HyperCall | Restored
+    | StoreState | SlotState
+)  # fmt: skip

@@ -1,0 +1,209 @@
+"""The state machines of kvmpi.ps as processes of a simulated network, which can be killed and started again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from simulation.network import Network
+
+from kvmpi.config import Config
+from kvmpi.errors import ServerLostError
+from kvmpi.ps.client import PsClient
+from kvmpi.ps.reply import Reply
+from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.server import ServerState
+from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.trace import Recorder
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+HEARTBEAT_S = 0.25
+_TO_PREDECESSOR = (m.Attach, m.Committed, m.Installed)
+
+
+class SimulatedServer:
+    """A server's process."""
+
+    def __init__(self, cluster: Cluster, rank: int, incarnation: int) -> None:
+        self._cluster, self._network = cluster, cluster.network
+        self.rank, self.incarnation = rank, incarnation
+        self.name = f"server {rank}.{incarnation}"
+        self.state = ServerState(rank)
+        self._found: dict[int, int] = {}
+        self._next_heartbeat_s = 0.0
+        self._registered = False
+        self._network.attach(self.name, self._receive, self._tick)
+
+    def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
+        now_s = self._network.now_s
+        if sender == "scheduler":
+            if isinstance(message, m.Failure):
+                self._cluster.kill_server(self.rank)  # the process ends with that error
+            elif isinstance(message, m.View):
+                self._registered = True
+                if message.epoch > self.state.epoch:
+                    self._found = {info.rank: info.incarnation for info in message.servers}
+                self._send(self.state.adopt(message, now_s))
+        elif isinstance(message, _TO_PREDECESSOR):
+            self._send(self.state.hear(int(sender.split()[1].split(".")[0]), message, now_s))
+        else:
+            self._send(self.state.handle(sender.encode(), message, payloads, now_s))
+
+    def _send(self, outgoing: Sequence[Any]) -> None:
+        for one in outgoing:
+            if isinstance(one, Reply):
+                self._network.send(self.name, one.route.decode(), one.message, one.payloads)
+            elif one.server in self._found:
+                target = f"server {one.server}.{self._found[one.server]}"
+                self._network.send(self.name, target, one.message, one.payloads)
+
+    def _tick(self, now_s: float) -> None:
+        self._send(self.state.tick(now_s))
+        for report in self.state.reports():
+            self._network.send(self.name, "scheduler", report, ())
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + HEARTBEAT_S
+            if self._registered:
+                self._network.send(self.name, "scheduler", m.Heartbeat(0, self.state.epoch), (), reliable=True)
+            else:
+                self.register()
+
+    def register(self) -> None:
+        """Say to the scheduler that it is here."""
+        servers = self._cluster.config.num_servers
+        fields = ("server", self.rank, -1, servers, self.incarnation, "host", [f"tcp://{self.name}"])
+        self._network.send(self.name, "scheduler", m.Register(1, *fields), (), reliable=True)
+
+
+class SimulatedLink:
+    """What ``Link`` is to a PsClient, without threads and sockets."""
+
+    def __init__(self, network: Network, name: str, config: Config) -> None:
+        self._network, self._name = network, name
+        self.session = ClientSession(config.window_bytes, config.retry_s)
+        self.is_open = True
+        self._joined = False
+        self._epoch = -1
+        self._incarnations: dict[int, int] = {}
+        self._next_heartbeat_s = 0.0
+        network.attach(name, self._receive, self._tick)
+
+    def start(self) -> None:
+        pass
+
+    def join(self) -> None:
+        self._joined = True
+
+    @property
+    def servers(self) -> list[int]:
+        return self.session.servers
+
+    def stop_heartbeats(self) -> None:
+        self._joined = False
+
+    def now_s(self) -> float:
+        return self._network.now_s
+
+    def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
+        self.session.submit(operation, asks, priority)
+        self._pump()
+
+    def stop(self) -> None:
+        self.is_open = False
+        self.session.fail_all(ServerLostError("stopped"))
+        self._network.detach(self._name)
+
+    def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
+        if isinstance(message, m.View) and message.epoch > self._epoch:
+            self._epoch = message.epoch
+            self._incarnations = {info.rank: info.incarnation for info in message.servers}
+        self.session.receive(message, payloads)
+        self._pump()
+
+    def _tick(self, now_s: float) -> None:
+        if not self.is_open:
+            return
+        self.session.tick(now_s)
+        self._pump()
+        if self._joined and now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + HEARTBEAT_S
+            self._network.send(self._name, "scheduler", m.Heartbeat(0, self._epoch), (), reliable=True)
+
+    def _pump(self) -> None:
+        for peer, message, payloads in self.session.sendable(self._network.now_s):
+            if peer == SCHEDULER:
+                self._joined = self._joined or isinstance(message, m.Register)
+                self._network.send(self._name, "scheduler", message, payloads, reliable=isinstance(message, m.Register))
+            elif peer in self._incarnations:
+                self._network.send(self._name, f"server {peer}.{self._incarnations[peer]}", message, payloads)
+
+
+class SimulatedDeadline:
+    """A deadline on the network's clock."""
+
+    def __init__(self, network: Network, timeout_s: float) -> None:
+        self._network, self._expires_s = network, network.now_s + timeout_s
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._expires_s - self._network.now_s)
+
+
+class Cluster:
+    """A scheduler, servers and clients of one store on a network.
+
+    Args:
+        restart_s: after so long a server that has ended is started again, without its memory; None: never.
+    """
+
+    def __init__(
+        self, config: Config, network: Network, mode: str, *, heartbeat_timeout_s: float = 1e9,
+        restart_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
+        self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas)
+        network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
+        self.processes: dict[int, SimulatedServer] = {}
+        self._incarnations = 0
+        for rank in range(config.num_servers):
+            self.start_server(rank)
+
+    @property
+    def servers(self) -> list[ServerState]:
+        """The servers that are alive."""
+        return [process.state for process in self.processes.values()]
+
+    def _at_scheduler(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
+        self._say(self.scheduler.handle(sender.encode(), message, self.network.now_s))
+
+    def _tick_scheduler(self, now_s: float) -> None:
+        self._say(self.scheduler.tick(now_s))
+
+    def _say(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self.network.send("scheduler", reply.route.decode(), reply.message, reply.payloads)
+
+    def start_server(self, rank: int) -> None:
+        """Start a server that holds nothing."""
+        self._incarnations += 1
+        self.processes[rank] = SimulatedServer(self, rank, self._incarnations)
+
+    def kill_server(self, rank: int) -> None:
+        """End a server's process where it is."""
+        process = self.processes.pop(rank, None)
+        if process is None:
+            return
+        self.network.faults.count("kill")
+        self.network.detach(process.name)
+        if self._restart_s is not None:
+            self.network.at(self.network.now_s + self._restart_s, lambda: self.start_server(rank))
+
+    def client(self, rank: int, num_clients: int) -> PsClient:
+        """A client that is not connected yet."""
+        return PsClient(
+            self.config, store=1, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
+            link=SimulatedLink(self.network, f"client {rank}", self.config),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def deadline(self, timeout_s: float = 1e6) -> Any:
+        return SimulatedDeadline(self.network, timeout_s)
