@@ -6,21 +6,21 @@ import argparse
 import contextlib
 import os
 import platform
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvmpi.benchmarks import options, rows
-from kvmpi.benchmarks.jobs import InterruptedBySignal, JobFailedError, JobSpec, Stage, find_mpich, local_command
-from kvmpi.benchmarks.plan import Case, Plan, RowName
-from kvmpi.benchmarks.ranks import ROUNDS, Event, Row, Session
-from kvmpi.benchmarks.report import Report, complain
+from kvmpi.benchmarks.collective_report import CollectiveReport
+from kvmpi.benchmarks.jobs import RANK_PROGRAM, MpiSpec, RankJob, Stage, find_mpich, local_command
+from kvmpi.benchmarks.plan import Plan, RowName
+from kvmpi.benchmarks.ranks import Session
+from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.turns import Event, acquaint, drive
 from kvmpi.collectives import mpi_comm
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 from kvmpi.launchers.rank_exec import mpi_rank
 from kvmpi.launchers.signals import SignalCatcher
@@ -36,62 +36,14 @@ def main(op: str, argv: Sequence[str]) -> int:
             stack.enter_context(contextlib.redirect_stderr(silence))
             stack.enter_context(contextlib.redirect_stdout(silence))
         args = options.parse(op, argv)
-    try:
-        return _as_rank(args, first) if inside else _as_parent(args)
-    except InterruptedBySignal as interruption:
-        complain(f"stopped by {interruption}")
-        return 128 + interruption.number
-    except KeyboardInterrupt:  # so early that no job was there to stop
-        return 128 + signal.SIGINT
-    except KVError as error:
-        if first:
-            complain(str(error))
-        return 2 if isinstance(error, (ConfigError, UnsupportedError)) else 1
-    except BrokenPipeError:  # who read the table has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    return exit_status(lambda: _as_rank(args, first) if inside else _as_parent(args), complains=first)
 
 
-# ---- what is measured
-
-
-class Job(Protocol):
-    """Ranks that carry out commands."""
-
-    name: str
-
-    def ask(self, command: str) -> Iterator[Event]: ...
-
-
-def drive(jobs: Sequence[Job], labels: Sequence[str], cases: Sequence[Case], report: Report | None) -> list[Row]:
-    """Measure ``cases`` in jobs that take turns; all rows. Without a ``report`` nothing is shown."""
-    found: list[Row] = []
-    for number, case in enumerate(cases):
-        size = case.preset or f"{sum(case.counts):,} elements"
-        block: list[Row] = []
-        steps = [f"open {number}", *["round"] * ROUNDS, "close"]
-        for i, command in enumerate(steps):
-            for job in jobs:
-                if report is not None:
-                    doing = f"round {i} of {ROUNDS}" if command == "round" else "verifying" if i == 0 else "closing"
-                    report.progress.show(f"{size}, {doing} ({job.name})")
-                for event in job.ask(command):
-                    if event["kind"] == "rows":
-                        block += event["rows"]
-                    elif report is not None:
-                        report.note(event["text"])
-        block.sort(key=lambda row: labels.index(row["algo"]))
-        if report is not None:
-            report.block(case, block)
-        found += block
-    return found
-
-
-def _plan(args: argparse.Namespace, num_ranks: int, names: Sequence[RowName]) -> Plan:
+def _plan(args: argparse.Namespace, num_ranks: int, names: Sequence[RowName], *, memory: bool = True) -> Plan:
     return Plan(
         op=args.op, cases=options.cases(args, num_ranks), rows=tuple(names), dtype=args.dtype,
         num_vectors=args.vectors, num_rings=args.rings, chunk_bytes=args.chunk_bytes, seconds=args.seconds,
-        num_ranks=num_ranks,
+        num_ranks=num_ranks, measure_memory=memory,
     )  # fmt: skip
 
 
@@ -134,7 +86,7 @@ def _as_rank(args: argparse.Namespace, first: bool) -> int:
     report, problem = None, None
     if world.rank == 0:
         try:
-            report = Report(args)
+            report = CollectiveReport(args)
         except ConfigError as error:
             problem = error
     if problem := world.bcast(problem):
@@ -148,13 +100,15 @@ def _as_rank(args: argparse.Namespace, first: bool) -> int:
         raise
 
 
-def _measure_here(args: argparse.Namespace, world: Any, names: Sequence[RowName], report: Report | None) -> int:
+def _measure_here(
+    args: argparse.Namespace, world: Any, names: Sequence[RowName], report: CollectiveReport | None
+) -> int:
     session = Session(_plan(args, world.size, names), world)
     (about,) = session.handle("about")
     labels = [name.label for name in names]
     if report is not None:
         report.begin(world.size, labels, dict.fromkeys(labels, about["facts"]))
-    found = drive([_HereJob(session)], labels, options.cases(args, world.size), report)
+    found = drive([_HereJob(session)], options.cases(args, world.size), report)
     session.finish()
     if report is not None:
         return report.end()
@@ -167,8 +121,8 @@ def _measure_here(args: argparse.Namespace, world: Any, names: Sequence[RowName]
 class _StageJob:
     """A job of a stage."""
 
-    def __init__(self, stage: Stage, job: Any) -> None:
-        self.name, self.job = job.name, job
+    def __init__(self, stage: Stage, job: RankJob) -> None:
+        self.name = job.name
         self.ask: Callable[[str], Iterator[Event]] = lambda command: stage.ask(job, command)
 
 
@@ -184,7 +138,7 @@ def _as_parent(args: argparse.Namespace) -> int:
     mpich = None if mpi.kind == "mpich" or args.hosts else find_mpich(args.mpich, environ)
     signals = SignalCatcher()
     try:
-        report = Report(args)
+        report = CollectiveReport(args)
         with contextlib.ExitStack() as stack:
             stack.callback(report.progress.hide)
             lab = None
@@ -208,7 +162,7 @@ def _measure(
     mpich: mpirun.MPI | None,
     lab: Any,
     signals: SignalCatcher,
-    report: Report,
+    report: CollectiveReport,
 ) -> None:
     names = options.wanted_rows(args, mpich=mpich is not None)
     notes = []
@@ -233,24 +187,16 @@ def _measure(
     report.progress.show(f"starting {num_ranks} ranks")
     with Stage([spec for spec, _ in groups], signals, say) as stage:
         facts: dict[str, dict[str, Any]] = {}
-        jobs: list[Job] = []
-        for job, (_, members) in zip(list(stage.jobs), groups, strict=True):
-            try:
-                (about,) = stage.ask(job, "about")
-            except JobFailedError as error:
-                if job is stage.jobs[0]:
-                    raise
-                notes.append(f"{', '.join(name.label for name in members)} left out: {error}")
-                stage.drop(job)
-                continue
+        there, missing = acquaint(stage, lambda number: number == 0)
+        notes += [f"{', '.join(name.label for name in groups[i][1])} left out: {error}" for i, error in missing]
+        for number, _, about in there:
             if lab:  # what the ranks see are pretended hosts
-                about["facts"] |= {"host": platform.node(), "nic": f"simulated links of {args.link}"}
-            facts |= {name.label: about["facts"] for name in members}
-            jobs.append(_StageJob(stage, job))
+                about |= {"host": platform.node(), "nic": f"simulated links of {args.link}"}
+            facts |= {name.label: about for name in groups[number][1]}
         report.begin(num_ranks, labels, facts)
         for note in notes:
             report.note(note)
-        drive(jobs, labels, options.cases(args, num_ranks), report)
+        drive([_StageJob(stage, job) for _, job, _ in there], options.cases(args, num_ranks), report)
         stage.finish()
 
 
@@ -261,7 +207,7 @@ def _groups(
     mpich: mpirun.MPI | None,
     num_ranks: int,
     lab: Any,
-) -> list[tuple[JobSpec, list[RowName]]]:
+) -> list[tuple[MpiSpec, list[RowName]]]:
     """The jobs to start and the rows of each; the first one is the one that everything else is compared in."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     call = rows.MPI_CALLS[args.op]
@@ -272,30 +218,28 @@ def _groups(
         if yields is None:
             yields = num_ranks > cores  # as the launcher has it
         apart = [name for name in others if name.kind == call and (rows.SPIN in name.how) == yields]
-    found = []
+    found: list[tuple[MpiSpec, list[RowName]]] = []
     for idle, its_rows in ((yields, [name for name in others if name not in apart]), (not yields, apart)):
         if its_rows:
             kind = "Open MPI" if mpi.kind == "openmpi" else "MPICH"
             suffix = "" if idle is None else ", idle ranks yield" if idle else ", idle ranks spin"
             command = _lab_command(lab, mpi, args.ranks_per_host, idle) if lab else local_command(mpi, num_ranks)
-            spec = JobSpec(kind + suffix, _plan(args, num_ranks, its_rows), mpi, command, idle, on_hosts=bool(lab))
+            plan = _plan(args, num_ranks, its_rows, memory=not found)  # which is measured once
+            spec = MpiSpec(
+                name=kind + suffix, plan=plan, command=command, mpi=mpi, yields=idle, on_hosts=bool(lab)
+            )  # fmt: skip
             found.append((spec, its_rows))
     its_rows = [name for name in names if name.kind == rows.MPICH]
     if its_rows and mpich is not None:
-        spec = JobSpec("MPICH", _plan(args, num_ranks, its_rows), mpich, local_command(mpich, num_ranks))
-        found.append((spec, its_rows))
-    # Memory is measured once.
-    return [
-        (replace(spec, plan=replace(spec.plan, measure_memory=i == 0)), group) for i, (spec, group) in enumerate(found)
-    ]
+        plan = _plan(args, num_ranks, its_rows, memory=not found)
+        found.append((MpiSpec(name="MPICH", plan=plan, command=local_command(mpich, num_ranks), mpi=mpich), its_rows))
+    return found
 
 
-def _lab_command(
-    lab: Any, mpi: mpirun.MPI, ranks_per_host: int, yields: bool | None
-) -> Callable[[Sequence[str]], list[str]]:
+def _lab_command(lab: Any, mpi: mpirun.MPI, ranks_per_host: int, yields: bool | None) -> Callable[[str], list[str]]:
     """Ranks on simulated hosts."""
     words = list(lab.mpirun_arguments(ranks_per_host))
     if yields is not None and "mpi_yield_when_idle" in words:  # what the environment says counts then
         at = words.index("mpi_yield_when_idle")
         del words[at - 1 : at + 2]
-    return lambda program: lab.command_on(0, [mpi.path, *words, *program])
+    return lambda folder: lab.command_on(0, [mpi.path, *words, *RANK_PROGRAM, folder])

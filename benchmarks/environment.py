@@ -39,14 +39,22 @@ def facts(world: Any) -> Facts:
     yields = os.environ.get(YIELD_VARIABLE, "0") not in ("0", "false")
     library = MPI.Get_library_version()
     return {
-        "host": platform.node(), "cores": len(on_this_host) or os.cpu_count(),
+        **here(), "cores": len(on_this_host) or os.cpu_count(),
         "hosts": num_hosts, "ranks_per_host": len(hosts) // num_hosts,
         "nic": _nic() if num_hosts > 1 else "loopback/shared memory",
         "binding": bindings[0] if len(set(bindings)) == 1 else "; ".join(bindings),
         "mpi": _first_line(library), "idle": ("yield" if yields else "spin") if "Open MPI" in library else "unknown",
         "thread_level": levels.get(MPI.Query_thread(), "unknown"),
+    }  # fmt: skip
+
+
+def here() -> Facts:
+    """About this host and this interpreter."""
+    cores = _cores()
+    return {
+        "host": platform.node(), "cores": len(cores) or os.cpu_count(), "binding": _binding(cores),
         "python": platform.python_version(), "numpy": np.__version__, "torch": _torch_version(),
-        "kvmpi": kvmpi.__version__, "commit": _commit(),
+        "pyzmq": metadata.version("pyzmq"), "kvmpi": kvmpi.__version__, "commit": _commit(),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""MPI jobs of the rank program: started by the parent, told what to do in turns, and ended with it."""
+"""Jobs that measure: started by the parent, told what to do in turns, and ended with it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from kvmpi.benchmarks.environment import YIELD_VARIABLE
-from kvmpi.benchmarks.plan import Plan
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers import job as launcher_jobs
 from kvmpi.launchers import mpirun, processes
@@ -30,7 +29,8 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _FINALIZE_S = 30.0  # for a job to end when it was told to
 _SHM = "/dev/shm"
 _LONGEST_TMPDIR = 40  # characters; unix sockets below it must stay under 108
-_OWN_PROGRAM = (sys.executable, launcher_jobs.RANK_MAIN, "-m", "kvmpi.benchmarks.ranks")
+#: What every rank of an MPI job runs, before the folder of the job.
+RANK_PROGRAM = (sys.executable, launcher_jobs.RANK_MAIN, "-m", "kvmpi.benchmarks.ranks")
 
 
 class JobFailedError(KVError):
@@ -45,51 +45,107 @@ class InterruptedBySignal(Exception):
         self.number = number
 
 
-@dataclass(frozen=True)
+class Plan(Protocol):
+    """What the processes of a job have to know."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job to start.
+    """A job to start, whose ``plan.num_ranks`` processes are told what to do.
+
+    Its folder has ``plan.json``, and FIFOs: ``ask-RANK`` for each of these, ``answers-RANK`` for the first
+    ``num_answering`` of them.
 
     Attributes:
         name: for messages.
-        command: from the words of the rank program to those that start it on all ranks.
-        yields: whether ranks of Open MPI yield while they wait; None leaves that to the launcher.
-        on_hosts: the job runs on other hosts than its mpirun, and gets no shared folder for its memory.
+        command: from the folder of the job to the words that start it.
+        settings: environment variables, which beat the user's.
     """
 
     name: str
     plan: Plan
+    command: Callable[[str], list[str]]
+    num_answering: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def litter(self) -> tuple[str, ...]:
+        """Files that may be left behind, for ``watchdog.remove``."""
+        return ()
+
+    @property
+    def wants_shm(self) -> bool:
+        """Whether it puts shared memory into a folder of the parent's."""
+        return False
+
+    def environment(self, users: Mapping[str, str], folder: str, shm: str) -> dict[str, str]:
+        """That of the job, from the user's; ``shm`` is the folder for shared memory, or empty."""
+        return {**users, **self.settings}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiSpec(JobSpec):
+    """A job of the rank program under an mpirun, whose rank 0 answers.
+
+    Attributes:
+        yields: whether ranks of Open MPI yield while they wait; None leaves that to the launcher.
+        on_hosts: the job runs on other hosts than its mpirun, and gets no shared folder for its memory.
+    """
+
     mpi: MPI
-    command: Callable[[Sequence[str]], list[str]]
     yields: bool | None = None
     on_hosts: bool = False
+
+    @property
+    def litter(self) -> tuple[str, ...]:
+        return self.mpi.litter()
+
+    @property
+    def wants_shm(self) -> bool:
+        return self.mpi.kind == "openmpi"
+
+    def environment(self, users: Mapping[str, str], folder: str, shm: str) -> dict[str, str]:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_ranks = self.plan.num_ranks
+        # Not measured, but a program that is: with more threads than cores everything would be slow.
+        env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}
+        env |= self.mpi.env(folder, "" if self.on_hosts else shm, crowded=num_ranks > cores)
+        merged: dict[str, str] = {**env, **users, **self.settings}
+        for name in ("MPI4PY_LIBMPI",):  # each job has its own library
+            if name in env:
+                merged[name] = env[name]
+        if self.yields is not None:
+            merged[YIELD_VARIABLE] = "1" if self.yields else "0"
+        return merged
 
 
 class RankJob:
     """A running job."""
 
-    def __init__(
-        self, spec: JobSpec, folder: Path, process: subprocess.Popen[bytes], asks: list[int], answers: int
-    ) -> None:
-        self.name, self.spec, self.folder, self.process = spec.name, spec, folder, process
-        self._asks, self.answers = asks, answers
-        self.pending = b""
+    def __init__(self, spec: JobSpec, process: subprocess.Popen[bytes], asks: list[int], answers: list[int]) -> None:
+        self.name, self.process = spec.name, process
+        self.num_answering = len(answers)
+        self._asks = asks
+        self._pending = dict.fromkeys(answers, b"")
 
     def tell(self, command: str) -> None:
         for fd in self._asks:
             os.write(fd, f"{command}\n".encode())
 
     def events(self) -> list[dict[str, Any]]:
-        """What rank 0 has answered since the last call."""
-        while True:
-            try:
-                chunk = os.read(self.answers, 1 << 16)
-            except BlockingIOError:
-                break
-            if not chunk:
-                break
-            self.pending += chunk
-        *lines, self.pending = self.pending.split(b"\n")
-        return [json.loads(line) for line in lines]
+        """What has been answered since the last call."""
+        found: list[bytes] = []
+        for fd in self._pending:
+            while chunk := _drain(fd):
+                self._pending[fd] += chunk
+            *lines, self._pending[fd] = self._pending[fd].split(b"\n")
+            found += lines
+        return [json.loads(line) for line in found]
 
 
 class Stage:
@@ -113,9 +169,9 @@ class Stage:
         self._id = secrets.token_hex(8)
         self._folder = Path(tempfile.mkdtemp(prefix="kvmpi-bench-", dir=tmpdir))
         self._shm = ""
-        if os.access(_SHM, os.W_OK) and any(spec.mpi.kind == "openmpi" for spec in self._specs):
+        if os.access(_SHM, os.W_OK) and any(spec.wants_shm for spec in self._specs):
             self._shm = tempfile.mkdtemp(prefix="kvmpi-bench-", dir=_SHM)
-        litter = {path for spec in self._specs for path in spec.mpi.litter()}
+        litter = {path for spec in self._specs for path in spec.litter}
         self._watchdog = processes.Watchdog(self._id, (str(self._folder), self._shm, *sorted(litter)))
         self._selector.register(self._signals.wakeup_fd, selectors.EVENT_READ, None)
         try:
@@ -134,18 +190,22 @@ class Stage:
     # ---- turns
 
     def ask(self, job: RankJob, command: str) -> Iterator[dict[str, Any]]:
-        """Have all ranks of ``job`` carry out ``command`` while the other jobs wait; its events.
+        """Have all processes of ``job`` carry out ``command`` while the other jobs wait; their events.
 
         Raises:
             JobFailedError: the job has ended instead.
             InterruptedBySignal: Ctrl-C and the like.
         """
         job.tell(command)
+        left = job.num_answering
         while True:
             for event in job.events():
                 if event["kind"] == "done":
-                    return
-                yield event
+                    left -= 1
+                else:
+                    yield event
+            if not left:
+                return
             if job.process.poll() is not None:
                 self._show_rest()
                 raise JobFailedError(f"the job under {job.name} {processes.describe_end(job.process.returncode)}")
@@ -159,7 +219,7 @@ class Stage:
         self._ending = False
 
     def finish(self) -> None:
-        """All is measured: let the ranks end.
+        """All is measured: let the jobs end.
 
         Raises:
             JobFailedError: one could not do that properly.
@@ -214,11 +274,12 @@ class Stage:
         folder.mkdir()
         (folder / "plan.json").write_text(spec.plan.to_json())
         asks = [self._fifo(folder / f"ask-{rank}", write=True) for rank in range(spec.plan.num_ranks)]
-        answers = self._fifo(folder / "answers", write=False)
-        self._selector.register(answers, selectors.EVENT_READ, "answers")
+        answers = [self._fifo(folder / f"answers-{rank}", write=False) for rank in range(spec.num_answering)]
+        for fd in answers:
+            self._selector.register(fd, selectors.EVENT_READ, "answers")
         read_end, write_end = os.pipe()
         self._fds.append(read_end)
-        command = spec.command([*_OWN_PROGRAM, str(folder)])
+        command = spec.command(str(folder))
         try:
             process = processes.start(command, self._env(spec, folder), stdout=write_end, stderr=write_end)
         except OSError as error:
@@ -228,7 +289,7 @@ class Stage:
         self._watchdog.add(process.pid)
         self._outputs[read_end] = b""
         self._selector.register(read_end, selectors.EVENT_READ, "output")
-        return RankJob(spec, folder, process, asks, answers)
+        return RankJob(spec, process, asks, answers)
 
     def _fifo(self, path: Path, *, write: bool) -> int:
         """Our end of a new FIFO. We hold both, so that neither ends before or without us."""
@@ -239,20 +300,8 @@ class Stage:
         return write_end if write else read_end
 
     def _env(self, spec: JobSpec, folder: Path) -> dict[str, str]:
-        base = mpirun.clean({k: v for k, v in os.environ.items() if k not in launcher_jobs.OWNED})
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_ranks = spec.plan.num_ranks
-        # Not measured, but a program that is: with more threads than cores everything would be slow.
-        env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}
-        shm = "" if spec.on_hosts else self._shm
-        env |= spec.mpi.env(str(folder), shm, crowded=num_ranks > cores)
-        merged: dict[str, str] = {**env, **base}
-        for name in ("MPI4PY_LIBMPI",):  # each job has its own library
-            if name in env:
-                merged[name] = env[name]
-        if spec.yields is not None:
-            merged[YIELD_VARIABLE] = "1" if spec.yields else "0"
-        return {**merged, "KVMPI_JOB_ID": self._id}
+        users = mpirun.clean({k: v for k, v in os.environ.items() if k not in launcher_jobs.OWNED})
+        return {**spec.environment(users, str(folder), self._shm), "KVMPI_JOB_ID": self._id}
 
     def _close(self) -> None:
         self._ending = True
@@ -281,11 +330,11 @@ def _drain(fd: int) -> bytes:
         return b""
 
 
-def local_command(mpi: MPI, num_ranks: int) -> Callable[[Sequence[str]], list[str]]:
+def local_command(mpi: MPI, num_ranks: int) -> Callable[[str], list[str]]:
     """All ranks on this host."""
     # The variable keeps hydra from leaving a file behind; the ranks would look for that file.
     words = ["env", "-u", "HWLOC_XMLFILE"] if mpi.kind == "mpich" else []
-    return lambda program: [*mpi.command(num_ranks, local=True), *words, *program]
+    return lambda folder: [*mpi.command(num_ranks, local=True), *words, *RANK_PROGRAM, folder]
 
 
 def find_mpich(given: str | None, environ: Mapping[str, str]) -> MPI | None:

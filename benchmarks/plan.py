@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+#: In each the rows of a case take turns, so that a disturbance of the machine hits all of them.
+ROUNDS = 5
+
 OPS = ("allreduce", "reduce_scatter", "allgather", "broadcast")
 
 

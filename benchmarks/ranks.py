@@ -3,7 +3,8 @@
     python -m kvmpi.benchmarks.ranks FOLDER
 
 FOLDER has ``plan.json``, a FIFO ``ask-RANK`` for each rank, from which it reads commands (see ``Session.handle``), and
-a FIFO ``answers``, into which rank 0 writes events as JSON lines. End of file on the first means that the parent died.
+a FIFO ``answers-0``, into which rank 0 writes events as JSON lines. End of file on the first means that the parent has
+died.
 """
 
 from __future__ import annotations
@@ -22,20 +23,18 @@ import numpy as np
 from kvmpi import arrays
 from kvmpi.benchmarks import environment, peers, rows
 from kvmpi.benchmarks.contestants import LABEL, Contestant, Setting
-from kvmpi.benchmarks.plan import Case, Plan, RowName
+from kvmpi.benchmarks.plan import ROUNDS, Case, Plan, RowName
 from kvmpi.benchmarks.sizes import format_bytes
+from kvmpi.benchmarks.table import Row
 from kvmpi.benchmarks.verify import Pattern, poison
 from kvmpi.errors import ConfigError, UnsupportedError
 
-#: In each the rows of a case take turns, so that a disturbance of the machine hits all of them.
-ROUNDS = 5
 _MOST_ITERATIONS = 1000  # of a row, in one round
 _SLOW_S = 0.05  # from here on a row needs no iteration to warm up: caches do not matter
 _MEMORY_SHARE = 0.85
 
 #: ``about`` (facts), ``note`` (text), ``rows`` (rows), ``done``; see ``Session.handle``.
 Event = dict[str, Any]
-Row = dict[str, Any]
 
 BUSBW: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -255,7 +254,7 @@ def main(folder: str) -> int:
             "are of different MPIs; name the right library in MPI4PY_LIBMPI"
         )
     session = Session(plan, world)
-    to = Path(folder, "answers") if world.rank == 0 else Path(os.devnull)
+    to = Path(folder, "answers-0") if world.rank == 0 else Path(os.devnull)
     with open(to, "w", buffering=1) as answers, open(Path(folder, f"ask-{world.rank}")) as asked:
         for line in asked:
             command = line.strip()

@@ -1,4 +1,4 @@
-"""What a benchmark shows: the table on standard output, a JSON line for each row, a plot, and what is going on."""
+"""What every benchmark shows: a table on standard output, a JSON line for each row, a plot, and what is going on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from kvmpi.benchmarks import table
+from kvmpi.benchmarks.jobs import InterruptedBySignal
 from kvmpi.benchmarks.plan import Case
-from kvmpi.benchmarks.table import Row
-from kvmpi.collectives import ALGORITHMS
-from kvmpi.errors import ConfigError
+from kvmpi.benchmarks.table import Row, Table
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
 
 
 def complain(text: str) -> None:
@@ -23,15 +24,34 @@ def complain(text: str) -> None:
     print(f"kvmpi bench: {text}", file=sys.stderr, flush=True)
 
 
-class Report:
-    """The table on standard output, and the files that the user asked for."""
+def exit_status(measure: Callable[[], int], *, complains: bool = True) -> int:
+    """What ``measure`` returns, or the exit status of what ended it, which the user is told."""
+    try:
+        return measure()
+    except InterruptedBySignal as interruption:
+        complain(f"stopped by {interruption}")
+        return 128 + interruption.number
+    except KeyboardInterrupt:  # so early that no job was there to stop
+        return 128 + signal.SIGINT
+    except KVError as error:
+        if complains:
+            complain(str(error))
+        return 2 if isinstance(error, (ConfigError, UnsupportedError)) else 1
+    except BrokenPipeError:  # who read the table has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+class Report(ABC):
+    """The table on standard output, and the files that the user asked for.
+
+    Subclasses know what a row means; they begin each table with ``_open_table``.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.rows: list[Row] = []
-        self._memory: dict[int, dict[str, float]] = {}
-        self._facts: dict[str, dict[str, Any]] = {}
-        self._table: table.Table | None = None
+        self._table: Table | None = None
         self._json: TextIO | None = None
         self._date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.progress = Progress()
@@ -45,46 +65,55 @@ class Report:
             except OSError as error:
                 raise ConfigError(f"{args.json} cannot be written: {error.strerror}") from None
 
-    def begin(self, num_ranks: int, labels: Sequence[str], facts: dict[str, dict[str, Any]]) -> None:
-        """A table for so many ranks; ``facts`` by row."""
+    # ---- what subclasses know
+
+    @abstractmethod
+    def place(self, row: Row) -> int:
+        """Where a row stands among those of its case."""
+
+    @abstractmethod
+    def about(self, row: Row) -> dict[str, Any]:
+        """What the JSON line of a row has besides the row."""
+
+    @abstractmethod
+    def sentences(self, found: Sequence[Row]) -> list[str]:
+        """What is to be said below the rows of a case, which may get further values."""
+
+    @abstractmethod
+    def subject(self, row: Row) -> str:
+        """What a row has measured, in words, for a complaint about its results."""
+
+    @abstractmethod
+    def draw(self, path: str, drawn: Sequence[Row]) -> None:
+        """Write the picture of some rows."""
+
+    # ---- what is the same everywhere
+
+    def _open_table(self, head: Sequence[str], table: Table) -> None:
         if self._table is not None:
             self._print("")
-        self._table = table.Table(self._args.op, self._args.dtype, labels)
-        self._facts = facts
-        main_facts = next(iter(facts.values()))
-        if "memory" in main_facts:
-            self._memory[num_ranks] = main_facts["memory"]
-        for line in table.title(main_facts, num_ranks):
-            self._print(line)
-        shown = {table.mpi_words(main_facts)}
-        for label, other in facts.items():
-            words = table.mpi_words(other)
-            if words not in shown:
-                self._print(f"# {label}: {words}")
-                shown.add(words)
-        for line in table.legend(self._args.op):
-            self._print(line)
-        self._print(self._table.header())
+        self._table = table
+        for line in head:
+            self._print(f"# {line}")
+        self._print(table.header())
 
     def note(self, text: str) -> None:
         self._print(f"# {text}")
 
-    def block(self, case: Case, found: list[Row]) -> None:
+    def block(self, case: Case, found: Sequence[Row]) -> None:
         """All rows of a case."""
         assert self._table is not None
+        found = sorted(found, key=self.place)
         if case.preset and found:
-            self._print(f"# {case.preset}: {len(case.counts)} arrays, {sum(case.counts):,} elements")
-        sentences = table.about_auto(found, ALGORITHMS)
+            self.note(f"{case.preset}: {len(case.counts)} arrays, {sum(case.counts):,} elements")
+        sentences = self.sentences(found)
         for row in found:
             self._print(self._table.line(row))
             if self._json is not None:
-                facts = {name: value for name, value in self._facts[row["algo"]].items() if name != "memory"}
-                memory = self._memory.get(row["ranks"], {})
-                line = {**row, **facts, **{f"memory_{name}": rate for name, rate in memory.items()}}
-                line |= {"link": self._args.link or "", "command": self._args.command, "date": self._date}
+                line = {**row, **self.about(row), "command": self._args.command, "date": self._date}
                 self._json.write(json.dumps(line) + "\n")
-        for _, sentence in sentences:
-            self._print(sentence)
+        for sentence in sentences:
+            self.note(sentence)
         self.rows += found
 
     def end(self) -> int:
@@ -93,32 +122,22 @@ class Report:
         if self._json is not None:
             self._json.close()
         if self._args.plot:
-            from kvmpi.benchmarks import plot
-
             drawn = [row for row in self.rows if row["size_B"]]
             if drawn:
-                plot.draw(self._args.plot, drawn, self._memory, hosts=self._args.hosts, link=self._args.link)
+                self.draw(self._args.plot, drawn)
             else:
                 self.note(f"{self._args.plot} was not drawn: nothing to show")
         if not self.rows:
             complain("nothing could be measured")
             return 1
-        return complain_of_wrong(self.rows)
+        bad = [row for row in self.rows if row["wrong"]]
+        for row in bad:
+            complain(f"WRONG: {self.subject(row)}: {row['wrong']} elements")
+        return int(bool(bad))
 
     def _print(self, text: str) -> None:
         self.progress.hide()
         print(text, flush=True)
-
-
-def complain_of_wrong(found: Sequence[Row]) -> int:
-    """Name the rows with wrong results on standard error; the exit status."""
-    for row in found:
-        if row["wrong"]:
-            complain(
-                f"WRONG: {row['op']} by {row['algo']} on {row['ranks']} ranks, {row['size_B']} B of {row['dtype']}: "
-                f"{row['wrong']} elements"
-            )
-    return int(any(row["wrong"] for row in found))
 
 
 class Progress:

@@ -1,4 +1,7 @@
-"""Numbers that show whether every element of every rank arrived once, in its place: their sums are exact."""
+"""Numbers that show whether every element of every rank arrived once, in its place: their sums are exact.
+
+Needs nothing but NumPy: workers of other systems, in environments without kvmpi, use this file too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from kvmpi.arrays import DTYPES
 
 Array = npt.NDArray[Any]
 
@@ -43,9 +44,13 @@ class Pattern:
             part = buffer[first : first + tile.size]
             part[:] = tile[: part.size]
 
-    def wrong(self, buffer: Array, start: int, terms: range) -> int:
-        """How many elements are not the sums, from index ``start`` on, of the vectors ``terms``."""
-        tile = self._tile(start, len(terms), sum(map(self.offset, terms)))
+    def totals(self, start: int, terms: range, times: int = 1) -> Array:
+        """The sums of the vectors ``terms``, each taken ``times`` times, from index ``start`` on: as many as repeat."""
+        return self._tile(start, times * len(terms), times * sum(map(self.offset, terms)))
+
+    def wrong(self, buffer: Array, start: int, terms: range, times: int = 1) -> int:
+        """How many elements are not those of ``totals``."""
+        tile = self.totals(start, terms, times)
         bad = 0
         for first in range(0, buffer.size, tile.size):
             part = buffer[first : first + tile.size]
@@ -56,7 +61,7 @@ class Pattern:
         values = factor * ((self._index + start) % self.modulus) + constant
         if self._dtype == "bfloat16":
             return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        return values.astype(DTYPES[self._dtype])
+        return values.astype(self._dtype)
 
 
 def poison(buffer: Array) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
-from kvmpi.benchmarks import rows, table
+from kvmpi.benchmarks import rows
+from kvmpi.benchmarks.collective_report import COLUMNS
 from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.benchmarks.plan import OPS
 from kvmpi.errors import KVError
@@ -34,7 +35,7 @@ def lines_of(folder: Path, name: str = "rows.json") -> list[dict]:
 def printed_rows(output: str) -> list[list[str]]:
     """The lines of the table below its header, as words."""
     lines = [line.split() for line in output.splitlines() if line and not line.startswith("#")]
-    assert lines[0] == list(table.COLUMNS)
+    assert lines[0] == list(COLUMNS)
     return [words for words in lines if words != lines[0]]
 
 

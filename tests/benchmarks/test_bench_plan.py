@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvmpi.arrays import DTYPES
-from kvmpi.benchmarks import command, options, rows, table
+from kvmpi.benchmarks import command, options, rows
+from kvmpi.benchmarks.collective_report import COLUMNS, about_auto, table_of
+from kvmpi.benchmarks.limits import link_limit, memory_limit
 from kvmpi.benchmarks.peers import _buckets
 from kvmpi.benchmarks.plan import OPS, Case, Plan, RowName
-from kvmpi.benchmarks.plot import link_limit, memory_limit
 from kvmpi.benchmarks.presets import PRESETS
 from kvmpi.benchmarks.sizes import default_counts, format_bytes, parse_bytes, parse_sizes
 from kvmpi.benchmarks.verify import Pattern, poison
@@ -201,14 +202,14 @@ def row(algo="ring", **values):
 
 def test_lines_of_a_table_line_up():
     long = "MPI_Reduce_scatter:empty"
-    shown = table.Table("reduce_scatter", "bfloat16", ["ring", long])
+    shown = table_of("reduce_scatter", "bfloat16", ["ring", long])
     small = shown.line(row(dtype="bfloat16", op="reduce_scatter", chunk_B=None))
     large = shown.line(
         row(long, dtype="bfloat16", op="reduce_scatter", size_B=2147483652, count=536870913, t_max=3322511.7, wrong=512)
     )
     header = shown.header()
-    assert header.split() == list(table.COLUMNS)
-    assert len(small.split()) == len(large.split()) == len(table.COLUMNS)
+    assert header.split() == list(COLUMNS)
+    assert len(small.split()) == len(large.split()) == len(COLUMNS)
     assert len(header) == len(small) == len(large)
     for name in ("t_p50", "busbw", "wrong"):
         end = header.index(name) + len(name)
@@ -220,12 +221,12 @@ def test_what_auto_took_is_compared_with_the_best_of_its_kind():
         row("auto", choice="shared", t_p50=2.0), row("shared", t_p50=2.1), row("ring", t_p50=1.9),
         row("MPI_Allreduce", t_p50=0.1), row("shared:in", t_p50=0.5),
     ]  # fmt: skip
-    ((of, sentence),) = table.about_auto(measured, ["auto", "shared", "ring"])
-    assert sentence == "# auto took shared; best was ring: within 6 %"
-    assert of["best"] == "ring"
+    sentences = about_auto(measured, ["auto", "shared", "ring"])
+    assert sentences == ["auto took shared; best was ring: within 6 %"]
+    assert measured[0]["best"] == "ring"
     measured[0]["t_p50"] = 1.0
-    ((_, sentence),) = table.about_auto(measured, ["auto", "shared", "ring"])
-    assert sentence == "# auto took shared; best was shared: within 0 %"
+    sentences = about_auto(measured, ["auto", "shared", "ring"])
+    assert sentences == ["auto took shared; best was shared: within 0 %"]
 
 
 def test_limits():
