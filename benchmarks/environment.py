@@ -43,7 +43,7 @@ def facts(world: Any) -> Facts:
         "hosts": num_hosts, "ranks_per_host": len(hosts) // num_hosts,
         "nic": _nic() if num_hosts > 1 else "loopback/shared memory",
         "binding": bindings[0] if len(set(bindings)) == 1 else "; ".join(bindings),
-        "mpi": _first_line(library), "idle": ("yield" if yields else "spin") if "Open MPI" in library else "unknown",
+        "mpi": mpi_name(library), "idle": ("yield" if yields else "spin") if "Open MPI" in library else "unknown",
         "thread_level": levels.get(MPI.Query_thread(), "unknown"),
     }  # fmt: skip
 
@@ -128,7 +128,7 @@ def _nic() -> str:
     return f"{name} {address}" + (f" {speed} Mbit/s" if speed > 0 else "")
 
 
-def _first_line(library: str) -> str:
+def mpi_name(library: str) -> str:
     """``Open MPI v5.0.11, package: ...`` -> ``Open MPI v5.0.11``; ``MPICH Version:      5.0.2`` -> ``MPICH 5.0.2``."""
     line = library.splitlines()[0].strip("\0 ").partition(", package")[0]
     return " ".join(line.replace("Version:", "").split())

@@ -62,7 +62,6 @@ def parser(op: str) -> argparse.ArgumentParser:
         add("--vectors", type=int, default=1, metavar="N", help="vectors to sum on each rank, 1 to 8 (default 1)")
     add("--rings", type=int, metavar="N", help="rings of multi_ring (default: kvmpi's)")
     add("--chunk", metavar="BYTES", help="chunk of rings, for example 256K (default: kvmpi's)")
-    add("--seconds", type=float, default=0.5, metavar="S", help="time for a row of a size (default 0.5)")
     add(
         "--yield", dest="idle", choices=("on", "off", "both"),
         help=f"whether idle ranks of Open MPI yield; off names {rows.MPI_CALLS[op]} with :spin, both runs two jobs "
@@ -72,9 +71,41 @@ def parser(op: str) -> argparse.ArgumentParser:
     add("--hosts", type=int, metavar="N", help="simulate N hosts on this machine")
     add("--link", metavar="SPEED", help="speed of the simulated hosts' links (default 1gbit)")
     add("--ranks-per-host", type=int, metavar="R", help="ranks on each simulated host (default 1)")
-    add("--json", metavar="FILE", help="write a JSON line for each row, with all that belongs to it")
-    add("--plot", metavar="FILE.png", help="draw busbw against size")
+    add_common(result, seconds=0.5, drawn="busbw")
     return result
+
+
+def add_common(parser: argparse.ArgumentParser, *, seconds: float, drawn: str) -> None:
+    """What every benchmark with a table has; see ``check_common``."""
+    add = parser.add_argument
+    text = f"time for a row of a size (default {seconds:g})"
+    add("--seconds", type=float, default=seconds, metavar="S", help=text)
+    add("--json", metavar="FILE", help="write a JSON line for each row, with all that belongs to it")
+    add("--plot", metavar="FILE.png", help=f"draw {drawn} against size")
+
+
+def check_common(args: argparse.Namespace) -> None:
+    """Refuse values of ``add_common``'s options that make no sense.
+
+    Raises:
+        ValueError: one of them.
+    """
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds}: must be positive")
+    if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
+        raise ValueError(f"--plot {args.plot}: expected a name that ends in .png, .svg or .pdf")
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """``2,4`` -> 2 and 4, each once.
+
+    Raises:
+        ValueError: these are not positive numbers.
+    """
+    words = text.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"{option} {text}: expected positive numbers such as 2 or 2,4")
+    return list(dict.fromkeys(map(int, words)))
 
 
 def parse(op: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -96,8 +127,7 @@ def _complete(args: argparse.Namespace) -> None:
     if args.rings is not None and not 1 <= args.rings <= 8:
         raise ValueError(f"--rings {args.rings}: expected 1 to 8")
     args.rings = args.rings or 0
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds}: must be positive")
+    check_common(args)
     args.chunk_bytes = sizes.parse_bytes(args.chunk) if args.chunk else 0
     if args.preset and (args.dense or args.large):
         raise ValueError("--dense and --large are about sizes; a preset has its own")
@@ -110,7 +140,7 @@ def _complete(args: argparse.Namespace) -> None:
     if args.hosts and args.mpich:
         raise ValueError("--mpich: on simulated hosts only Open MPI is measured")
     args.ranks_given = args.ranks is not None
-    args.ranks = _numbers(args.ranks) if args.ranks else [2]
+    args.ranks = numbers("-n", args.ranks) if args.ranks else [2]
     if args.hosts is not None:
         args.ranks_per_host = args.ranks_per_host or 1
         args.link = args.link or "1gbit"
@@ -118,15 +148,6 @@ def _complete(args: argparse.Namespace) -> None:
             raise ValueError("--hosts and --ranks-per-host must be positive")
         args.ranks = [args.hosts * args.ranks_per_host]
     args.rows = rows.parse(args.algorithms, args.op) if args.algorithms else None
-    if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
-        raise ValueError(f"--plot {args.plot}: expected a name that ends in .png, .svg or .pdf")
-
-
-def _numbers(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"-n {text}: expected numbers of ranks such as 2 or 2,4")
-    return list(dict.fromkeys(map(int, words)))
 
 
 def cases(args: argparse.Namespace, num_ranks: int) -> tuple[Case, ...]:

@@ -28,6 +28,7 @@ def drive(jobs: Sequence[Job], cases: Sequence[Case], report: Report | None) -> 
     for number, case in enumerate(cases):
         size = case.preset or f"{sum(case.counts):,} elements"
         block: list[Row] = []
+        noted: set[str] = set()
         steps = [f"open {number}", *["round"] * ROUNDS, "close"]
         for i, command in enumerate(steps):
             for job in jobs:
@@ -37,7 +38,8 @@ def drive(jobs: Sequence[Job], cases: Sequence[Case], report: Report | None) -> 
                 for event in job.ask(command):
                     if event["kind"] == "rows":
                         block += event["rows"]
-                    elif report is not None:
+                    elif report is not None and event["text"] not in noted:
+                        noted.add(event["text"])
                         report.note(event["text"])
         if report is not None:
             report.block(case, block)

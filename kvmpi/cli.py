@@ -10,7 +10,7 @@ from collections.abc import Sequence
 #: Name -> (module with ``main(argv) -> int``, one line of help). To add a subcommand, add a line.
 COMMANDS = {
     "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
-    "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI, gloo and others"),
+    "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI and gloo, parameter servers beside MXNet"),
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import run_job
+from processes import processes_with
 
 from kvmpi.benchmarks import rows
 from kvmpi.benchmarks.collective_report import COLUMNS
@@ -156,18 +157,6 @@ def test_between_simulated_hosts(bench, tmp_path):
     found = lines_of(tmp_path)
     assert {"ring", "MPI_Allreduce"} <= {row["algo"] for row in found}
     assert {(row["hosts"], row["ranks"], row["link"], row["wrong"]) for row in found} == {(2, 2, "1gbit", 0)}
-
-
-def processes_with(mark: str) -> dict[int, str]:
-    """Command lines of the processes that have ``mark`` in their environment."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_text()
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
