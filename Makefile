@@ -52,7 +52,7 @@ docs: $(VENV)/test
 bench: $(VENV)/demo
 	@$(BIN)/python benchmarks/engine_overhead.py
 	@$(BIN)/kvmpi bench allreduce -n 2 --sizes 4K,64K,1M,16M,64M
-	@$(BIN)/python benchmarks/ps.py
+	@$(BIN)/kvmpi bench ps -n 1,4 --sizes 4K,256K,4M,64M
 
 clean:
 	@rm -rf $(VENV) build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
