@@ -39,8 +39,14 @@ def parser() -> argparse.ArgumentParser:
     add("-s", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
     add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
     add("--hostfile", metavar="F", help="not supported yet")
-    add("--restart", type=int, default=0, metavar="N", help="not supported yet")
-    add("--replicas", type=int, default=0, metavar="R", help="not supported yet")
+    add(
+        "--replicas", type=int, default=0, metavar="R",
+        help="further servers that hold each part of the values: so many may die, and nothing is lost (default 0)",
+    )  # fmt: skip
+    add(
+        "--restart", type=int, default=None, metavar="N",
+        help="how often a server that has died is started again (default 20 with --replicas, else 0)",
+    )  # fmt: skip
     add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
     add("--timeline", metavar="F", help="not supported yet")
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module that servers import")
@@ -94,6 +100,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             num_workers=args.workers,
             num_clients=args.clients,
             num_servers=args.servers,
+            replicas=args.replicas,
+            restarts=args.restart,
             environ=environ,
             job_id=job_id,
             job_dir=job_dir,
@@ -136,8 +144,6 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         "--launcher lsf": args.launcher == "lsf",
         "--launcher slurm": args.launcher == "slurm",
         "--hostfile": args.hostfile is not None,
-        "--restart": args.restart != 0,
-        "--replicas": args.replicas != 0,
         "--timeline": args.timeline is not None,
     }
     for option, given in asked.items():

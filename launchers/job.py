@@ -19,9 +19,12 @@ OWNED = {
     env_name(field_name)
     for field_name in (
         *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "tty"),
-        *("num_workers", "num_clients", "num_servers"),
+        *("num_workers", "num_clients", "num_servers", "replicas"),
     )
 }
+
+#: By default, for a server whose values others hold too. A job that loses more has another trouble.
+_RESTARTS = 20
 
 RANK_EXEC = str(Path(__file__).with_name("rank_exec.py"))
 RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
@@ -64,6 +67,8 @@ class Job:
     processes: tuple[Process, ...]
     env: dict[str, str]  # the whole environment, without what is special to one process
     visible: tuple[str, ...]  # names in ``env`` that the plan has set; what --dry-run shows
+    replicas: int = 0  # servers more than one that hold each part of the values
+    restarts: int = 0  # how often a server may be started again
 
     def of_role(self, *roles: str) -> list[Process]:
         """The processes of these roles, in start order."""
@@ -94,6 +99,8 @@ def plan(
     num_workers: int = 1,
     num_clients: int = 1,
     num_servers: int = 0,
+    replicas: int = 0,
+    restarts: int | None = None,
     environ: Mapping[str, str],
     job_id: str,
     job_dir: str,
@@ -108,6 +115,8 @@ def plan(
     """Compute a job. Nothing is read but the arguments, and nothing is started.
 
     Args:
+        replicas: servers more than one that hold each part of the values.
+        restarts: how often a server may be started again; None: often enough if others hold what it held, else never.
         environ: the user's environment, which every process inherits.
         job_dir, shm_dir: private folders of the job; the second is for shared memory and may be empty.
         mpi: needed when a client has several workers.
@@ -120,6 +129,12 @@ def plan(
     bounds = client_bounds(num_workers, num_clients)
     if num_servers < 0:
         raise ConfigError(f"-s {num_servers}: the number of servers must not be negative")
+    if replicas < 0 or replicas >= max(1, num_servers):
+        raise ConfigError(f"--replicas {replicas}: {replicas + 1} servers or more are needed, -s says {num_servers}")
+    if restarts is None:
+        restarts = _RESTARTS if replicas else 0
+    if restarts and not replicas:
+        raise ConfigError("--restart needs --replicas: a server that is started again is given its values by another")
     if commands is None:
         commands = RoleCommands()
     base = mpirun.clean({name: value for name, value in environ.items() if name not in OWNED})
@@ -131,6 +146,8 @@ def plan(
         "KVMPI_NUM_CLIENTS": str(num_clients),
         "KVMPI_NUM_SERVERS": str(num_servers),
     }
+    if replicas:
+        common["KVMPI_REPLICAS"] = str(replicas)
     if tty:
         common["KVMPI_TTY"] = tty
     if modules:
@@ -150,7 +167,8 @@ def plan(
         processes.append(Process("server", rank, commands.server, {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank)}))
     for client_rank, (first, end) in enumerate(bounds):
         processes.append(_client(program, client_rank, range(first, end), mpi, mpi_env, local))
-    return Job(job_id, job_dir, num_workers, num_clients, num_servers, tuple(processes), env, tuple(common))
+    shape = (num_workers, num_clients, num_servers)
+    return Job(job_id, job_dir, *shape, tuple(processes), env, tuple(common), replicas, restarts)
 
 
 def _client(

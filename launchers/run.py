@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvmpi.launchers import processes
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
+from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
 
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
@@ -69,6 +70,7 @@ class Runner:
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._plans = {process.label: process for process in job.processes}
+        self._restarts = Restarts(job.restarts, job.replicas)
         self._tails: dict[str, deque[bytes]] = {}
         self._failure: Failure | None = None
         self._suspect: Suspect | None = None
@@ -200,13 +202,19 @@ class Runner:
 
     def _step(self, timeout_s: float | None) -> None:
         """Wait for something to happen, at most ``timeout_s``, and take note of it."""
-        if self._suspect is not None:
-            left_s = max(0.0, self._suspect.deadline - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        now_s = time.monotonic()
+        for left_s in (
+            None if self._suspect is None else max(0.0, self._suspect.deadline - now_s),
+            None if self._stopping else self._restarts.left_s(now_s),
+        ):
+            if left_s is not None:
+                timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         for key, _ in self._selector.select(timeout_s):
             if key.fd in self._selector.get_map():  # reading another may have closed it
                 self._read(key.fd, key.data)
         self._reap()
+        for label in [] if self._stopping or self._over() else self._restarts.take_due(time.monotonic()):
+            self._start(self._plans[label])
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
 
@@ -297,6 +305,9 @@ class Runner:
                 if not self._suspect.certain and processes.exit_status(code) not in mute:
                     self._suspect = None
                 self._blame(Failure.of(label, code))
+            elif self._restarts.bears(self._plans[label].role, code):
+                what = self._restarts.plan(label, time.monotonic())
+                self._output.say(f"kvmpi run: {label} {processes.describe_end(code)}; {what}")
             elif code != 0:
                 self._blame(Failure.of(label, code))
             elif self._plans[label].role in ("scheduler", "server") and self._working():

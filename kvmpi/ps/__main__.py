@@ -9,7 +9,7 @@ import signal
 import sys
 
 from kvmpi.config import Config
-from kvmpi.errors import KVError, NotLaunchedError
+from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.wire import new_context
 
@@ -58,4 +58,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1]))
     except KVError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # The launcher may start a server again that the job has taken for lost.
+        sys.exit(os.EX_TEMPFAIL if isinstance(error, PeerLostError) else 1)
