@@ -33,6 +33,7 @@ class Config:
     replicas: int = _setting(0, "further servers that hold each part of the values; set by the launcher (--replicas)")
     scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT; set by the launcher")
     ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
+    keys: str = _setting("", "file with the keys of the job (mode 0600), made by the scheduler; set by the launcher")
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
     # What users may set.
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
@@ -60,6 +61,11 @@ class Config:
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
     transport: str = _setting("auto", "between processes of one host; auto takes ipc there", ("auto", "tcp", "ipc"))
     host: str = _setting("127.0.0.1", "address that the scheduler and the servers listen on")
+    security: str = _setting(
+        "curve", "TCP between scheduler, servers and masters: encrypted and for members of the job only; off: open to "
+        "everyone who reaches the ports", ("curve", "off"),
+    )  # fmt: skip
+    handshake_s: float = _setting(10.0, "seconds in which a new TCP connection must prove that it belongs to the job")
     scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")
     mpirun: str = _setting("", "the mpirun to use; empty looks beside the interpreter, then on PATH")
     imports: str = _setting("", "modules, separated by commas, that servers import at start (custom rules)")
@@ -73,7 +79,7 @@ class Config:
             value = getattr(self, f.name)
             if choices and value not in choices:
                 raise ConfigError(f"{env_name(f.name)}={value!r}: expected one of {', '.join(map(repr, choices))}")
-        for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s"):
+        for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s", "handshake_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
         counts = ("engine_threads", "num_workers", "num_clients")

@@ -18,7 +18,7 @@ from kvmpi.launchers.program import Program
 OWNED = {
     env_name(field_name)
     for field_name in (
-        *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "tty"),
+        *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "keys", "tty"),
         *("num_workers", "num_clients", "num_servers", "replicas"),
     )
 }
@@ -157,8 +157,10 @@ def plan(
         "PYTHONUNBUFFERED": "1",  # into a pipe Python would hold back what it prints
     }
     common.update({name: value for name, value in defaults.items() if name not in base})
+    config = Config.from_env({**base, **common, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
+    if config.security == "curve":
+        common["KVMPI_KEYS"] = f"{job_dir}/keys"  # the scheduler makes it before it says where it listens
     env = {**base, **common}
-    Config.from_env({**env, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
 
     mpi_env = {} if mpi is None else mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}

@@ -11,17 +11,19 @@ import sys
 from kvmpi.config import Config
 from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
-from kvmpi.wire import new_context
+from kvmpi.wire import create_keys, new_context
 
 
 def main(role: str) -> int:
     """Run until SIGTERM; the exit status is 0 then, and 1 after an error."""
     config = Config.from_env()
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
-    context = new_context()
+    context = new_context(config)
     gc.freeze()  # what was imported stays: the collector need not look through it again and again
     try:
         if role == "scheduler":
+            if config.security == "curve" and config.keys:
+                create_keys(config.keys)
             scheduler = SchedulerDaemon(config)
             _stop_on_signal(scheduler)
             scheduler.run(context, lambda endpoint: _announce(config, endpoint))

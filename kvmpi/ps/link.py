@@ -51,7 +51,7 @@ class Link:
 
     def start(self) -> None:
         """Start the thread, and the connection to the scheduler."""
-        self._context = new_context()
+        self._context = new_context(self._config)
         self._thread.start()
 
     def join(self) -> None:

@@ -1,16 +1,10 @@
 """Messages between processes: typed and versioned headers with raw payload frames, over ZeroMQ."""
 
+from kvmpi.wire.context import Context, new_context
+from kvmpi.wire.keys import create_keys
 from kvmpi.wire.messages import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
-from kvmpi.wire.sockets import (
-    Connection,
-    Context,
-    Listener,
-    Readiness,
-    Waker,
-    as_array,
-    keep_large_buffers,
-    new_context,
-)
+from kvmpi.wire.readiness import Readiness, Waker
+from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
 
 __all__ = [
     "Connection",
@@ -22,6 +16,7 @@ __all__ = [
     "Readiness",
     "Waker",
     "as_array",
+    "create_keys",
     "decode",
     "encode",
     "keep_large_buffers",

@@ -1,11 +1,12 @@
-"""Thin wrappers of ZeroMQ sockets that carry messages; nothing else in the tree imports zmq."""
+"""Thin wrappers of ZeroMQ sockets that carry messages. Nothing outside of kvmpi.wire imports zmq."""
 
 from __future__ import annotations
 
 import ctypes
-import socket
+import os
 import sys
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy.typing as npt
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
+from kvmpi.wire.context import Context
+from kvmpi.wire.handshake import Handshake
 from kvmpi.wire.messages import Message, decode, encode
+from kvmpi.wire.private import check_folder
 
 Payload = npt.NDArray[Any]
-Context = zmq.Context
 #: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
 _LEND_FROM_BYTES = 64 << 10
 _LINGER_MS = 1000
@@ -26,85 +29,113 @@ _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
 #: Kernel buffers that hold a few chunks, so that a sender is not woken for every few hundred kilobytes.
 _KERNEL_BUFFER_BYTES = 1 << 20
+#: Connections that the kernel holds until they are accepted; a thousand strangers at once must not fill it.
+_BACKLOG = 4096
+#: Messages taken from one of a listener's sockets before the other gets its turn.
+_TURN = 8
+_TCP, _IPC = b"t", b"i"
 
 
-def new_context() -> zmq.Context[Any]:
-    """A context with one I/O thread; its owner ends it with ``destroy()``."""
-    return zmq.Context(io_threads=1)
+def _open(context: Context[Any], kind: int, max_message_bytes: int) -> zmq.Socket[Any]:
+    opened: zmq.Socket[Any] = context.socket(kind)
+    opened.linger = _LINGER_MS
+    opened.maxmsgsize = max_message_bytes
+    opened.handshake_ivl = max(1, int(1000 * context.config.handshake_s))
+    # The window of the session bounds what is in flight; a second limit here could only drop or block.
+    opened.sndhwm = 0
+    opened.rcvhwm = 0
+    opened.sndbuf = _KERNEL_BUFFER_BYTES
+    opened.rcvbuf = _KERNEL_BUFFER_BYTES
+    return opened
 
 
-class _Socket:
-    def __init__(self, context: zmq.Context[Any], kind: int, max_message_bytes: int) -> None:
-        self._socket: zmq.Socket[Any] = context.socket(kind)
-        self._socket.linger = _LINGER_MS
-        self._socket.maxmsgsize = max_message_bytes
-        # The window of the session bounds what is in flight; a second limit here could only drop or block.
-        self._socket.sndhwm = 0
-        self._socket.rcvhwm = 0
-        self._socket.sndbuf = _KERNEL_BUFFER_BYTES
-        self._socket.rcvbuf = _KERNEL_BUFFER_BYTES
+def _send(to: zmq.Socket[Any], frames: list[bytes], payloads: Sequence[Payload]) -> None:
+    send, last = to.send, len(frames) + len(payloads) - 1
+    for i, frame in enumerate(frames):
+        send(frame, _LAST if i == last else _MORE)
+    for i, payload in enumerate(payloads, len(frames)):
+        # An array of length 0 has no memory to lend.
+        lend = payload.nbytes >= _LEND_FROM_BYTES
+        send(payload.data if payload.nbytes else b"", _LAST if i == last else _MORE, copy=not lend)
 
-    @property
-    def raw(self) -> zmq.Socket[Any]:
-        return self._socket
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def _send(self, frames: list[bytes], payloads: Sequence[Payload]) -> None:
-        send, last = self._socket.send, len(frames) + len(payloads) - 1
-        for i, frame in enumerate(frames):
-            send(frame, _LAST if i == last else _MORE)
-        for i, payload in enumerate(payloads, len(frames)):
-            # An array of length 0 has no memory to lend.
-            lend = payload.nbytes >= _LEND_FROM_BYTES
-            send(payload.data if payload.nbytes else b"", _LAST if i == last else _MORE, copy=not lend)
-
-    def _recv(self) -> list[zmq.Frame] | None:
-        receive = self._socket.recv
-        try:
-            frames = [receive(_LAST, copy=False)]
-        except zmq.Again:
-            return None
-        while frames[-1].more:
-            frames.append(receive(_LAST, copy=False))
-        return frames
+def _recv(source: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+    receive = source.recv
+    try:
+        frames = [receive(_LAST, copy=False)]
+    except zmq.Again:
+        return None
+    while frames[-1].more:
+        frames.append(receive(_LAST, copy=False))
+    return frames
 
 
 def _payloads(frames: list[zmq.Frame]) -> list[memoryview]:
     return [memoryview(frame.buffer) for frame in frames]
 
 
-class Listener(_Socket):
-    """A ROUTER socket: hears many peers, and answers each by its route."""
+class Listener:
+    """Hears many peers, and answers each by its route.
 
-    def __init__(self, context: zmq.Context[Any], max_message_bytes: int) -> None:
-        super().__init__(context, zmq.ROUTER, max_message_bytes)
-        # A peer whose link broke comes back under the same name, maybe before this side has noticed.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    It has a ROUTER socket for TCP, where peers must be members of the job, and one for Unix sockets, which lie in a
+    private folder: encryption there would cost time and protect nothing. A route begins with the socket that it is of.
+    """
+
+    def __init__(self, context: Context[Any], max_message_bytes: int) -> None:
+        self._context, self._max_message_bytes = context, max_message_bytes
+        self._sockets: dict[bytes, zmq.Socket[Any]] = {}
+        self._turns: deque[tuple[bytes, zmq.Socket[Any]]] = deque()  # whose turn it is comes first
+        self._left_of_turn = _TURN
         self.endpoints: list[str] = []
+
+    @property
+    def handles(self) -> list[zmq.Socket[Any]]:
+        return list(self._sockets.values())
 
     def bind_tcp(self, host: str, port: int = 0) -> str:
         """Listen on ``tcp://host:port``; port 0 lets the system choose. Returns the endpoint.
 
         Raises:
-            ConfigError: the address cannot be had, for example because the port is in use.
+            ConfigError: the address cannot be had, for example because the port is in use; or there are no keys.
         """
-        return self._bind(f"tcp://{host}:{port or '*'}")
+        return self._bind(_TCP, f"tcp://{host}:{port or '*'}")
 
     def bind_ipc(self, path: str) -> str:
-        """Listen on the Unix socket ``path``, which must lie in a private folder. Returns the endpoint."""
-        return self._bind(f"ipc://{path}")
+        """Listen on the Unix socket ``path``. Returns the endpoint.
 
-    def _bind(self, endpoint: str) -> str:
+        Raises:
+            ConfigError: the folder of ``path`` is not private.
+        """
+        check_folder(os.path.dirname(path))
+        return self._bind(_IPC, f"ipc://{path}")
+
+    def _bind(self, kind: bytes, endpoint: str) -> str:
+        router = self._router(kind)
         try:
-            self._socket.bind(endpoint)
+            router.bind(endpoint)
         except zmq.ZMQError as error:
             reason = "the address is in use" if error.errno == zmq.EADDRINUSE else error.strerror
             raise ConfigError(f"cannot listen on {endpoint}: {reason}; choose another host or port") from None
-        bound = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        bound = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
         self.endpoints.append(bound)
         return bound
+
+    def _router(self, kind: bytes) -> zmq.Socket[Any]:
+        router = self._sockets.get(kind)
+        if router is None:
+            router = _open(self._context, zmq.ROUTER, self._max_message_bytes)
+            # A peer whose link broke comes back under the same name, maybe before this side has noticed.
+            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            router.backlog = _BACKLOG
+            if kind == _TCP:
+                try:
+                    self._context.secure_listener(router)
+                except BaseException:
+                    router.close()
+                    raise
+            self._sockets[kind] = router
+            self._turns.append((kind, router))
+        return router
 
     def send(self, route: bytes, message: Message, payloads: Sequence[Payload] = ()) -> None:
         """Send to the peer at ``route``; a peer that is gone is no error. Large payloads are lent, not copied.
@@ -112,14 +143,18 @@ class Listener(_Socket):
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        self._send([route, encode(message)], payloads)
+        frames = [route[1:], encode(message)]
+        router = self._sockets.get(route[:1])
+        if router is not None:
+            _send(router, frames, payloads)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
         """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``."""
-        frames = self._recv()
-        if frames is None:
+        received = self._next()
+        if received is None:
             return None
-        route = frames[0].bytes
+        kind, frames = received
+        route = kind + frames[0].bytes
         if len(frames) < 2:
             return route, ProtocolError("message without a header frame"), []
         try:
@@ -127,20 +162,73 @@ class Listener(_Socket):
         except ProtocolError as error:
             return route, error, []
 
+    def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """From the sockets in turn, so that none waits for ever; but not to an idle one for every message."""
+        if not self._left_of_turn:
+            self._pass_turn()
+        for _ in range(len(self._turns)):
+            kind, router = self._turns[0]
+            frames = _recv(router)
+            if frames is not None:
+                self._left_of_turn -= 1
+                return kind, frames
+            self._pass_turn()
+        return None
 
-class Connection(_Socket):
+    def _pass_turn(self) -> None:
+        self._turns.rotate(-1)
+        self._left_of_turn = _TURN
+
+    def close(self) -> None:
+        for router in self._sockets.values():
+            router.close()
+
+
+class Connection:
     """A DEALER socket: one connection to one listener, under the same route there when it breaks and is made anew."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, max_message_bytes: int) -> None:
-        super().__init__(context, zmq.DEALER, max_message_bytes)
+    def __init__(self, context: Context[Any], endpoint: str, max_message_bytes: int) -> None:
+        """
+        Raises:
+            ConfigError: the endpoint is malformed, its folder is not private, or there are no keys for TCP.
+        """
         self.endpoint = endpoint
+        self._handshake: Handshake | None = None
+        self._socket = _open(context, zmq.DEALER, max_message_bytes)
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
         try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            self._connect(context)
+        except BaseException:
             self.close()
-            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
+            raise
+
+    def _connect(self, context: Context[Any]) -> None:
+        path = self.endpoint.removeprefix("ipc://")
+        if self.endpoint.startswith("tcp://"):
+            context.secure_connection(self._socket)
+            self._handshake = Handshake(self._socket, self.endpoint)
+        elif path != self.endpoint and os.path.isabs(path):
+            check_folder(os.path.dirname(path))
+        else:
+            raise ConfigError(f"cannot connect to {self.endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH")
+        try:
+            self._socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from None
+
+    @property
+    def handles(self) -> list[zmq.Socket[Any]]:
+        return [self._socket] if self._handshake is None else [self._socket, self._handshake.events]
+
+    @property
+    def raw(self) -> zmq.Socket[Any]:
+        return self._socket
+
+    def close(self) -> None:
+        if self._handshake is not None:
+            self._handshake.close()
+        self._socket.close()
 
     def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
         """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered.
@@ -150,7 +238,7 @@ class Connection(_Socket):
         """
         frames = [encode(message)]
         try:
-            self._send(frames, payloads)
+            _send(self._socket, frames, payloads)
         except zmq.Again:
             # There is no limit to queues here, so it means that there is no link: libzmq gives one up for good when the
             # peer violates the protocol, as by a frame above our limit. Make another; connecting twice does nothing.
@@ -159,62 +247,21 @@ class Connection(_Socket):
             except zmq.ZMQError:
                 pass  # forgotten already
             self._socket.connect(self.endpoint)
-            self._send(frames, payloads)
+            _send(self._socket, frames, payloads)
 
     def recv(self) -> tuple[Message, list[memoryview]] | None:
         """The next message with its payloads, or None.
 
         Raises:
             ProtocolError: what came is no message.
+            AuthenticationError: the listener does not let this process in; only before it has done so once.
         """
-        frames = self._recv()
+        frames = _recv(self._socket)
         if frames is None:
+            if self._handshake is not None and not self._handshake.done:
+                self._handshake.check()
             return None
         return decode(frames[0].bytes), _payloads(frames[1:])
-
-
-class Waker:
-    """Wakes a thread that sleeps in ``wait_readable``; ``wake`` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def wake(self) -> None:
-        try:
-            self._write.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # full: a wake-up is pending already; closed: nobody sleeps any more
-
-    def clear(self) -> None:
-        try:
-            while len(self._read.recv(4096)) == 4096:
-                pass
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        self._read.close()
-        self._write.close()
-
-
-class Readiness:
-    """A fixed set of sockets and wakers to wait on."""
-
-    def __init__(self, sources: Sequence[_Socket | Waker]) -> None:
-        self._poller = zmq.Poller()
-        self._sources = {source.raw if isinstance(source, _Socket) else source.fileno(): source for source in sources}
-        for handle in self._sources:
-            self._poller.register(handle, zmq.POLLIN)
-
-    def wait(self, timeout_s: float) -> list[_Socket | Waker]:
-        """Sleep until something can be read, at most ``timeout_s``; which of the sources can."""
-        ready = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
-        return [self._sources[handle] for handle, _ in ready]
 
 
 def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:

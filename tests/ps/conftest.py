@@ -17,7 +17,7 @@ from kvmpi.deadline import Deadline
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.trace import Recorder
-from kvmpi.wire import new_context
+from kvmpi.wire import create_keys, new_context
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,7 +26,7 @@ class ThreadJob:
     """A scheduler and servers as threads, and clients that talk to them over real sockets."""
 
     def __init__(self, config: Config) -> None:
-        self.context = new_context()
+        self.context = new_context(config)
         self.clients: list[PsClient] = []
         scheduler = SchedulerDaemon(config)
         self.threads: list[threading.Thread] = []
@@ -79,7 +79,14 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., ThreadJob]]:
     jobs: list[ThreadJob] = []
 
     def start(num_servers: int = 2, **settings: Any) -> ThreadJob:
-        settings = {"num_workers": 8, "timeout_s": TIMEOUT_S, "job_dir": str(tmp_path), **settings}
+        settings = {
+            "num_workers": 8,
+            "timeout_s": TIMEOUT_S,
+            "job_dir": str(tmp_path),
+            "keys": str(tmp_path / "keys"),
+            **settings,
+        }
+        create_keys(settings["keys"])
         jobs.append(ThreadJob(Config(num_servers=num_servers, **settings)))
         return jobs[-1]
 

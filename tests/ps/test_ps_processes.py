@@ -20,6 +20,7 @@ from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, ServerLostError
 from kvmpi.ps import PsClient
 from kvmpi.trace import Recorder
+from kvmpi.wire import create_keys
 
 #: Of the operations that a dead peer must end. Long enough for a heartbeat on a machine that is busy.
 CALL_S = 10.0
@@ -32,7 +33,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
-        self.env.update(HEARTBEATS)
+        self.env.update(HEARTBEATS, KVMPI_KEYS=str(folder / "keys"))
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, role: str, **env: str) -> subprocess.Popen[str]:
@@ -48,7 +49,12 @@ class Processes:
         assert scheduler.stdout is not None
         endpoint = scheduler.stdout.readline().strip()
         assert endpoint.startswith("tcp://127.0.0.1:"), endpoint
-        shared = {"KVMPI_SCHEDULER": endpoint, "KVMPI_NUM_SERVERS": str(num_servers), "KVMPI_JOB_DIR": str(self.folder)}
+        shared = {
+            "KVMPI_SCHEDULER": endpoint,
+            "KVMPI_NUM_SERVERS": str(num_servers),
+            "KVMPI_JOB_DIR": str(self.folder),
+            "KVMPI_KEYS": str(self.folder / "keys"),
+        }
         servers = [self.start("server", KVMPI_RANK=str(rank), **shared) for rank in range(num_servers)]
         return Config.from_env({**HEARTBEATS, **shared}), scheduler, servers
 
@@ -174,10 +180,16 @@ WRONG_STARTS = {
         {"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_HOST": "203.0.113.9"},
         "ConfigError: cannot listen on tcp://203.0.113.9",
     ),
+    "no keys": ({"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_KEYS": ""}, "names no file"),
+    "keys missing": (
+        {"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_KEYS": "nowhere"},
+        "ConfigError: cannot read nowhere: No such file or directory",
+    ),
 }
 
 
 def test_wrong_starts_end_with_status_1_and_a_sentence(processes: Processes) -> None:
+    create_keys(str(processes.folder / "keys"))
     started = {name: processes.start("server", **env) for name, (env, _) in WRONG_STARTS.items()}
     for name, process in started.items():
         status, stderr = ended(process)

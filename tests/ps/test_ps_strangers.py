@@ -51,7 +51,7 @@ def _zmq_garbage(port: int, stop: threading.Event, sent: list[int]) -> None:
 
 @pytest.mark.parametrize("stranger", [_plain_garbage, _zmq_garbage])
 def test_strangers_at_the_ports_do_not_disturb_a_job(start_job: Callable[..., Any], stranger: Any) -> None:
-    job = start_job(2, chunk_bytes=20_000)
+    job = start_job(2, chunk_bytes=20_000, security="off")
     (ps,) = job.connect(1, transport="tcp")
     initialise([ps], {"k": 50_000}, optim.Test(lr=-1.0))
     stop, sent = threading.Event(), [0]

@@ -12,17 +12,31 @@ import numpy as np
 import pytest
 import zmq
 
+from kvmpi.config import Config
 from kvmpi.errors import ConfigError, ProtocolError
-from kvmpi.wire import Connection, Context, Listener, Message, Readiness, Waker, as_array, encode, new_context
+from kvmpi.wire import (
+    Connection,
+    Context,
+    Listener,
+    Message,
+    Readiness,
+    Waker,
+    as_array,
+    create_keys,
+    encode,
+    new_context,
+)
 from kvmpi.wire import messages as m
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture
-def context() -> Iterator[Context[Any]]:
-    context = new_context()
+@pytest.fixture(params=["curve", "off"])
+def context(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Context[Any]]:
+    keys = str(tmp_path / "keys")
+    create_keys(keys)
+    context = new_context(Config(security=request.param, keys=keys))
     yield context
     context.destroy(linger=0)
 
@@ -174,7 +188,8 @@ def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_dead_is_heard
     old, new = Connection(context, listener.endpoints[0], MIB), context.socket(zmq.DEALER)
     old.send(m.Bye(1))
     route = receive(listener)[0]
-    new.setsockopt(zmq.ROUTING_ID, route)
+    context.secure_connection(new)
+    new.setsockopt(zmq.ROUTING_ID, route[1:])
     new.connect(listener.endpoints[0])
     new.send(encode(m.Bye(2)))
     assert receive(listener)[:2] == (route, m.Bye(2))
@@ -230,6 +245,7 @@ def test_a_zmq_peer_that_speaks_nonsense_is_heard_as_an_error(
     good = Connection(context, listener.endpoints[0], 2 * MIB)
     with context.socket(kind) as peer:
         peer.linger = 0
+        context.secure_connection(peer)
         peer.connect(listener.endpoints[0])
         if kind != zmq.PUSH:  # a PUSH socket is not let in by a ROUTER, and would wait here
             peer.send_multipart(ODD_MESSAGES[name])
@@ -243,7 +259,7 @@ def test_a_version_mismatch_is_seen_by_the_connection(context: Context[Any], lis
     connection = Connection(context, listener.endpoints[0], 2 * MIB)
     connection.send(m.Bye(1))
     route = receive(listener)[0]
-    listener.raw.send_multipart([route, b"KVM\x63..."])
+    listener.handles[0].send_multipart([route[1:], b"KVM\x63..."])
     with pytest.raises(ProtocolError, match="version 63"):
         receive(connection)
     hears_from(listener, connection)
@@ -258,7 +274,8 @@ def test_sending_to_a_peer_that_is_gone_is_no_error(context: Context[Any], liste
     for i in range(20):
         listener.send(route, m.Value(i, 0), [pattern(100_000, i)])
         hears_from(listener, good)
-    listener.send(b"never heard of", m.Ack(1, 0))
+    for route in (b"never heard of", b"t", b"tnever", b""):
+        listener.send(route, m.Ack(1, 0))
     hears_from(listener, good)
 
 

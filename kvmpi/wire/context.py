@@ -1,0 +1,109 @@
+"""The context of a process's sockets, which carries what they have to prove to their peers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, TypeVar
+
+import zmq
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError
+from kvmpi.wire.gate import DOMAIN, Gate
+from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
+
+_log = logging.getLogger(__name__)
+
+#: What CURVE adds to a frame: the command's name, a nonce, a flag byte and the authenticator.
+_CURVE_BYTES = 8 + 8 + 1 + 16
+
+_S_co = TypeVar("_S_co", bound=zmq.Socket[Any], covariant=True)
+
+
+class Context(zmq.Context[_S_co]):
+    """ZeroMQ's context, with the keys of the job and a gate that its TCP listeners share."""
+
+    config: Config = Config()
+    _keys: JobKeys | None = None
+    _gate: Gate | None = None
+    _warned = False
+    _lock = threading.Lock()  # listeners of several threads may share a context
+
+    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
+        """Let only members of the job into ``socket``, which is about to listen on TCP.
+
+        Raises:
+            ConfigError: there are no keys, and security is not off.
+        """
+        keys = self._job_keys()
+        with self._lock:
+            if keys is None:
+                if not self._warned:
+                    _log.warning(
+                        "KVMPI_SECURITY=off: whoever reaches a port of this process can read and change values"
+                    )
+                self._warned = True
+                return
+            if self._gate is None:
+                self._gate = Gate(self, [keys.member.public])
+        self._encrypt(socket, keys.listener)
+        socket.curve_server = True
+        socket.zap_domain = DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def secure_connection(self, socket: zmq.Socket[Any]) -> None:
+        """Let ``socket``, which is about to connect over TCP, prove that it is a member, and demand the same.
+
+        Raises:
+            ConfigError: there are no keys, and security is not off.
+        """
+        keys = self._job_keys()
+        if keys is not None:
+            self._encrypt(socket, keys.member)
+            socket.curve_serverkey = keys.listener.public
+
+    @staticmethod
+    def _encrypt(socket: zmq.Socket[Any], pair: KeyPair) -> None:
+        socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
+        limit = socket.getsockopt(zmq.MAXMSGSIZE)
+        if isinstance(limit, int) and limit >= 0:  # -1 is no limit
+            socket.maxmsgsize = limit + _CURVE_BYTES
+
+    def _job_keys(self) -> JobKeys | None:
+        """None when security is off. Read when TCP is first used: a process with ipc alone needs no keys."""
+        if self.config.security == "off":
+            return None
+        if self._keys is None:
+            if not self.config.keys:
+                raise ConfigError(
+                    "TCP needs the keys of the job, and KVMPI_KEYS names no file; start the job with 'kvmpi run', or "
+                    "give all its processes one KVMPI_KEYS, a file that the scheduler then makes; KVMPI_SECURITY=off "
+                    "opens the ports to everyone"
+                )
+            self._keys = read_keys(self.config.keys)
+        return self._keys
+
+    def term(self) -> None:
+        self._close_gate()
+        super().term()
+
+    def destroy(self, linger: int | None = None) -> None:
+        self._close_gate()
+        super().destroy(linger)
+
+    def _close_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
+
+
+def new_context(config: Config | None = None) -> Context[Any]:
+    """A context with one I/O thread; its owner ends it with ``destroy()``.
+
+    Args:
+        config: its ``security``, ``keys`` and ``handshake_s`` count. Without it there are no keys, and so no TCP.
+    """
+    context: Context[Any] = Context(io_threads=1)
+    context.config = config or Config()
+    return context

@@ -1,0 +1,80 @@
+"""Notices that a listener does not let this process in, which libzmq would only try again without a word."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvmpi.errors import AuthenticationError
+
+#: A listener with another key hangs up. So does a relay whose listener is not there yet: that is given some time.
+_PATIENCE_S = 3.0
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class Handshake:
+    """Follows the handshakes of a socket that is about to connect to ``endpoint``, up to the first that succeeds."""
+
+    def __init__(self, socket: zmq.Socket[Any], endpoint: str) -> None:
+        self._socket, self._endpoint = socket, endpoint
+        self.events: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS)
+        self.done = False
+        self._hung_up_since_s: float | None = None
+
+    def check(self) -> None:
+        """Take note of what has happened.
+
+        Raises:
+            AuthenticationError: the listener has refused this process, or cannot be talked to.
+        """
+        while (event := self._next()) is not None:
+            kind, value = event
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._end()
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refuse("refused this process's key")
+            elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                self._refuse("has another KVMPI_SECURITY than this process")
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._refuse(f"broke off the handshake (protocol error {value:#x})")
+            elif value in (errno.EPIPE, errno.ECONNRESET):
+                self._note_hang_up()
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self.events.close(linger=0)
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        return event["event"], event["value"]
+
+    def _end(self) -> None:
+        """It is a peer of this job: what happens to the connection later is no question of keys."""
+        self._socket.disable_monitor()
+        self.done = True
+
+    def _note_hang_up(self) -> None:
+        now_s = time.monotonic()
+        if self._hung_up_since_s is None:
+            self._hung_up_since_s = now_s
+        if now_s - self._hung_up_since_s >= _PATIENCE_S:
+            self._refuse("hangs up at every handshake, as one with other keys does")
+
+    def _refuse(self, what: str) -> None:
+        if not self.done:
+            raise AuthenticationError(
+                f"the listener at {self._endpoint} {what}; is it of the same job, and do KVMPI_KEYS and KVMPI_SECURITY "
+                "have the values that the launcher gave?"
+            )
