@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 
@@ -13,11 +14,14 @@ from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.wire import create_keys, new_context
 
+_DESCRIPTORS = 1 << 16
+
 
 def main(role: str) -> int:
     """Run until SIGTERM; the exit status is 0 then, and 1 after an error."""
     config = Config.from_env()
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    _allow_many_connections()
     context = new_context(config)
     gc.freeze()  # what was imported stays: the collector need not look through it again and again
     try:
@@ -44,6 +48,14 @@ def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon) -> None:
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
     # Ctrl-C goes to the whole terminal group; the launcher decides when servers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _allow_many_connections() -> None:
+    """Strangers may hold a connection each until their handshake is over; members must find a descriptor then too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(config: Config, endpoint: str) -> None:

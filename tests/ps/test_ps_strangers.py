@@ -1,4 +1,4 @@
-"""Peers that speak nonsense to the ports of a job that works."""
+"""Peers that do not belong to a job that works: nonsense without security, and a thousand connections with it."""
 
 from __future__ import annotations
 
