@@ -11,7 +11,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvmpi.errors import AuthenticationError
 
-#: A listener with another key hangs up, and one with another mechanism may be faster at that than its greeting. So does a relay whose listener is not there yet: that is given some time.
+#: A listener with another key hangs up, and one with another mechanism may do so before its greeting is read. So does a
+#: relay whose listener is not there yet: that is given some time.
 _PATIENCE_S = 3.0
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -208,7 +208,7 @@ def test_processes_with_and_without_security_do_not_talk(member: NewContext, lis
     connection = Connection(member("A", security=connecting), listener.endpoints[0], LIMIT)
     connection.send(m.Bye(1))
     # Both sides hang up at once; whether this one has read the other's greeting before is a matter of luck.
-    with pytest.raises(AuthenticationError, match="(has another KVMPI_SECURITY|hangs up at every handshake)"):
+    with pytest.raises(AuthenticationError, match=r"(has another KVMPI_SECURITY|hangs up at every handshake)"):
         within(connection.recv, connection)
     assert listener.recv() is None
 
