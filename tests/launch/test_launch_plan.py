@@ -66,6 +66,14 @@ def test_every_environment_is_a_valid_configuration(mpi):
     assert planned.env["HOME"] == "/home/me"
 
 
+@pytest.mark.parametrize(("security", "keys"), [("", "/jobs/abc/keys"), ("curve", "/jobs/abc/keys"), ("off", None)])
+def test_the_keys_of_a_job_lie_in_its_folder(security, keys):
+    environ = {"KVMPI_KEYS": "/of/another/job", "KVMPI_SECURITY": security}
+    planned = plan(2, 2, 1, environ=environ)
+    assert planned.env.get("KVMPI_KEYS") == keys
+    assert ("KVMPI_KEYS" in planned.describe()) == (keys is not None)
+
+
 def test_what_another_job_left_in_the_environment_is_dropped():
     foreign = {"KVMPI_RANK": "5", "KVMPI_SCHEDULER": "tcp://elsewhere:1", "OMPI_COMM_WORLD_RANK": "3", "PMI_FD": "9"}
     kept = {"OMPI_MCA_pml": "ob1", "PMIX_MCA_gds": "hash"}
