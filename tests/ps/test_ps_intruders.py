@@ -271,7 +271,8 @@ def test_a_thousand_strangers_change_nothing(processes: Processes) -> None:
 
 
 def test_a_member_finds_a_place_among_silent_strangers(processes: Processes) -> None:
-    """As many connections as the shell would let a server have, all of them waiting."""
+    """More connections than the shell would let a server have, all of them waiting."""
+    processes.env["KVMPI_HANDSHAKE_S"] = "300"
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
