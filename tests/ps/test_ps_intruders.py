@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from test_ps_processes import Processes, ended
 
 from kvmpi import optim
 from kvmpi.config import Config
+from kvmpi.errors import AuthenticationError, ConfigError
 from kvmpi.ps import PsClient
+from kvmpi.ps.daemon import ServerDaemon
 from kvmpi.trace import Recorder
-from kvmpi.wire import Connection, Context, Readiness, encode, new_context
+from kvmpi.wire import Connection, Context, Readiness, create_keys, encode, handshake, new_context
 from kvmpi.wire import messages as m
 from kvmpi.wire.keys import new_keys, read_keys
 
@@ -284,6 +287,30 @@ def test_a_member_finds_a_place_among_silent_strangers(processes: Processes) -> 
     Trainer(config).close()
     for raw in strangers:
         raw.close()
+
+
+@pytest.mark.parametrize("changes", [{"keys": "other"}, {"security": "off"}], ids=str)
+def test_a_process_that_is_no_member_learns_it_soon(
+    start_job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    monkeypatch.setattr(handshake, "_PATIENCE_S", 0.3)
+    if "keys" in changes:
+        changes = {"keys": str(tmp_path / changes["keys"])}
+        create_keys(changes["keys"])
+    job = start_job(1)
+    with pytest.raises(AuthenticationError, match=f"listener at {job.config.scheduler}"):
+        job.new_client(0, 1, **changes).connect(deadline())
+    config = replace(job.config, **changes)
+    context = new_context(config)
+    with pytest.raises(AuthenticationError, match=f"listener at {job.config.scheduler}"):
+        ServerDaemon(config, 1).run(context)
+    context.destroy(linger=0)
+    job.connect(1)[0].close(deadline())
+
+
+def test_without_keys_a_client_says_what_is_missing(start_job: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="KVMPI_KEYS names no file"):
+        start_job(1).new_client(0, 1, keys="").connect(deadline())
 
 
 def test_the_launcher_keeps_the_keys_to_the_members(tmp_path: Path) -> None:
