@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvmpi.errors import AuthenticationError
 #: A listener with another key hangs up, and one with another mechanism may do so before its greeting is read. So does a
 #: relay whose listener is not there yet: that is given some time.
 _PATIENCE_S = 3.0
+#: libzmq tries again at once. A longer time between two hang-ups is one in which the listener was busy, or stopped.
+_GAP_S = 1.0
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -29,7 +32,7 @@ class Handshake:
         self._socket, self._endpoint = socket, endpoint
         self.events: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS)
         self.done = False
-        self._hung_up_since_s: float | None = None
+        self._hung_up_since_s = self._last_hang_up_s = -math.inf
 
     def check(self) -> None:
         """Take note of what has happened.
@@ -68,8 +71,9 @@ class Handshake:
 
     def _note_hang_up(self) -> None:
         now_s = time.monotonic()
-        if self._hung_up_since_s is None:
+        if now_s - self._last_hang_up_s > _GAP_S:
             self._hung_up_since_s = now_s
+        self._last_hang_up_s = now_s
         if now_s - self._hung_up_since_s >= _PATIENCE_S:
             self._refuse("hangs up at every handshake, as one with other keys does")
 

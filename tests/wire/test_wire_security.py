@@ -242,6 +242,25 @@ def test_a_relay_may_hang_up_until_its_listener_is_there(context: Context[Any], 
             incoming.close()
 
 
+def test_a_listener_that_is_too_busy_for_handshakes_is_waited_for(
+    context: Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: now_s)
+    connection = Connection(context, "tcp://127.0.0.1:1", LIMIT)
+    watch = connection._handshake
+    assert watch is not None
+    for _ in range(20):
+        now_s += context.config.handshake_s + 0.1
+        watch._note_hang_up()
+    for _ in range(14):
+        now_s += 0.2
+        watch._note_hang_up()
+    now_s += 0.3
+    with pytest.raises(AuthenticationError):
+        watch._note_hang_up()
+
+
 def test_a_peer_that_was_let_in_once_waits_when_somebody_else_takes_the_port(
     member: NewContext, context: Context[Any], listener: Listener
 ) -> None:
