@@ -40,12 +40,13 @@ class Way:
 
 KINDS = {
     "auto": Way(settings=(("KVMPI_TRANSPORT", "auto"),)),
-    "tcp": Way(settings=(("KVMPI_TRANSPORT", "tcp"),)),
+    # As bare as the peers', for comparison; what jobs have by default is tcp:curve.
+    "tcp": Way(settings=(("KVMPI_TRANSPORT", "tcp"), ("KVMPI_SECURITY", "off"))),
     "ipc": Way(settings=(("KVMPI_TRANSPORT", "ipc"),)),
     "mxnet": Way("mxnet"),
 }
-#: What may follow the name of a row of kvmpi, besides SETTING=VALUE for the variable KVMPI_SETTING.
-MODIFIERS = {"fp16": Way(compress="fp16")}
+#: What may follow the name of a row of kvmpi, besides replicas=R, and SETTING=VALUE for the variable KVMPI_SETTING.
+MODIFIERS = {"fp16": Way(compress="fp16"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),))}
 
 TRANSPORTS = ("auto", "tcp", "ipc")
 COMPRESSIONS = ("none", "fp16")
@@ -81,8 +82,10 @@ def parse(text: str) -> tuple[str, Way]:
 
 
 def _setting(word: str) -> Way:
-    """``chunk_bytes=65536``."""
+    """``chunk_bytes=65536``, or ``replicas=1``, which is an option of ``kvmpi run``."""
     name, _, value = word.partition("=")
+    if name == "replicas" and value.isdecimal():
+        return Way(options=("--replicas", value))
     variable = env_name(name)
     known = [field.name for field in fields(Config) if env_name(field.name) not in OWNED]
     if name not in known:

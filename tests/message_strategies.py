@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvmpi.errors import ProtocolError
-from kvmpi.wire import Message, decode, encode
+from kvmpi.wire import Message, decode, encode, entries
 from kvmpi.wire import messages as m
 
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
@@ -33,13 +33,26 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, m.Number]: st.dictionaries(
         WORDS, st.booleans() | INTS | FLOATS | st.lists(FLOATS, max_size=3), max_size=4
     ),
+    dict[int, int]: st.dictionaries(INTS, INTS, max_size=3),
+    str | None: st.none() | WORDS,
+    tuple[int, int, int] | None: st.none() | st.tuples(INTS, INTS, INTS),
+    list[tuple[m.Key, int, int]]: st.lists(st.tuples(KEYS, INTS, INTS), max_size=3),
 }
 
 
-def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-    """Messages of one kind."""
+def of_kind(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Messages, entries, or parts of them, of one kind."""
     hints = typing.get_type_hints(kind)
     return st.builds(kind, *(BY_TYPE[hints[name]] for name in kind.__struct_fields__))
+
+
+# From the inside out: each is made of those before it.
+for inner in (m.Lost, m.ServerInfo, m.Chain, entries.RuleInForce):
+    BY_TYPE[inner] = of_kind(inner)
+    BY_TYPE[list[inner]] = st.lists(BY_TYPE[inner], max_size=3)  # type: ignore[valid-type]
+BY_TYPE[list[tuple[int, entries.RuleInForce]]] = st.lists(st.tuples(INTS, BY_TYPE[entries.RuleInForce]), max_size=2)
+BY_TYPE[list[entries.CallsState]] = st.lists(of_kind(entries.CallsState), max_size=2)
+BY_TYPE[entries.Entry] = st.one_of([of_kind(kind) for kind in typing.get_args(entries.Entry)])
 
 
 any_message: st.SearchStrategy[Message] = st.sampled_from(KINDS).flatmap(of_kind)

@@ -108,7 +108,7 @@ class ServerDaemon(Daemon):
 
         Raises:
             ConfigError: an address cannot be had, or a module of ``--import`` cannot be imported.
-            ServerLostError: the scheduler refused this server, or declared it lost.
+            ServerLostError: the scheduler has declared this server lost.
         """
         for module in filter(None, self._config.imports.split(",")):
             try:
@@ -174,7 +174,8 @@ class ServerDaemon(Daemon):
 
     def _hear(self, listener: Listener, message: m.Message, now_s: float) -> None:
         if isinstance(message, m.Failure):
-            raise ServerLostError(f"server {self._rank} is out of the job: {message.text}")
+            kind = ConfigError if message.error == "ConfigError" else ServerLostError
+            raise kind(f"server {self._rank} is out of the job: {message.text}")
         if isinstance(message, m.View) and message.epoch > self._state.epoch:
             self._connect(message)
             self._dispatch(listener, self._state.adopt(message, now_s))

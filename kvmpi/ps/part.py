@@ -126,8 +126,8 @@ class Part:
     def shard(self, store: int, mode: str, num_clients: int) -> Shard:
         """The shard of a store, made if it is new."""
         if store not in self.shards:
-            self._record(store, entries.Opened(mode, num_clients))
             self._open(store, mode, num_clients)
+            self._record(store, entries.Opened(mode, num_clients))
         return self.shards[store]
 
     def _open(self, store: int, mode: str, num_clients: int) -> None:

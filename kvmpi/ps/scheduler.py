@@ -158,6 +158,9 @@ class SchedulerState:
             return self._announce()
         if all(("server", -1, server) in self.members for server in range(self.num_servers)):
             self._chains = Chains(self.num_servers, self.replicas)
+            for _, _, one_more in sorted(name for name in self.members if name[0] == "server"):
+                if one_more >= self.num_servers:
+                    self._chains.join(one_more)
             return self._announce()
         return []
 

@@ -36,10 +36,11 @@ def test_a_row_is_settings_and_what_its_stores_do():
     label, way = ps_rows.parse(" tcp:fp16:chunk_bytes=65536:placement=lpt")
     assert label == "tcp:fp16:chunk_bytes=65536:placement=lpt"
     assert dict(way.settings) == {
-        "KVMPI_TRANSPORT": "tcp", "KVMPI_CHUNK_BYTES": "65536", "KVMPI_PLACEMENT": "lpt"
+        "KVMPI_TRANSPORT": "tcp", "KVMPI_SECURITY": "off", "KVMPI_CHUNK_BYTES": "65536", "KVMPI_PLACEMENT": "lpt"
     }  # fmt: skip
     assert way.compress == "fp16"
     assert way.system == "kvmpi"
+    assert ps_rows.parse("ipc:replicas=1")[1].options == ("--replicas", "1")
 
 
 def test_options_stand_for_rows():
@@ -82,7 +83,7 @@ def test_shapes_of_jobs_and_keys_of_a_call():
         ("-n 2 -c 3", "every client needs a worker"),
         ("-s 0", "-s 0: expected positive numbers"),
         ("--rows fast", "unknown row 'fast'; known: auto, tcp, ipc, mxnet"),
-        ("--rows tcp:slow", "tcp has no 'slow'; known: fp16 and SETTING=VALUE"),
+        ("--rows tcp:slow", "tcp has no 'slow'; known: fp16, curve and SETTING=VALUE"),
         ("--rows mxnet:fp16 --mxnet python", "mxnet has no 'fp16'"),
         ("--rows tcp:rank=3", "unknown setting 'rank'"),
         ("--rows tcp:chunk_bytes=x", "KVMPI_CHUNK_BYTES='x': expected int"),

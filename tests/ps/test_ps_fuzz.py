@@ -118,6 +118,13 @@ def is_refusal(route: bytes, replies: Sequence[Reply]) -> bool:
     return issubclass(BY_NAME[replies[0].message.error], ProtocolError)
 
 
+def alone() -> ServerState:
+    """A server that holds everything by itself."""
+    state = ServerState(0)
+    state.adopt(m.View(1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], []))
+    return state
+
+
 def a_store(state: ServerState, mode: str) -> None:
     """Store 1 with two clients, and a key that has a value."""
     value = memoryview(bytearray(VALUE))
@@ -136,7 +143,7 @@ def a_store(state: ServerState, mode: str) -> None:
 def test_a_server_answers_whatever_it_hears(
     mode: str, said: list[tuple[bytes, Message | ProtocolError, list[bytes]]]
 ) -> None:
-    state = ServerState(0)
+    state = alone()
     if mode:
         a_store(state, mode)
     with no_defects(), np.errstate(all="ignore"):
@@ -169,13 +176,13 @@ def test_a_scheduler_answers_whatever_it_hears(
 
 def test_strangers_that_are_refused_leave_nothing_however_many_they_are() -> None:
     """Each under a name of its own, which must not be remembered."""
-    server, scheduler = ServerState(0), SchedulerState(1, 5.0)
+    server, scheduler = alone(), SchedulerState(1, 5.0)
     a_store(server, "sync")
     before = size_of(server), size_of(scheduler)
     refused = [
         m.Push(1, "k", 0, 1, "none", False), m.Pull(1, "k", 0, 0), m.GetState(1, "k", 0), m.Bye(1), m.Leave(1),
         m.Hello(1, 1, "sync", 5, 2, 1), m.Hello(1, 9, "no such mode", 0, 2, 1), m.Hello(1, 1, "sync", 0, 1 << 40, 1),
-        m.Register(1, "server", 7, -1, 1, 1, "h", []), m.Register(1, "king", 0, -1, 1, 1, "h", []),
+        m.Register(1, "server", -7, -1, 1, 1, "h", []), m.Register(1, "king", 0, -1, 1, 1, "h", []),
         m.Register(1, "server", 0, -1, 1, 1, "h" * 5000, []), m.Barrier(1, 1), m.Heartbeat(1), m.Ack(1, 1),
         ProtocolError("noise"),
     ]  # fmt: skip

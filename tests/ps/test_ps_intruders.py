@@ -36,7 +36,7 @@ ORDERS = [
     [encode(m.Hello(1, 1, "sync", 0, 1, 1 << 62))],
     [encode(m.Push(1, "k", 0, 1, "none", True)), bytes(4 * COUNT)],
     [encode(m.Register(1, "server", 0, -1, 2, 1 << 62, "h", ["tcp://127.0.0.1:5"]))],
-    [encode(m.Lost("client", 0, 1, 1 << 62, "x"))],
+    [encode(m.View(1 << 62, 0, [], [], [m.Lost(0, 1, 1 << 62, "x")]))],
     [b"noise", b"\0" * 1000],
 ]
 
