@@ -6,11 +6,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test lint check docs bench clean
+.PHONY: help demo test lint check simulate docs bench clean
+
+SEEDS ?= 10000
+CORES := $(shell nproc)
 
 help:
 	@echo "make demo    train on real images with 4 workers, 2 MPI clients and 2 servers; under a minute after set-up"
 	@echo "make test    formatting, types, architecture and all tests"
+	@echo "make simulate SEEDS=10000    jobs with faults in virtual time, as many as you like"
 	@echo "make bench   allreduce, parameter server and engine, with the peers that are installed"
 	@echo "make docs    the pages of docs/ that are generated from the code"
 	@echo "make clean   remove .venv and everything that was built"
@@ -45,6 +49,9 @@ lint: $(VENV)/test
 
 check: $(VENV)/test
 	@$(BIN)/python -m pytest
+
+simulate: $(VENV)/test
+	@$(BIN)/python tests/simulation --count $(SEEDS) --processes $(CORES)
 
 docs: $(VENV)/test
 	@$(BIN)/python docs/generate.py

@@ -250,16 +250,16 @@ class Job:
     def _disturb(self) -> None:
         """Do harm to one server, if the chains can bear it."""
         chains, choose = self.cluster.scheduler._chains, self.network.random
+        if self._added and chains is not None and chains.settled:
+            self._added = False
+            self.network.faults.count("add")
+            self.cluster.start_server(self.cluster.config.num_servers)
+            return
         if chains is None or not self.replicas:
             self._stop_something()
             return
         if self._all_is_well():
             self._touched.clear()
-        if self._added and chains.settled:
-            self._added = False
-            self.network.faults.count("add")
-            self.cluster.start_server(self.cluster.config.num_servers)
-            return
         alive = list(self.cluster.processes.values())
         victims = [p for p in alive if (p.rank, p.incarnation) in self._touched]
         if len(self._touched) < self.replicas:
