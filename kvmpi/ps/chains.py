@@ -88,7 +88,7 @@ class Chains:
             owners[max(part for part, owner in enumerate(owners) if owner == most)] = server
 
     def _repair(self) -> None:
-        """Start what brings each chain closer to what it should be, and no transfer where a server is in one already."""
+        """Start what brings chains closer to what they should be; no transfer where a server is in one already."""
         busy = {s for chain in self.chains if chain.joiner >= 0 for s in (chain.members[-1], chain.joiner)}
         for part, chain in enumerate(self.chains):
             if chain.members and chain.joiner < 0 and not chain.draining:
