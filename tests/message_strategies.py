@@ -35,6 +35,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     ),
     dict[int, int]: st.dictionaries(INTS, INTS, max_size=3),
     str | None: st.none() | WORDS,
+    list[int] | None: st.none() | st.lists(INTS, max_size=4),
     tuple[int, int, int] | None: st.none() | st.tuples(INTS, INTS, INTS),
     list[tuple[m.Key, int, int]]: st.lists(st.tuples(KEYS, INTS, INTS), max_size=3),
 }

@@ -46,6 +46,7 @@ class KeyLayout:
     chunks: list[placement.Part]
     digest: int = 0
     steps: int = 0
+    found: int | None = None  # pushes of a process before this one, of the chunk that has fewest
     seen_version: int = 0
     pushing: bool = False
 
@@ -87,6 +88,7 @@ class PsClient:
         self._codec = codec.get("none")
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
+        self._position: int | None = None
         self.clock = 0
 
     # ---- life
@@ -181,12 +183,39 @@ class PsClient:
         for i, chunk in enumerate(layout.chunks):
             part = layout.part(i)
             fields = (key, i, len(layout.chunks), chunk.stop - chunk.start, list(layout.shape), layout.dtype, part)
-            if value is None:
-                asks.append(_about(part, m.Init, fields))
-            else:
+            how: dict[str, Any] = {"on_reply": self._on_found(layout)}
+            if value is not None:
                 piece = value[chunk.start : chunk.stop]
-                asks.append(_about(part, m.Init, fields, payloads=_one(piece), cost_bytes=piece.nbytes))
+                how |= {"payloads": _one(piece), "cost_bytes": piece.nbytes}
+            asks.append(_about(part, m.Init, fields, **how))
         return self._start(self._label("init", key), asks, deadline)
+
+    @staticmethod
+    def _on_found(layout: KeyLayout) -> Callable[[Message, list[memoryview]], None]:
+        def on_reply(message: Message, payloads: list[memoryview]) -> None:
+            if isinstance(message, m.Ack):
+                layout.found = message.version if layout.found is None else min(layout.found, message.version)
+
+        return on_reply
+
+    @property
+    def position(self) -> int:
+        """Rounds of which every key has this client's push, from processes before this one: where it goes on."""
+        return min((layout.found or 0 for layout in self._layouts.values()), default=0)
+
+    def _take_position(self, key: Key) -> KeyLayout:
+        """The key, at the round where the process before this one has stopped: the same for all keys.
+
+        What that process has pushed beyond counts as pushed: servers take the repetition for one. Keys that are pushed
+        less often than others go on where they are.
+        """
+        if self._position is None:
+            self._position = self.position
+        layout = self._layouts[key]
+        if layout.found is not None:
+            layout.steps = layout.found if layout.found > self._position + 1 else min(layout.found, self._position)
+            layout.found = None
+        return layout
 
     def set_codec(self, name: str) -> None:
         """How pushes travel from now on."""
@@ -214,7 +243,7 @@ class PsClient:
         self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
         on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
-        layout = self._layouts[key]
+        layout = self._take_position(key)
         if layout.pushing:
             raise KVError(
                 f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
@@ -249,7 +278,7 @@ class PsClient:
 
     def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
-        layout = self._layouts[key]
+        layout = self._take_position(key)
         asks = [
             _about(
                 layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
@@ -363,6 +392,15 @@ class PsClient:
             size = sum(piece.nbytes for piece in pieces)
             asks.append(_about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
         return self._start(self._label("load", key), asks, deadline)
+
+    def finish(self, deadline: Deadline) -> Work:
+        """This client pushes nothing further; done when rounds and barriers go on without it.
+
+        To be called when no push is under way.
+        """
+        asks = [_about(part, m.Finish, (part,)) for part in range(self._num_parts)]
+        asks.append(Ask(SCHEDULER, m.Finish, ()))
+        return self._start(f"join on client {self._client}", asks, deadline)
 
     # ---- commands to the scheduler
 

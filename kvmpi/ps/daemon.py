@@ -54,7 +54,9 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._state = SchedulerState(config.num_servers, config.heartbeat_timeout_s, config.replicas)
+        self._state = SchedulerState(
+            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss
+        )
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
@@ -96,7 +98,7 @@ class ServerDaemon(Daemon):
     def __init__(self, config: Config, rank: int) -> None:
         super().__init__(config)
         self._rank = rank
-        self._state = ServerState(rank)
+        self._state = ServerState(rank, config.on_client_loss)
         # Connections to other servers, made when there is something to send, and where they are.
         self._others: dict[int, Connection] = {}
         self._found: dict[int, m.ServerInfo] = {}

@@ -44,8 +44,8 @@ class Part:
         shards: what it holds, by store.
     """
 
-    def __init__(self, server: int, number: int) -> None:
-        self.server, self.number = server, number
+    def __init__(self, server: int, number: int, on_client_loss: str = "fail") -> None:
+        self.server, self.number, self._on_client_loss = server, number, on_client_loss
         self.chain = m.Chain(-1, [])
         self.replicas = 0
         self.seq = self.committed = 0
@@ -131,13 +131,15 @@ class Part:
         return self.shards[store]
 
     def _open(self, store: int, mode: str, num_clients: int) -> None:
-        shard = Shard(self.server, store, mode, num_clients, lambda *record: self._record(store, *record))
+        shard = Shard(
+            self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
+        )
         shard.acknowledges_rounds = self.replicas > 0
         self.shards[store] = shard
 
     def drop_deserted(self) -> None:
         """Forget stores that all clients have left; every server of the chain does it at the same entry."""
-        self.shards = {store: shard for store, shard in self.shards.items() if not shard.deserted}
+        self.shards = {store: shard for store, shard in self.shards.items() if not shard.clients.deserted}
 
     def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
         """Log a change; whether the payloads are still to be sent, so that their memory must not change."""

@@ -26,17 +26,20 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Joined():
             shard.take_in(entry.client, entry.incarnation)
         case entries.Gone():
-            shard.give_up(entry.client, entry.text)
+            shard.clients.gone[entry.client] = entry.text
         case entries.RuleCall() | entries.HyperCall():
-            shard.rulebook.apply(entry, shard.slots, shard.present())
+            shard.rulebook.apply(entry, shard.slots, shard.clients.present)
+        case entries.Finished():
+            shard.clients.finished.add(entry.client)
         case entries.Created():
             _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
         case entries.Round():
             slot = _slot(shard, entry)
-            _set_open(slot, payloads[0], shard.num_clients)
+            clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
+            _set_open(slot, payloads[0], shard.num_clients, clients)
             shard.end_round(slot, keep=keep)
         case entries.Partial():
-            _set_open(_slot(shard, entry), payloads[0], entry.contributed)
+            _set_open(_slot(shard, entry), payloads[0], entry.cursor, entry.clients)
         case entries.Single():
             slot = _slot(shard, entry)
             wire_dtype = codec.get(entry.codec).wire_dtype(slot.dtype)
@@ -48,7 +51,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Restored():
             slot = _slot(shard, entry)
             slot.restore(entry.updates, _named(slot, entry.names, payloads))
-            slot.restored = (entry.client, shard.incarnations[entry.client], entry.request)
+            slot.restored = (entry.client, shard.clients.incarnations[entry.client], entry.request)
         case entries.StoreState():
             shard.rulebook.restore(entry)
         case entries.SlotState():
@@ -60,8 +63,9 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
 def dump(shard: Shard) -> list[Record]:
     """Entries that make ``shard`` as it is, but for what its open rounds hold. Values are copied."""
     records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
-    records += [(entries.Joined(client, number), ()) for client, number in shard.incarnations.items()]
-    records += [(entries.Gone(client, text), ()) for client, text in shard.gone.items()]
+    records += [(entries.Joined(client, number), ()) for client, number in shard.clients.incarnations.items()]
+    records += [(entries.Gone(client, text), ()) for client, text in shard.clients.gone.items()]
+    records += [(entries.Finished(client), ()) for client in sorted(shard.clients.finished)]
     records.append((shard.rulebook.dump(), ()))
     for slot in shard.slots.values():
         names, arrays = slot.dump()
@@ -90,12 +94,12 @@ def _create(shard: Shard, entry: entries.Created | entries.SlotState, value: Buf
     return shard.create(layout, value.copy() if keep else value)
 
 
-def _set_open(slot: Slot, payload: memoryview, contributed: int) -> None:
-    """Make the open round hold the sum of the first clients."""
+def _set_open(slot: Slot, payload: memoryview, cursor: int, clients: list[int]) -> None:
+    """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
-    slot.accumulator, slot.cursor = None, contributed
+    slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
     slot.add(as_array(payload, DTYPES[dtype]), dtype)
-    for client in range(contributed):
+    for client in clients:
         slot.steps[client] = slot.rounds + 1
 
 

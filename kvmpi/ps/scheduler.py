@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.chains import Chains
+from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import Message
@@ -20,7 +22,6 @@ MemberName = tuple[str, int, int]
 
 #: A view with all servers' endpoints must fit into one header.
 _MAX_ENDPOINT_BYTES = 1000
-_CLOSED = "has closed the store"
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class _Store:
     barriers_done: int = 0
     waiting: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
 
 
 class SchedulerState:
@@ -50,14 +52,18 @@ class SchedulerState:
         num_servers: the job begins when so many are there.
         heartbeat_timeout_s: a member that is silent for longer is lost.
         replicas: how many servers more than one are to hold each part of the values.
+        on_client_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
     Raises:
         ConfigError: there are too few servers for so many replicas.
     """
 
-    def __init__(self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0) -> None:
+    def __init__(
+        self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0, on_client_loss: str = "fail"
+    ) -> None:
         if replicas and replicas >= num_servers:
             raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
         self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
+        self._on_client_loss = on_client_loss
         self.members: dict[MemberName, Member] = {}
         self.epoch = 0
         self._chains: Chains | None = None  # until all servers are there
@@ -101,6 +107,9 @@ class SchedulerState:
                 return [Reply(route, self._view())] if message.epoch < self.epoch and self._chains is not None else []
             case m.CaughtUp() | m.Drained() if name[0] == "server" and self._chains is not None:
                 return self._hear_of_part(name[2], message)
+            case m.Finish() if name[0] == "client":
+                self._stores[name[1]].finished.add(name[2])
+                return [Reply(route, m.Ack(message.request, 0)), *self._complete_barrier(self._stores[name[1]])]
             case m.Barrier() if name[0] == "client":
                 return self._barrier(name, route, message)
             case m.QueryDead() if name[0] == "client":
@@ -110,7 +119,7 @@ class SchedulerState:
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
                     return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
-                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, _CLOSED)]
+                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, CLOSED)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
     def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
@@ -208,14 +217,33 @@ class SchedulerState:
             raise ProtocolError(
                 f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {store.barriers_done}"
             )
-        if store.dead:
-            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(store.dead.items()), MAX_NAMED))
+        ended = {rank: why for rank, why in store.dead.items() if self._ends_barriers(rank, why, store)}
+        if ended:
+            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
             raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
         known = client in store.waiting
         store.waiting[client] = (route, message.request)
-        if len(store.waiting) < store.num_clients:
-            missing = islice((rank for rank in range(store.num_clients) if rank not in store.waiting), MAX_NAMED)
-            return [Reply(route, m.Waiting(message.request, list(missing)))] if known else []
+        if replies := self._complete_barrier(store):
+            return replies
+        missing = list(islice(self._missing(store), MAX_NAMED))
+        return [Reply(route, m.Waiting(message.request, missing))] if known else []
+
+    def _ends_barriers(self, rank: int, why: str, store: _Store) -> bool:
+        """Whether nobody has to wait for a client that is gone, since it will never come."""
+        if self._on_client_loss == "shrink" or rank in store.finished:
+            return False
+        return why == CLOSED or self._on_client_loss == "fail"
+
+    def _missing(self, store: _Store) -> Iterator[int]:
+        """Whom the open barrier waits for."""
+        for rank in range(store.num_clients):
+            gone = rank in store.finished or (rank in store.dead and self._on_client_loss == "shrink")
+            if rank not in store.waiting and not gone:
+                yield rank
+
+    def _complete_barrier(self, store: _Store) -> list[Reply]:
+        if not store.waiting or next(self._missing(store), None) is not None:
+            return []
         waiting, store.waiting = store.waiting, {}
         store.barriers_done += 1
         return [Reply(r, m.Ack(request, store.barriers_done)) for r, request in waiting.values()]
@@ -227,7 +255,7 @@ class SchedulerState:
             for (role, of_store, rank), member in self.members.items()
             if role == "client" and of_store == store_id and now_s - member.last_seen_s > timeout_s
         }
-        lost = {rank for rank, why in store.dead.items() if why != _CLOSED}
+        lost = {rank for rank, why in store.dead.items() if why != CLOSED}
         return sorted(silent | lost)
 
     def tick(self, now_s: float) -> list[Reply]:
@@ -264,10 +292,14 @@ class SchedulerState:
             return []
         store = self._stores[store_id]
         store.dead[rank] = why
-        if len(store.dead) == store.num_clients:
+        returning = self._on_client_loss == "wait" and any(text != CLOSED for text in store.dead.values())
+        if len(store.dead) == store.num_clients and not returning:
             del self._stores[store_id]
             self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []
+        if not self._ends_barriers(rank, why, store):
+            store.waiting.pop(rank, None)
+            return self._complete_barrier(store)
         waiting, store.waiting = store.waiting, {}
         error = f"barrier {store.barriers_done + 1} cannot be completed, because client {rank} {why}"
         return [Reply(r, m.Failure(q, "ClientLostError", error)) for c, (r, q) in waiting.items() if c != rank]

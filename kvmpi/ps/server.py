@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
@@ -17,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
-_ABOUT_PARTS = (m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState)
+_ABOUT_PARTS = (m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState, m.Finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class _Session:
 class ServerState:
     """What server ``rank`` knows. One per process; every store of the job has its own ``Shard`` in every part."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, on_client_loss: str = "fail") -> None:
+        self.rank, self.on_client_loss = rank, on_client_loss
         self.epoch = -1
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -100,7 +101,7 @@ class ServerState:
             mine = self.rank in chain.members or self.rank == chain.joiner
             if number not in self.parts and not mine:
                 continue
-            part = self.parts.setdefault(number, Part(self.rank, number))
+            part = self.parts.setdefault(number, Part(self.rank, number, self.on_client_loss))
             answered = part.answers
             out += part.adopt(chain, view.replicas, now_s)
             if part.answers and not answered:
@@ -119,6 +120,8 @@ class ServerState:
         for session in self._sessions.values():
             hello = session.hello
             replies += part.shard(hello.store, hello.mode, hello.num_clients).join(hello.client, hello.incarnation)
+        for shard in part.shards.values():
+            replies += shard.go_on()
         return part.hold(replies, now_s)
 
     def _lose(self, lost: m.Lost, now_s: float) -> list[Outgoing]:
@@ -166,7 +169,7 @@ class ServerState:
         for part in self._answering():
             shard = self._shard_for(part, hello)
             out += part.hold(shard.join(hello.client, hello.incarnation), now_s)
-            refusal = refusal or shard.refusal(hello.client)
+            refusal = refusal or shard.clients.refusal(hello.client)
             part.drop_deserted()
         old = self._routes.pop((hello.store, hello.client), None)
         if old is not None:
@@ -198,7 +201,7 @@ class ServerState:
             store, client = session.who
             for part in self._answering():
                 if store in part.shards:
-                    out += part.hold(part.shards[store].lose(client, "has closed the store"), now_s)
+                    out += part.hold(part.shards[store].lose(client, CLOSED), now_s)
                     part.drop_deserted()
             self._end(route)
         return [*out, Reply(route, m.Ack(message.request, 0))]

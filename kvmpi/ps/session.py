@@ -156,6 +156,8 @@ class ClientSession:
             if ask.kind is m.Hello:
                 self._hello = ask.fields
                 self._greeting.add(ask.peer)
+            elif ask.kind is m.Bye:
+                self._hello = None  # it does not matter any more who knows this client
         if self._hello is not None:
             self._greet_strangers()
 
@@ -303,7 +305,7 @@ class ClientSession:
 
     def _on_greeted(self, server: int) -> Callable[[KVError | None], None]:
         def on_done(error: KVError | None) -> None:
-            if error is not None and server in self._incarnations:
+            if error is not None and server in self._incarnations and self._hello is not None:
                 self.fail_all(error)
 
         return on_done

@@ -29,6 +29,7 @@ from kvmpi.errors import (
 )
 from kvmpi.kernels import host
 from kvmpi.ps import codec, consistency
+from kvmpi.ps.membership import CLOSED, Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
@@ -47,11 +48,14 @@ class Shard:
         mode: name of a consistency discipline.
         num_clients: clients 0 .. num_clients-1 take part.
         log: called with every change before it is made; whether the payloads' memory must stay as it is.
+        on_client_loss: what synchronous rounds do without a client that is lost: "fail", "wait" or "shrink".
     Attributes:
         acknowledges_rounds: a push is done when its round is over, not when it is in it.
     """
 
-    def __init__(self, server: int, store: int, mode: str, num_clients: int, log: Log) -> None:
+    def __init__(
+        self, server: int, store: int, mode: str, num_clients: int, log: Log, on_client_loss: str = "fail"
+    ) -> None:
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
         self.acknowledges_rounds = False
         self._log = log
@@ -61,8 +65,7 @@ class Shard:
         # Clients that wait for client 0 to give a key its value.
         self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
-        self.incarnations: dict[int, int] = {}
-        self.gone: dict[int, str] = {}
+        self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
 
     # ---- dispatch
 
@@ -91,7 +94,9 @@ class Shard:
             case m.PutState():
                 return self._put_state(client, route, message, payloads)
             case m.Bye():
-                return [*self.lose(client, "has closed the store"), Reply(route, m.Ack(message.request, 0))]
+                return [*self.lose(client, CLOSED), Reply(route, m.Ack(message.request, 0))]
+            case m.Finish():
+                return [*self._finish(client), Reply(route, m.Ack(message.request, 0))]
         raise ProtocolError(f"server {self.server}: a {type(message).__name__} is no request to a server")
 
     # ---- clients that come and go
@@ -102,75 +107,67 @@ class Shard:
         Raises:
             ProtocolError: a later process of this client is here already.
         """
-        before = self.incarnations.get(client, incarnation)
-        if incarnation < before:
-            raise ProtocolError(f"server {self.server}: client {client} has a later incarnation already")
-        if self.incarnations.get(client) == incarnation and (not self.gone or self.discipline.in_rounds):
+        if self.clients.knows(client, incarnation):
             return []
         self._log(entries.Joined(client, incarnation), ())
-        return self.take_in(client, incarnation)
+        return self._forget_requests(client) if self.take_in(client, incarnation) else []
 
-    def take_in(self, client: int, incarnation: int) -> list[Reply]:
-        """``join``, as it was logged."""
-        before = self.incarnations.get(client, incarnation)
-        self.incarnations[client] = incarnation
-        if incarnation > before:
-            if self.discipline.in_rounds:
-                return [] if client in self.gone else self.give_up(client, "was lost and started again")
+    def take_in(self, client: int, incarnation: int) -> bool:
+        """``join``, as it was logged; whether the process takes the place of another."""
+        replaces = self.clients.take_in(client, incarnation)
+        if replaces and not self.discipline.in_rounds:
             # It counts its steps from the beginning; nothing of the process before it can still come.
             for slot in self.slots.values():
                 slot.steps.pop(client, None)
-        if not self.discipline.in_rounds:
-            self.gone.pop(client, None)
-        return []
-
-    def refusal(self, client: int) -> ClientLostError | None:
-        """Why ``client`` cannot take part (any more)."""
-        if client not in self.gone:
-            return None
-        return ClientLostError(
-            f"client {client} {self.gone[client]}, and the rounds of a synchronous store cannot go on with it; "
-            "start the job again"
-        )
-
-    @property
-    def deserted(self) -> bool:
-        """Whether every client has left."""
-        return len(self.gone) == self.num_clients
+        return replaces
 
     def lose(self, client: int, why: str, incarnation: int | None = None) -> list[Reply]:
         """``client`` will push no more: whoever waits for it is told. Not if a later ``incarnation`` of it is here."""
-        if client in self.gone or (incarnation is not None and self.incarnations.get(client, -1) > incarnation):
+        later = incarnation is not None and self.clients.incarnations.get(client, -1) > incarnation
+        if client in self.clients.gone or later:
             return []
         self._log(entries.Gone(client, why), ())
-        return self.give_up(client, why)
+        self.clients.gone[client] = why
+        return self._forget_requests(client)
 
-    def give_up(self, client: int, why: str) -> list[Reply]:
-        """``lose``, as it was logged."""
-        self.gone[client] = why
+    def _finish(self, client: int) -> list[Reply]:
+        if client not in self.clients.finished:
+            self._log(entries.Finished(client), ())
+            self.clients.finished.add(client)
+        return self.go_on()
+
+    def go_on(self) -> list[Reply]:
+        """Close the rounds that need to wait for nobody any more."""
+        slots = self.slots.values() if self.discipline.in_rounds else ()
+        return [reply for slot in slots for reply in self._drain(slot)]
+
+    def _forget_requests(self, client: int) -> list[Reply]:
+        """A client's process is gone: what it waits for is dropped, and rounds that do not need it go on."""
         replies: list[Reply] = []
+        ended = client in self.clients.gone and (not self.discipline.in_rounds or self.clients.ends(client))
         for key, early in list(self._early.items()):
             for where in [where for where in early if where[1] == client]:
                 del early[where]
-            if client == 0:
+            if client == 0 and ended:
                 replies += [failure(route, init.request, self._no_value(key)) for route, init in early.values()]
-            if client == 0 or not early:
+            if (client == 0 and ended) or not early:
                 del self._early[key]
         if self.discipline.in_rounds:
             for slot in self.slots.values():
                 slot.held.pop(client, None)
                 slot.waiting.pop(client, None)
                 slot.readers.pop(client, None)
-                replies += self._fail_stuck(slot)
+            replies += self.go_on()
         return replies
 
     def _fail_stuck(self, slot: Slot) -> list[Reply]:
-        """Errors for all who wait for the open round, if a client that is gone has not contributed to it."""
-        if not any(slot.steps.get(gone, 0) <= slot.rounds for gone in self.gone):
+        """Errors for all who wait for the open round, if a client that has not pushed to it never will."""
+        gone = self.clients.gone
+        if not any(slot.steps.get(client, 0) <= slot.rounds and self.clients.ends(client) for client in gone):
             return []
         error = ClientLostError(
             f"key {slot.key!r} on server {self.server}: round {slot.rounds + 1} cannot be completed, because "
-            f"{self._blame()}"
+            f"{self.clients.blame()}"
         )
         waiting = [(held.route, held.request) for held in slot.held.values()]
         waiting += [(waiter.route, waiter.request) for waiter in slot.waiting.values()]
@@ -178,12 +175,8 @@ class Shard:
         slot.forget_waiting()
         return [failure(route, request, error) for route, request in waiting]
 
-    def _blame(self) -> str:
-        named = [f"client {client} {why}" for client, why in islice(sorted(self.gone.items()), MAX_NAMED)]
-        return ", ".join(named)
-
     def _no_value(self, key: Key) -> ClientLostError:
-        return ClientLostError(f"key {key!r}: client 0, which has its value, {self.gone[0]}")
+        return ClientLostError(f"key {key!r}: client 0, which has its value, {self.clients.gone[0]}")
 
     def _slot(self, key: Key, chunk: int, client: int) -> Slot:
         slot = self.slots.get((key, chunk))
@@ -204,9 +197,11 @@ class Shard:
             self._check_same(client, message)
         slot = self.slots.get(where)
         if slot is not None:
-            return [Reply(route, m.Ack(message.request, slot.rounds))]
+            # How far this client is: a process that takes the place of another goes on from there. What is in an
+            # open round does not count yet: it may be lost with this server.
+            return [Reply(route, m.Ack(message.request, min(slot.steps.get(client, 0), slot.rounds)))]
         if client != 0:
-            if 0 in self.gone:
+            if self.clients.ends(0) or (0 in self.clients.gone and not self.discipline.in_rounds):
                 raise self._no_value(key)
             early = self._early.setdefault(key, {})
             known = (message.chunk, client) in early
@@ -303,15 +298,23 @@ class Shard:
         """Add the held pushes whose turn has come; close rounds that are complete."""
         replies: list[Reply] = []
         while True:
-            # A client has at most one push held, its next: at the cursor, that is its push of the open round.
-            while (contribution := slot.held.get(slot.cursor)) is not None:
-                slot.add(contribution.wire, contribution.wire_dtype)
-                del slot.held[slot.cursor]
-                slot.steps[slot.cursor] = slot.rounds + 1
-                replies += self._accept(slot, contribution)
+            while slot.cursor < self.num_clients:
+                client = slot.cursor
+                # A client has at most one push held, its next: at the cursor, that is its push of the open round.
+                contribution = slot.held.pop(client, None)
+                if contribution is not None:
+                    slot.add(contribution.wire, contribution.wire_dtype)
+                    slot.contributors.append(client)
+                    slot.steps[client] = slot.rounds + 1
+                    replies += self._accept(slot, contribution)
+                elif self.clients.is_needed(client):
+                    break
                 slot.cursor += 1
             if not self.discipline.complete(slot.cursor, self.num_clients):
                 return replies + self._fail_stuck(slot)
+            if not slot.contributors:  # nobody is left who would push
+                slot.cursor = 0
+                return replies
             replies += self._close_round(slot)
 
     def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
@@ -326,7 +329,8 @@ class Shard:
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, and answer all who wait for it."""
         assert slot.accumulator is not None
-        self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk), (slot.accumulator,)))
+        clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
+        self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk, clients), (slot.accumulator,)))
         waiting, slot.waiting = slot.waiting, {}
         replies = [self._round_answer(slot, waiter) for waiter in waiting.values()]
         for client, reader in list(slot.readers.items()):
@@ -338,7 +342,8 @@ class Shard:
     @staticmethod
     def end_round(slot: Slot, *, keep: bool) -> None:
         """Update the value with all that the open round has. ``keep``: its memory must stay as it is."""
-        count, slot.cursor = slot.cursor, 0
+        count, slot.cursor = len(slot.contributors), 0
+        slot.contributors.clear()
         try:
             slot.close_round(count, keep=keep)
         except Exception as error:  # a rule that does not fit this key, or a user's own
@@ -387,7 +392,8 @@ class Shard:
 
     def _waiting(self, slot: Slot, request: int, route: bytes) -> Reply:
         """Tell a sender that repeats itself whom the open round still lacks."""
-        missing = (client for client in range(slot.cursor, self.num_clients) if client not in slot.held)
+        awaited = (client for client in range(slot.cursor, self.num_clients) if self.clients.is_needed(client))
+        missing = (client for client in awaited if client not in slot.held)
         return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
 
     # ---- rules and checkpoints
@@ -396,12 +402,8 @@ class Shard:
         entry = self.rulebook.entry_of(client, message, self.slots)
         if not self.rulebook.has_made(client, message):
             self._log(entry, ())
-            self.rulebook.apply(entry, self.slots, self.present())
+            self.rulebook.apply(entry, self.slots, self.clients.present)
         return [Reply(route, m.Ack(message.request, self.rulebook.generation))]
-
-    def present(self) -> list[int]:
-        """The clients that are not gone."""
-        return [client for client in range(self.num_clients) if client not in self.gone]
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
@@ -415,7 +417,7 @@ class Shard:
             dtype = slot.dtype if name == "value" else host.ACCUMULATE[slot.dtype]
             arrays[name] = self._array(message.key, [payload], dtype, slot.count, f"state {name!r}")
         # The copy of a request that was repeated may come after other clients have gone on from what it restored.
-        this = (client, self.incarnations[client], message.request)
+        this = (client, self.clients.incarnations[client], message.request)
         if slot.restored is None or slot.restored[0] != client or slot.restored < this:
             where = (message.key, message.chunk, client, message.request)
             self._log(entries.Restored(*where, message.updates, message.names), tuple(arrays.values()))
@@ -429,7 +431,8 @@ class Shard:
         """Another server is to go on with the open rounds: log what is in them."""
         for slot in self.slots.values():
             if slot.accumulator is not None and slot.cursor:
-                self._log(entries.Partial(slot.key, slot.chunk, slot.cursor), (slot.accumulator.copy(),))
+                entry = entries.Partial(slot.key, slot.chunk, slot.cursor, list(slot.contributors))
+                self._log(entry, (slot.accumulator.copy(),))
 
     def forget_waiting(self) -> None:
         """Whoever waits for this server will ask another."""

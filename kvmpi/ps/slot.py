@@ -84,6 +84,7 @@ class Slot:
         # The open round: which round, how far through the clients, and their sum so far.
         self.rounds = 0
         self.cursor = 0
+        self.contributors: list[int] = []
         self.accumulator: Buffer | None = None
         self._spare: Buffer | None = None
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it

@@ -51,19 +51,27 @@ class Created(_Entry, tag="created"):
     dtype: str
 
 
+class Finished(_Entry, tag="finished"):
+    """A client has no more to push: rounds do not wait for it."""
+
+    client: int
+
+
 class Round(_Entry, tag="round"):
-    """A synchronous round of a chunk is over: one payload, the sum of its pushes."""
+    """A synchronous round of a chunk is over: one payload, the sum of the pushes of ``clients``, or of all (none)."""
 
     key: Key
     chunk: int
+    clients: list[int] | None = None
 
 
 class Partial(_Entry, tag="partial"):
-    """The open round of a chunk has the pushes of the first clients in it: one payload, their sum."""
+    """The open round of a chunk has pushes of ``clients``, all before ``cursor``: one payload, their sum."""
 
     key: Key
     chunk: int
-    contributed: int
+    cursor: int
+    clients: list[int]
 
 
 class Single(_Entry, tag="single"):
@@ -150,6 +158,6 @@ class SlotState(_Entry, tag="slot"):
 
 
 Entry = (
-    Begin | Opened | Joined | Gone | Created | Round | Partial | Single | RuleCall | HyperCall | Restored
+    Begin | Opened | Joined | Gone | Finished | Created | Round | Partial | Single | RuleCall | HyperCall | Restored
     | StoreState | SlotState
 )  # fmt: skip

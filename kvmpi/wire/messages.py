@@ -124,6 +124,13 @@ class PutState(Message, tag="putstate"):
     part: int = 0
 
 
+class Finish(Message, tag="finish"):
+    """The client will push nothing further: rounds, and at the scheduler barriers, go on without it."""
+
+    request: int
+    part: int = 0
+
+
 class Bye(Message, tag="bye"):
     """The client leaves the store."""
 
@@ -347,7 +354,7 @@ class Installed(Message, tag="installed"):
 
 
 _ANY = (
-    Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Bye
+    Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
     | Register | View | Heartbeat | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | Extend | Attach | Log | Committed | Install | Installed

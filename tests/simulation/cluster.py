@@ -29,7 +29,7 @@ class SimulatedServer:
         self._cluster, self._network = cluster, cluster.network
         self.rank, self.incarnation = rank, incarnation
         self.name = f"server {rank}.{incarnation}"
-        self.state = ServerState(rank)
+        self.state = ServerState(rank, cluster.config.on_client_loss)
         self._found: dict[int, int] = {}
         self._next_heartbeat_s = 0.0
         self._registered = False
@@ -161,7 +161,7 @@ class Cluster:
         restart_s: float | None = None,
     ) -> None:  # fmt: skip
         self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
-        self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas)
+        self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas, config.on_client_loss)
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
         self.processes: dict[int, SimulatedServer] = {}
         self._incarnations = 0
@@ -198,11 +198,11 @@ class Cluster:
         if self._restart_s is not None:
             self.network.at(self.network.now_s + self._restart_s, lambda: self.start_server(rank))
 
-    def client(self, rank: int, num_clients: int) -> PsClient:
-        """A client that is not connected yet."""
+    def client(self, rank: int, num_clients: int, incarnation: int = 1) -> PsClient:
+        """A process of a client that is not connected yet."""
         return PsClient(
             self.config, store=1, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
-            link=SimulatedLink(self.network, f"client {rank}", self.config),  # type: ignore[arg-type]
+            link=SimulatedLink(self.network, f"client {rank}.{incarnation}", self.config),  # type: ignore[arg-type]
         )  # fmt: skip
 
     def deadline(self, timeout_s: float = 1e6) -> Any:

@@ -61,6 +61,7 @@ class Network:
         self._inboxes: dict[str, Inbox] = {}
         self._ticks: dict[str, Callable[[float], None]] = {}
         self._last_arrival: dict[tuple[str, str], float] = {}
+        self._coming = 0
 
     def attach(self, name: str, inbox: Inbox, tick: Callable[[float], None] | None = None) -> None:
         """``inbox(sender, message, payloads)`` is called for what arrives at ``name``, ``tick(now_s)`` now and then."""
@@ -73,6 +74,21 @@ class Network:
         self._inboxes.pop(name, None)
         self._ticks.pop(name, None)
         self.stopped.pop(name, None)
+
+    def kill(self, name: str, programs: dict[str, Program]) -> None:
+        """End a process that runs a program, where it is."""
+        self.detach(name)
+        programs.pop(name).close()
+
+    def start_later(self, at_s: float, start: Callable[[], None]) -> None:
+        """Start another process at that time; the job is not over before."""
+        self._coming += 1
+
+        def begin() -> None:
+            self._coming -= 1
+            start()
+
+        self.at(at_s, begin)
 
     def send(
         self, source: str, target: str, message: Message, payloads: Sequence[np.ndarray], *, reliable: bool = False
@@ -126,17 +142,21 @@ class Network:
         Raises:
             Violation: a program still waits at ``limit_s``.
         """
-        waiting: dict[str, list[Work]] = {name: [] for name in programs}
+        waiting: dict[str, list[Work]] = {}
         next_tick_s = self.now_s
         while True:
+            for name in [name for name in waiting if name not in programs]:
+                del waiting[name]  # it was killed
+            for name in [name for name in programs if name not in waiting]:
+                waiting[name] = []  # it has been started
             for name in [name for name, works in waiting.items() if all(work.done() for work in works)]:
                 failed = next((error for work in waiting[name] if (error := work.error()) is not None), None)
                 try:
                     program = programs[name]
                     waiting[name] = next(program) if failed is None else program.throw(failed)
                 except StopIteration:
-                    del waiting[name]
-            if not waiting:
+                    del waiting[name], programs[name]
+            if not programs and not self._coming:
                 return
             if any(all(work.done() for work in works) for works in waiting.values()):
                 continue

@@ -62,6 +62,7 @@ class Job:
             replicas=self.replicas, chunk_bytes=choose.choice([8, 20, 1 << 20]),
             window_bytes=choose.choice([1, 64, 1 << 20]), retry_s=0.7,
             placement=choose.choice(["uniform", "lpt", "hash", "round_robin"]),
+            on_client_loss=choose.choice(["fail", "wait", "shrink"]),
         )  # fmt: skip
         self.cluster = Cluster(
             config, self.network, self.mode, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
@@ -75,6 +76,15 @@ class Job:
         self._counted: weakref.WeakKeyDictionary[Slot, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self._looked_at: dict[Part, int] = {}
         self._num_done = self._num_checked = 0
+        # Clients that are dead for good, or push less than others; and the links of all, to kill them by.
+        self._last_step = dict.fromkeys(range(self.num_clients), self.steps)
+        for client in range(1, self.num_clients):
+            if choose.random() < 0.2:
+                self._last_step[client] = choose.randrange(1, self.steps + 1)
+        self._gone: set[int] = set()
+        self._leaving: set[int] = set()
+        self._programs: dict[str, Program] = {}
+        self._client_incarnations = dict.fromkeys(range(self.num_clients), 1)
         self._rule = choose.choice(["test", "test", "adam"]) if self.mode == "sync" else "test"
         self._next_fault_s = 1.0
         self._added = choose.random() < 0.3
@@ -89,12 +99,10 @@ class Job:
             Violation: something that must never happen.
         """
         self.network.after_each_step = self._check_and_disturb
-        programs = {
-            f"client {rank}": self._program(self.cluster.client(rank, self.num_clients), rank)
-            for rank in range(self.num_clients)
-        }
+        for rank in range(self.num_clients):
+            self._start_client(rank)
         try:
-            self.network.run(programs, self.limit_s)
+            self.network.run(self._programs, self.limit_s)
             self._check_the_end()
         except Violation:
             raise
@@ -102,23 +110,35 @@ class Job:
             raise Violation(f"{type(error).__name__}: {error}") from error
         return Outcome(self.seed, self.mode, self.network.now_s, self.network.faults.fired)
 
-    def _program(self, ps: PsClient, rank: int) -> Program:
+    def _start_client(self, rank: int) -> None:
+        incarnation = self._client_incarnations[rank]
+        ps = self.cluster.client(rank, self.num_clients, incarnation)
+        self._programs[f"client {rank}.{incarnation}"] = self._program(ps, rank, incarnation)
+
+    def _program(self, ps: PsClient, rank: int, incarnation: int) -> Program:
         deadline = self.cluster.deadline
-        yield [ps.register(1, deadline())]
-        yield [ps.open_sessions(1, deadline())]
+        yield [ps.register(incarnation, deadline())]
+        yield [ps.open_sessions(incarnation, deadline())]
         ps.add_keys([(key, (count,), "float32") for key, count in KEYS.items()])
         yield [ps.init(key, np.zeros(count, "f4") if rank == 0 else None, deadline()) for key, count in KEYS.items()]
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
         yield [ps.set_rule(rule, deadline())]
         yield [ps.barrier(deadline())]
-        for step in range(1, self.steps + 1):
+        first = 1 + ps.position
+        if self.mode == "async" and incarnation > 1:
+            first = 1 + max(self.begun[rank, key] for key in KEYS)
+        for step in range(first, self._last_step[rank] + 1):
             yield from self._exchange(ps, rank, step)
+        if self._last_step[rank] < self.steps:
+            self.network.faults.count("finish")
+            yield [ps.finish(deadline())]
         yield [ps.barrier(deadline())]
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
         yield [ps.pull(key, outs[key], deadline()) for key in KEYS]
         for key in KEYS:
-            self._check_read(rank, key, outs[key], self.steps)
+            self._check_read(rank, key, outs[key], self._last_step[rank], at_the_end=True)
         yield [ps.barrier(deadline())]
+        self._leaving.add(rank)
         yield [ps._start("say good-bye", [Ask(server, m.Bye, ()) for server in ps._link.servers], deadline())]
         yield [ps._start("leave", [Ask(SCHEDULER, m.Leave, ())], deadline())]
 
@@ -153,7 +173,7 @@ class Job:
 
     # ---- what must hold
 
-    def _check_read(self, rank: int, key: Any, value: np.ndarray, step: int) -> None:
+    def _check_read(self, rank: int, key: Any, value: np.ndarray, step: int, *, at_the_end: bool = False) -> None:
         """What a client reads after its ``step``-th push."""
         where = f"client {rank} reads {key!r} after step {step}"
         if self._rule == "adam":
@@ -161,9 +181,14 @@ class Job:
                 raise Violation(f"{where}: not filled")
             return
         counts = _digits(value, self.num_clients)
+        for client in range(self.num_clients) if self.mode == "sync" else ():
+            expected = min(step, self._last_step[client])
+            rounds = set(counts[client].tolist())
+            # A round holds each client once, unless that is dead: then it may be in fewer. Who has joined reads on.
+            most = self._last_step[client] if at_the_end else expected
+            if rounds and (max(rounds) > most or (min(rounds) < expected and client not in self._gone)):
+                raise Violation(f"{where}: rounds hold {sorted(rounds)} pushes of client {client}, expected {expected}")
         if self.mode == "sync":
-            if not np.array_equal(counts, np.full_like(counts, step)):
-                raise Violation(f"{where}: rounds hold {counts.tolist()} pushes of each client, expected {step}")
             return
         for client in range(self.num_clients):
             most = self.begun[client, key]
@@ -250,6 +275,8 @@ class Job:
     def _disturb(self) -> None:
         """Do harm to one server, if the chains can bear it."""
         chains, choose = self.cluster.scheduler._chains, self.network.random
+        if choose.random() < 0.15 and self._kill_client():
+            return
         if self._added and chains is not None and chains.settled:
             self._added = False
             self.network.faults.count("add")
@@ -277,6 +304,24 @@ class Job:
         else:
             self._cut_off(f"server {victim.rank}", one_way=how == "cut one way")
 
+    def _kill_client(self) -> bool:
+        """End a client's process; whether that is something that the job has to survive."""
+        choose, policy = self.network.random, self.cluster.config.on_client_loss
+        rank = choose.randrange(self.num_clients)
+        name = f"client {rank}.{self._client_incarnations[rank]}"
+        if policy == "fail" or name not in self._programs or rank in self._gone | self._leaving or self.mode == "async":
+            return False
+        if policy == "shrink" and (rank == 0 or len(self._gone) + 2 > self.num_clients):
+            return False  # client 0 has the first values, and somebody must be left
+        self.network.faults.count("kill client")
+        self.network.kill(name, self._programs)
+        if policy == "shrink":
+            self._gone.add(rank)
+            return True
+        self._client_incarnations[rank] += 1
+        self.network.start_later(self.network.now_s + choose.choice([0.1, 2.5]), lambda: self._start_client(rank))
+        return True
+
     def _all_is_well(self) -> bool:
         """Whether every part is held as often as it should be, by servers that are really there."""
         scheduler, processes = self.cluster.scheduler, self.cluster.processes
@@ -296,7 +341,9 @@ class Job:
     def _stop_something(self) -> None:
         """A pause that is too short to be taken for a loss."""
         choose = self.network.random
-        name = choose.choice(sorted(["client 0", *(p.name for p in self.cluster.processes.values())]))
+        name = choose.choice(
+            sorted([f"client 0.{self._client_incarnations[0]}", *(p.name for p in self.cluster.processes.values())])
+        )
         if self.network.now_s > self.network.stopped.get(name, -1.0) + 1.0:
             self._stop(name, choose.uniform(0.1, 0.4))
 
