@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--restart", type=int, default=None, metavar="N",
-        help="how often a server that has died is started again (default 20 with --replicas, else 0)",
+        help="how often each client that has died is started again while the others wait for it, and each server with "
+        "--replicas (default: clients never, servers 20 times)",
     )  # fmt: skip
     add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
     add("--timeline", metavar="F", help="not supported yet")

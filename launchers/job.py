@@ -116,7 +116,8 @@ def plan(
 
     Args:
         replicas: servers more than one that hold each part of the values.
-        restarts: how often a server may be started again; None: often enough if others hold what it held, else never.
+        restarts: how often each client, and each server if others hold what it held, may be started again; None:
+            such servers often enough, clients never.
         environ: the user's environment, which every process inherits.
         job_dir, shm_dir: private folders of the job; the second is for shared memory and may be empty.
         mpi: needed when a client has several workers.
@@ -131,10 +132,11 @@ def plan(
         raise ConfigError(f"-s {num_servers}: the number of servers must not be negative")
     if replicas < 0 or replicas >= max(1, num_servers):
         raise ConfigError(f"--replicas {replicas}: {replicas + 1} servers or more are needed, -s says {num_servers}")
+    brings_clients_back = bool(restarts)
     if restarts is None:
         restarts = _RESTARTS if replicas else 0
-    if restarts and not replicas:
-        raise ConfigError("--restart needs --replicas: a server that is started again is given its values by another")
+    if restarts < 0:
+        raise ConfigError(f"--restart {restarts}: must not be negative")
     if commands is None:
         commands = RoleCommands()
     base = mpirun.clean({name: value for name, value in environ.items() if name not in OWNED})
@@ -148,6 +150,8 @@ def plan(
     }
     if replicas:
         common["KVMPI_REPLICAS"] = str(replicas)
+    if brings_clients_back and "KVMPI_ON_CLIENT_LOSS" not in base:
+        common["KVMPI_ON_CLIENT_LOSS"] = "wait"
     if tty:
         common["KVMPI_TTY"] = tty
     if modules:

@@ -1,4 +1,4 @@
-"""Which processes of a job are started again when they die, and when: a policy without processes."""
+"""Which processes of a job may die, and are started again: a policy without processes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,41 @@ _LONGEST_PAUSE_S = 10.0
 
 @dataclass
 class Restarts:
-    """Servers whose values others hold too are started again, each ``most`` times, after pauses that double."""
+    """Servers whose values others hold too, and clients that others wait for, are started again.
+
+    Each ``most`` times, after pauses that double. Clients that others go on without are not.
+    """
 
     most: int
     replicas: int
+    on_client_loss: str = "fail"
     _due: dict[str, float] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
 
-    def bears(self, role: str, returncode: int) -> bool:
-        """Whether the job can go on without a process that has ended so. A mistake would only be made again."""
-        return role == "server" and self.replicas > 0 and (returncode < 0 or returncode == OUT_OF_THE_JOB)
+    def bears(self, label: str, returncode: int) -> bool:
+        """Whether the job can go on without a process that has failed so."""
+        role = label.split()[0]
+        if role == "server":
+            # What is wrong with its settings would only be wrong again.
+            return self.replicas > 0 and (returncode < 0 or returncode == OUT_OF_THE_JOB)
+        if role == "scheduler":
+            return False
+        waits = self.on_client_loss == "wait" and self._count.get(label, 0) < self.most
+        return waits or self.on_client_loss == "shrink"
 
     def plan(self, label: str, now_s: float) -> str:
-        """``label`` has died and is not missed: what becomes of it, as the end of a sentence."""
+        """``label`` has died, and the job can bear it: what becomes of it, as the end of a sentence."""
         count = self._count.get(label, 0)
-        if count >= self.most:
-            return "others hold what it held, the job goes on without it"
+        server = label.startswith("server")
+        if count >= self.most or (not server and self.on_client_loss == "shrink"):
+            return f"the job goes on without it{': others hold what it held' if server else ''}"
         self._count[label] = count + 1
         self._due[label] = now_s + min(_FIRST_PAUSE_S * 2.0**count, _LONGEST_PAUSE_S)
-        return f"others hold what it held, it is started again ({count + 1} of {self.most})"
+        return f"it is started again ({count + 1} of {self.most})"
+
+    def is_planned(self, label: str) -> bool:
+        """Whether ``label`` is about to be started again."""
+        return label in self._due
 
     def left_s(self, now_s: float) -> float | None:
         """Seconds until something is to be started; None if nothing is."""

@@ -70,7 +70,7 @@ class Runner:
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._plans = {process.label: process for process in job.processes}
-        self._restarts = Restarts(job.restarts, job.replicas)
+        self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
         self._tails: dict[str, deque[bytes]] = {}
         self._failure: Failure | None = None
         self._suspect: Suspect | None = None
@@ -114,7 +114,15 @@ class Runner:
     def _working(self) -> bool:
         return any(self._alive(process) for process in self._job.of_role("worker", "client"))
 
+    def _somebody_is_left(self) -> bool:
+        """Whether a job without the worker that has just failed still does, or has done, something."""
+        ended = [self._children[p.label].returncode for p in self._job.of_role("worker", "client")
+                 if p.label in self._children]  # fmt: skip
+        return self._working() or 0 in ended or self._restarts.most > 0
+
     def _alive(self, process: Process) -> bool:
+        if self._restarts.is_planned(process.label):
+            return True
         child = self._children.get(process.label)
         return child is not None and child.returncode is None
 
@@ -183,6 +191,8 @@ class Runner:
 
     def _fifo(self, name: str, stream: Stream) -> None:
         path = os.path.join(self._job.job_dir, name)
+        if os.path.exists(path):
+            os.unlink(path)  # of a process before this one
         os.mkfifo(path, 0o600)
         self._watch(os.open(path, os.O_RDONLY | os.O_NONBLOCK), stream)
         # A FIFO that nobody has opened yet reads as ended. A writer of our own holds it open, until the rank has it;
@@ -261,8 +271,8 @@ class Runner:
     def _rank_report(self, client: str, words: list[str]) -> None:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
         self._release(f"worker {words[1]}")
-        if self._stopping or words[0] not in ("raised", "end"):
-            return
+        if self._stopping or words[0] not in ("raised", "end") or self._restarts.bears(client, 1):
+            return  # where the job can bear it, the end of the whole mpirun is what counts
         code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
         failure = Failure.of(f"worker {words[1]}", code)
         killed = -code in (signal.SIGTERM, signal.SIGKILL)
@@ -305,7 +315,7 @@ class Runner:
                 if not self._suspect.certain and processes.exit_status(code) not in mute:
                     self._suspect = None
                 self._blame(Failure.of(label, code))
-            elif self._restarts.bears(self._plans[label].role, code):
+            elif code != 0 and self._restarts.bears(label, code) and self._somebody_is_left():
                 what = self._restarts.plan(label, time.monotonic())
                 self._output.say(f"kvmpi run: {label} {processes.describe_end(code)}; {what}")
             elif code != 0:

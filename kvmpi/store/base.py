@@ -291,6 +291,21 @@ class KVStore(StoreCore, ABC):
         self._settle(call.deadline)
         self._barrier(call)
 
+    def join(self) -> None:
+        """This worker has no more batches: rounds and barriers go on without it. It may pull and close, not push.
+
+        So that the last epoch ends for all when some have fewer batches. Collective over the workers of a client, which
+        join together: within a client every sum needs everybody.
+
+        Raises:
+            UnsupportedError: several workers of an ``mpi`` store.
+        """
+        call = self._call("join")
+        self._enter(call, self._check_joinable)
+        self._settle(call.deadline)
+        self._joined = True
+        self._announce_join(call)
+
     def wait_all(self) -> None:
         """Return when everything that this worker started is done; raise the first error that nobody has seen."""
         self._check_open()

@@ -31,6 +31,7 @@ from kvmpi.errors import (
     KeyNotInitializedError,
     KVError,
     ShapeMismatchError,
+    UnsupportedError,
     rebuild,
 )
 from kvmpi.kernels import host
@@ -128,6 +129,7 @@ class StoreCore:
         self._rule: optim.Rule | None = None
         self._clock = 0
         self._closed = False
+        self._joined = False
 
     # ---- who and where
 
@@ -288,6 +290,19 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
+        if self._joined:
+            raise KVError(f"{op} of key {state.key!r} on worker {self.rank}: it has called join, and pushes no more")
+
+    def _check_joinable(self) -> None:
+        """Raise if others cannot go on without this worker."""
+        if self.mpi_size > 1:
+            raise UnsupportedError(
+                f"join on worker {self.rank}: a store of type {self.type!r} sums over all workers of a client; "
+                "let each have as many batches, or make every worker a client (dist_sync)"
+            )
+
+    def _announce_join(self, call: Invocation) -> None:
+        """Tell whoever waits for this worker's pushes."""
 
     # ---- pieces of operations
 

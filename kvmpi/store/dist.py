@@ -109,7 +109,14 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.forget_keys([state.key for state in states])
 
+    def _check_joinable(self) -> None:
+        pass  # the workers of a client join together
+
+    def _announce_join(self, call: Invocation) -> None:
+        self._command(lambda ps: ps.finish(call.deadline), call).wait()
+
     def _check_pushable(self, op: str, state: KeyState) -> None:
+        super()._check_pushable(op, state)
         if self._mode == "async" and self._rule is None:
             raise UnsupportedError(
                 f"{op} of key {state.key!r} on worker {self.rank}: an asynchronous store needs an update rule; "

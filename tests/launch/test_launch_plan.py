@@ -139,7 +139,7 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
         (["--launcher", "lsf", "train.py"], 2, "--launcher lsf is not supported yet"),
         (["--launcher", "slurm", "train.py"], 2, "--launcher slurm is not supported yet"),
         (["--hostfile", "hosts", "train.py"], 2, "--hostfile is not supported yet"),
-        (["-s2", "--restart", "1", "train.py"], 2, "--restart needs --replicas"),
+        (["-s2", "--restart", "-1", "train.py"], 2, "must not be negative"),
         (["-s2", "--replicas=2", "train.py"], 2, "3 servers or more are needed"),
         (["--timeline", "t.json", "train.py"], 2, "--timeline is not supported yet"),
     ],
