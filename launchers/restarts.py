@@ -12,7 +12,7 @@ _LONGEST_PAUSE_S = 10.0
 
 @dataclass
 class Restarts:
-    """Servers whose values others hold too, and clients that others wait for, are started again.
+    """Servers whose values others hold too, clients that others wait for, and the scheduler are started again.
 
     Each ``most`` times, after pauses that double. Clients that others go on without are not.
     """
@@ -30,7 +30,7 @@ class Restarts:
             # What is wrong with its settings would only be wrong again.
             return self.replicas > 0 and (returncode < 0 or returncode == OUT_OF_THE_JOB)
         if role == "scheduler":
-            return False
+            return self.most > self._count.get(label, 0)
         waits = self.on_client_loss == "wait" and self._count.get(label, 0) < self.most
         return waits or self.on_client_loss == "shrink"
 

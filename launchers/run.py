@@ -208,6 +208,11 @@ class Runner:
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, stream)
 
+    def _again_env(self, label: str) -> dict[str, str]:
+        """What a process that is started again has to know: a scheduler, where the others look for it."""
+        port = self._env.get("KVMPI_SCHEDULER", "").rpartition(":")[2]
+        return {"KVMPI_SCHEDULER_PORT": port} if label == "scheduler" else {}
+
     # ---- events
 
     def _step(self, timeout_s: float | None) -> None:
@@ -224,7 +229,7 @@ class Runner:
                 self._read(key.fd, key.data)
         self._reap()
         for label in [] if self._stopping or self._over() else self._restarts.take_due(time.monotonic()):
-            self._start(self._plans[label])
+            self._start(self._plans[label], self._again_env(label))
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
 

@@ -59,6 +59,8 @@ def _allow_many_connections() -> None:
 
 
 def _announce(config: Config, endpoint: str) -> None:
+    if config.scheduler:
+        return  # started again where everybody knows it
     if config.ready_fd < 0:
         print(endpoint, flush=True)
         return

@@ -34,7 +34,7 @@ class Chains:
         length = min(replicas + 1, num_servers)
         self.chains = [Chain(1, [(home + i) % num_servers for i in range(length)]) for home in homes]
         # The server that should answer for a part, whenever it is there.
-        self._wanted_head = homes
+        self.wanted_heads = homes
 
     def lose(self, server: int, why: str) -> None:
         """``server`` is dead, with all that it held."""
@@ -46,13 +46,13 @@ class Chains:
                 chain.why = chain.why if chain.members else chain.why or why
                 chain.joiner = -1 if not chain.members or chain.joiner == server else chain.joiner
                 # With the server that was to take over gone, the head goes on.
-                chain.draining = chain.draining and self._wanted_head[part] in chain.members[1:]
+                chain.draining = chain.draining and self.wanted_heads[part] in chain.members[1:]
         self._repair()
 
     def join(self, server: int) -> None:
         """``server`` is there and holds nothing: one that was lost and is back, or one more."""
         self.alive.add(server)
-        if server >= self.num_servers and server not in self._wanted_head:
+        if server >= self.num_servers and server not in self.wanted_heads:
             self._give_parts_to(server)
         self._repair()
 
@@ -66,12 +66,21 @@ class Chains:
 
     def drained(self, part: int, version: int, server: int) -> None:
         """All servers of a chain have what its draining head has accepted: the one that is wanted takes over."""
-        chain, head = self.chains[part], self._wanted_head[part]
+        chain, head = self.chains[part], self.wanted_heads[part]
         if chain.draining and chain.version == version and chain.members[0] == server:
             chain.version += 1
             chain.members = [head, *(member for member in chain.members if member != head)]
             chain.draining = False
             self._repair()
+
+    @classmethod
+    def restored(
+        cls, num_servers: int, replicas: int, chains: list[Chain], alive: Iterable[int], wanted_heads: list[int]
+    ) -> Chains:
+        """The chains as they were: what ``chains``, ``alive`` and ``wanted_heads`` said."""
+        result = cls(num_servers, replicas)
+        result.chains, result.alive, result.wanted_heads = chains, set(alive), wanted_heads
+        return result
 
     @property
     def settled(self) -> bool:
@@ -80,7 +89,7 @@ class Chains:
 
     def _give_parts_to(self, server: int) -> None:
         """Part by part from whoever is to answer for most, until the new one has its share."""
-        owners = self._wanted_head
+        owners = self.wanted_heads
         while True:
             most = max(set(owners), key=lambda s: (owners.count(s), -s))
             if owners.count(most) <= owners.count(server) + 1:
@@ -95,7 +104,7 @@ class Chains:
                 self._improve(part, chain, busy)
 
     def _improve(self, part: int, chain: Chain, busy: set[int]) -> None:
-        head, length = self._wanted_head[part], min(self.replicas + 1, len(self.alive))
+        head, length = self.wanted_heads[part], min(self.replicas + 1, len(self.alive))
         if head in chain.members[1:]:
             chain.version, chain.draining = chain.version + 1, True
         elif len(chain.members) < length or (head in self.alive and head not in chain.members):

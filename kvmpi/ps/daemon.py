@@ -12,6 +12,7 @@ from typing import Any
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, ServerLostError
 from kvmpi.machine import host_name
+from kvmpi.ps import scheduler_file
 from kvmpi.ps.link import choose
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
@@ -57,6 +58,9 @@ class SchedulerDaemon(Daemon):
         self._state = SchedulerState(
             config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss
         )
+        # Where its state is kept, in the job's folder, which goes with the job.
+        self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
+        self._saved = 0
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
@@ -72,6 +76,7 @@ class SchedulerDaemon(Daemon):
                 on_listening(listener.bind_tcp(self._config.host, self._config.scheduler_port))
             readiness = Readiness([listener, self._waker])
             next_tick_s = 0.0
+            self._restore()
             while not self._stopped:
                 ready = readiness.wait(_POLL_S)
                 if self._waker in ready:
@@ -86,10 +91,24 @@ class SchedulerDaemon(Daemon):
                 if now_s >= next_tick_s:
                     replies += self._state.tick(now_s)
                     next_tick_s = now_s + _POLL_S
+                self._save()
                 self._send(listener, replies)
         finally:
             listener.close()
             self._waker.close()
+
+    def _restore(self) -> None:
+        """Be what the process before this one was: whoever talks to it need not notice."""
+        saved = scheduler_file.read(self._path) if self._path else None
+        if saved is not None:
+            _log.warning("scheduler: goes on where the one before it has ended, with %d members", len(saved.members))
+            self._state.restore(saved, time.monotonic())
+
+    def _save(self) -> None:
+        """Before anyone hears of a change: a scheduler that dies now is started again with it."""
+        if self._path and self._state.changes != self._saved:
+            scheduler_file.write(self._path, self._state.save())
+            self._saved = self._state.changes
 
 
 class ServerDaemon(Daemon):

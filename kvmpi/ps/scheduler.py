@@ -11,6 +11,7 @@ from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.chains import Chains
 from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -72,6 +73,7 @@ class SchedulerState:
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
         self.rejected = 0
+        self.changes = 0  # of what ``save`` tells
 
     def handle(self, route: bytes, message: Message | ProtocolError, now_s: float) -> list[Reply]:
         """The replies to one message. Never raises."""
@@ -109,6 +111,7 @@ class SchedulerState:
                 return self._hear_of_part(name[2], message)
             case m.Finish() if name[0] == "client":
                 self._stores[name[1]].finished.add(name[2])
+                self.changes += 1
                 return [Reply(route, m.Ack(message.request, 0)), *self._complete_barrier(self._stores[name[1]])]
             case m.Barrier() if name[0] == "client":
                 return self._barrier(name, route, message)
@@ -150,6 +153,7 @@ class SchedulerState:
             self._lost.pop((message.store, message.rank), None)
         if old is not None:
             self._remove(name)
+        self.changes += 1
         self.members[name] = Member(route, message.incarnation, now_s, message.host, message.endpoints)
         self._names[route] = name
         self._waiting_for_view[route] = message.request
@@ -182,6 +186,38 @@ class SchedulerState:
         heard(message.part, message.version, server)
         return self._announce() if self._chains.chains[message.part].version > before else []
 
+    def save(self) -> SavedScheduler:
+        """What another process needs to go on. Requests that wait are sent again to that one."""
+        chains = self._chains
+        members = [
+            SavedMember(*name, member.route, member.incarnation, member.host, member.endpoints)
+            for name, member in self.members.items()
+        ]
+        stores = [
+            SavedStore(number, store.num_clients, store.barriers_done, store.dead, sorted(store.finished))
+            for number, store in self._stores.items()
+        ]
+        return SavedScheduler(
+            self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
+            [] if chains is None else chains.wanted_heads, members, stores, list(self._lost.values()),
+        )  # fmt: skip
+
+    def restore(self, saved: SavedScheduler, now_s: float) -> None:
+        """Go on from what another process has saved. Members have their time again to give a sign of life."""
+        self.epoch = saved.epoch
+        if saved.chains:
+            self._chains = Chains.restored(
+                self.num_servers, self.replicas, saved.chains, saved.alive, saved.wanted_heads
+            )
+        for old in saved.members:
+            name = (old.role, old.store, old.rank)
+            self.members[name] = Member(old.route, old.incarnation, now_s, old.host, old.endpoints)
+            self._names[old.route] = name
+        for store in saved.stores:
+            state = _Store(store.num_clients, store.barriers_done, dead=store.dead, finished=set(store.finished))
+            self._stores[store.number] = state
+        self._lost = {(lost.store, lost.rank): lost for lost in saved.lost}
+
     def _view(self, request: int = -1) -> m.View:
         assert self._chains is not None
         servers = [
@@ -203,6 +239,7 @@ class SchedulerState:
         if self._chains is None:
             return []
         self.epoch += 1
+        self.changes += 1
         waiting = self._answer_waiting()
         told = {reply.route for reply in waiting}
         view = self._view()
@@ -246,6 +283,7 @@ class SchedulerState:
             return []
         waiting, store.waiting = store.waiting, {}
         store.barriers_done += 1
+        self.changes += 1
         return [Reply(r, m.Ack(request, store.barriers_done)) for r, request in waiting.values()]
 
     def _silent(self, store_id: int, timeout_s: float, now_s: float) -> list[int]:
@@ -282,6 +320,7 @@ class SchedulerState:
         return [*out, *self._announce(), *self._fail_barrier(name, why)]
 
     def _remove(self, name: MemberName) -> None:
+        self.changes += 1
         member = self.members.pop(name)
         self._names.pop(member.route, None)
         self._waiting_for_view.pop(member.route, None)
@@ -291,6 +330,7 @@ class SchedulerState:
         if role != "client":
             return []
         store = self._stores[store_id]
+        self.changes += 1
         store.dead[rank] = why
         returning = self._on_client_loss == "wait" and any(text != CLOSED for text in store.dead.values())
         if len(store.dead) == store.num_clients and not returning:

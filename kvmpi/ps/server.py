@@ -117,9 +117,13 @@ class ServerState:
     def _take_over(self, part: Part, now_s: float) -> list[Outgoing]:
         """This server answers for ``part`` from now on: those who are here already are to be known there too."""
         replies: list[Reply] = []
-        for session in self._sessions.values():
+        for route, session in list(self._sessions.items()):
             hello = session.hello
-            replies += part.shard(hello.store, hello.mode, hello.num_clients).join(hello.client, hello.incarnation)
+            shard = part.shard(hello.store, hello.mode, hello.num_clients)
+            if shard.clients.incarnations.get(hello.client, -1) > hello.incarnation:
+                self._end(route)  # another process has taken its place where this server was not asked
+            else:
+                replies += shard.join(hello.client, hello.incarnation)
         for shard in part.shards.values():
             replies += shard.go_on()
         return part.hold(replies, now_s)
@@ -143,10 +147,9 @@ class ServerState:
 
     def _about_part(self, route: bytes, message: Message, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
         session = self._sessions.get(route)
-        if session is None:
-            raise ProtocolError(f"server {self.rank}: a session begins with Hello, not {type(message).__name__}")
         part = self.parts.get(message.part)  # type: ignore[attr-defined]
-        if part is None or not part.answers:
+        if session is None or part is None or not part.answers:
+            # A client may have known the process before this one, whose place it has taken on the same address.
             return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
         store, client = session.who
         try:

@@ -219,6 +219,9 @@ class ClientSession:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
         if isinstance(message, m.View):
             self.adopt(message)
+        if isinstance(message, m.Failure) and message.error == "PeerLostError":
+            # The scheduler has taken this process for lost, and another may be in its place.
+            self.fail_all(rebuild("ClientLostError", message.text))
         ask = self._outstanding.get(getattr(message, "request", -1))
         if ask is None:
             return

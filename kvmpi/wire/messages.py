@@ -154,7 +154,10 @@ class Accepted(Message, tag="accepted"):
 
 
 class Moved(Message, tag="moved"):
-    """This server does not answer for that part (any more, or yet): ask the one that the next View names."""
+    """This server does not answer for that part, or not to this client (any more, or yet).
+
+    The next View tells whom to ask; to a server that is new there, say Hello first.
+    """
 
     request: int
 

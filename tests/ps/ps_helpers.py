@@ -39,8 +39,11 @@ def random_floats(count: int, *seeds: int) -> np.ndarray:
 class Machine:
     """One store on one server. ``send`` returns the request's number, ``replies`` keeps all that came for it."""
 
-    def __init__(self, mode: str, num_clients: int, *, hello: bool = True) -> None:
-        self.state = ServerState(0)
+    def __init__(
+        self, mode: str, num_clients: int, *, hello: bool = True, replicas: int = 0, on_client_loss: str = "fail"
+    ) -> None:
+        self.state = ServerState(0, on_client_loss)
+        self.replicas = replicas
         self.lost: list[m.Lost] = []
         self._adopt()
         self.mode, self.num_clients = mode, num_clients
@@ -138,7 +141,9 @@ class Machine:
 
     def _adopt(self) -> None:
         """The scheduler says that this server is alone and has everything, and who is lost."""
-        view = m.View(self.state.epoch + 1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], self.lost)
+        view = m.View(
+            self.state.epoch + 1, self.replicas, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], self.lost
+        )
         self.take(self.state.adopt(view))
 
 

@@ -40,7 +40,7 @@ def as_planned(chains: Chains, lost: set[int]) -> None:
         assert bool(chain.members) == (part not in lost)
         if chain.members:
             assert len(chain.members) == length
-            wanted = chains._wanted_head[part]
+            wanted = chains.wanted_heads[part]
             assert chain.members[0] == wanted or wanted not in chains.alive
 
 

@@ -167,9 +167,7 @@ def test_unknown_keys_are_named(kind: Any) -> None:
 def test_a_session_begins_with_hello() -> None:
     machine = Machine("sync", 2, hello=False)
     for request in (machine.pull(0, "k", 0), machine.push(0, "k", 1, b""), machine.init(0, "k", whole_numbers(COUNT))):
-        error = machine.error(request)
-        assert isinstance(error, ProtocolError)
-        assert "Hello" in str(error)
+        assert isinstance(machine.last(request), m.Moved), "the sender may be known to the process before this one"
     assert machine.ok(machine.send(0, m.Bye)), "a good-bye may be repeated"
     assert not machine.state.parts[0].shards
 

@@ -190,5 +190,5 @@ def test_strangers_that_are_refused_leave_nothing_however_many_they_are() -> Non
         for message in refused:
             route = b"t%d" % number
             for replies in (server.handle(route, message, []), scheduler.handle(route, message, 0.0)):
-                assert [type(reply.message) for reply in replies] in ([m.Failure], [m.Ack])
+                assert [type(reply.message) for reply in replies] in ([m.Failure], [m.Ack], [m.Moved])
     assert (size_of(server), size_of(scheduler)) == before

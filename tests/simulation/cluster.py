@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from simulation.network import Network
 
 from kvmpi.config import Config
@@ -12,6 +13,7 @@ from kvmpi.errors import ServerLostError
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.reply import Reply
 from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
 from kvmpi.trace import Recorder
@@ -162,6 +164,8 @@ class Cluster:
     ) -> None:  # fmt: skip
         self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
         self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas, config.on_client_loss)
+        self._saved = msgspec.msgpack.encode(self.scheduler.save())
+        self._changes = 0
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
         self.processes: dict[int, SimulatedServer] = {}
         self._incarnations = 0
@@ -179,7 +183,26 @@ class Cluster:
     def _tick_scheduler(self, now_s: float) -> None:
         self._say(self.scheduler.tick(now_s))
 
+    def kill_scheduler(self) -> None:
+        """End the scheduler; another goes on from what this one has saved."""
+        self.network.faults.count("kill scheduler")
+        self.network.detach("scheduler")
+
+        def start() -> None:
+            config, old = self.config, self.scheduler
+            self.scheduler = SchedulerState(
+                config.num_servers, old.heartbeat_timeout_s, config.replicas, config.on_client_loss
+            )
+            self.scheduler.restore(msgspec.msgpack.decode(self._saved, type=SavedScheduler), self.network.now_s)
+            self._changes = 0
+            self.network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
+
+        self.network.at(self.network.now_s + self.network.random.choice([0.1, 2.0]), start)
+
     def _say(self, replies: Sequence[Reply]) -> None:
+        if self.scheduler.changes != self._changes:
+            self._changes = self.scheduler.changes
+            self._saved = msgspec.msgpack.encode(self.scheduler.save())
         for reply in replies:
             self.network.send("scheduler", reply.route.decode(), reply.message, reply.payloads)
 

@@ -256,12 +256,12 @@ class Job:
             self.network.stopped[name] = min(value, self.network.now_s)
         self.network.cut.clear()
         self.network.faults.heal_s = min(self.network.faults.heal_s, self.network.now_s)
-        chains = self.cluster.scheduler._chains
-        assert chains is not None
         quiet_s = 0.0
         while self.network.now_s < self.limit_s and quiet_s < 4.0:  # servers that were killed last are still to come
             self.network.rest(self.network.now_s + 1.0)
             quiet_s = quiet_s + 1.0 if self._all_is_well() else 0.0
+        chains = self.cluster.scheduler._chains
+        assert chains is not None
         for number, chain in enumerate(chains.chains):
             if len(chain.members) != min(self.replicas + 1, len(chains.alive)) or chain.joiner >= 0:
                 raise Violation(f"part {number} is held by {chain} when all is well again")
@@ -276,6 +276,9 @@ class Job:
         """Do harm to one server, if the chains can bear it."""
         chains, choose = self.cluster.scheduler._chains, self.network.random
         if choose.random() < 0.15 and self._kill_client():
+            return
+        if choose.random() < 0.1:
+            self.cluster.kill_scheduler()
             return
         if self._added and chains is not None and chains.settled:
             self._added = False
@@ -327,6 +330,8 @@ class Job:
         scheduler, processes = self.cluster.scheduler, self.cluster.processes
         chains = scheduler._chains
         assert chains is not None
+        if len(processes) < self.cluster.config.num_servers or set(processes) != chains.alive:
+            return False
         for chain in chains.chains:
             if len(chain.members) != self.replicas + 1 or chain.joiner >= 0 or chain.draining:
                 return False

@@ -1,0 +1,136 @@
+"""Rounds without a client: they fail, wait for its return, or go on; and clients that have no more to push."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ps_helpers import Machine, round_of, route, whole_numbers
+
+from kvmpi import optim
+from kvmpi.errors import ClientLostError
+from kvmpi.wire import messages as m
+
+COUNT = 5
+
+
+def pushed(client: int, step: int) -> np.ndarray:
+    return whole_numbers(COUNT, client, step)
+
+
+def machine_with(policy: str, num_clients: int = 3, replicas: int = 0) -> Machine:
+    machine = Machine("sync", num_clients, on_client_loss=policy, replicas=replicas)
+    machine.init_all("k", whole_numbers(COUNT))
+    return machine
+
+
+def sum_of(clients: list[int], step: int) -> np.ndarray:
+    return np.sum([pushed(client, step) for client in clients], axis=0, dtype="f8")
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_shrink_closes_the_open_round_and_all_that_follow_without_the_lost(replicas: int) -> None:
+    machine = machine_with("shrink", replicas=replicas)
+    fused = [machine.push(client, "k", 1, pushed(client, 1), fused=True) for client in (0, 2)]
+    assert all(machine.value(request) is None for request in fused if machine.last(request) is not None)
+    machine.lose(1)
+    for request in fused:
+        np.testing.assert_array_equal(machine.value(request), sum_of([0, 2], 1))
+    for step in (2, 3):
+        for client in (2, 0):
+            machine.push(client, "k", step, pushed(client, step))
+        np.testing.assert_array_equal(machine.read("k", step), sum_of([0, 2], step))
+    refused = machine.hello(1, 2, at=b"reborn")
+    assert isinstance(machine.error(refused), ClientLostError)
+    assert "go on without it" in str(machine.error(refused))
+
+
+def test_what_a_client_has_pushed_to_the_open_round_before_it_was_lost_counts() -> None:
+    machine = machine_with("shrink")
+    for client in (0, 1):
+        machine.push(client, "k", 1, pushed(client, 1))
+    machine.lose(1)
+    machine.push(2, "k", 1, pushed(2, 1))
+    np.testing.assert_array_equal(machine.read("k", 1), sum_of([0, 1, 2], 1))
+
+
+def test_a_mean_over_fewer_clients_divides_by_their_number() -> None:
+    machine = Machine("sync", 3, on_client_loss="shrink")
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.Outer(lr=1.0, momentum=0.0, nesterov=False))
+    machine.lose(0)
+    for client in (1, 2):
+        machine.push(client, "k", 1, pushed(client, 1))
+    np.testing.assert_allclose(machine.read("k", 1, client=1), -sum_of([1, 2], 1) / 2, rtol=1e-6)
+
+
+def test_when_everybody_is_lost_no_round_is_closed() -> None:
+    machine = machine_with("shrink", 2)
+    machine.lose(0)
+    machine.lose(1)
+    assert not machine.state.parts[0].shards, "nobody is left who could come back"
+
+
+def test_wait_holds_the_round_until_another_process_has_pushed() -> None:
+    machine = machine_with("wait")
+    values = [pushed(client, 1) for client in range(3)]
+    round_of(machine, 1, values)
+    fused = [machine.push(client, "k", 2, pushed(client, 2), fused=True) for client in (0, 2)]
+    machine.lose(1)
+    assert not any(isinstance(machine.last(request), m.Failure) for request in fused)
+    assert machine.ok(machine.hello(1, 2, at=b"reborn"))
+    found = machine.send(b"reborn", m.Init, "k", 0, 1, COUNT, [COUNT], "float32")
+    assert machine.last(found) == m.Ack(found, 1), "one round has its push"
+    late = machine.send(b"reborn", m.Push, "k", 0, 2, "none", True, payloads=[pushed(1, 2)])
+    for request in (*fused, late):
+        np.testing.assert_array_equal(machine.value(request), sum_of([0, 1, 2], 2))
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_the_lost_process_has_pushed_counts_once(replicas: int) -> None:
+    """The new one pushes that round again, since it cannot know."""
+    machine = machine_with("wait", 2, replicas)
+    machine.push(0, "k", 1, pushed(0, 1))  # in the open round
+    machine.lose(0)
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+    found = machine.send(b"reborn", m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[np.zeros(COUNT, "f4")])
+    assert machine.last(found) == m.Ack(found, 0), "an open round may be lost with its server"
+    again = machine.send(b"reborn", m.Push, "k", 0, 1, "none", True, payloads=[np.full(COUNT, 1e6, "f4")])
+    machine.push(1, "k", 1, pushed(1, 1))
+    np.testing.assert_array_equal(machine.value(again), sum_of([0, 1], 1))
+
+
+def test_nobody_waits_for_a_client_that_has_closed_the_store() -> None:
+    machine = machine_with("wait", 2)
+    held = machine.push(0, "k", 1, pushed(0, 1), fused=True)
+    assert machine.ok(machine.send(1, m.Bye))
+    assert isinstance(machine.error(held), ClientLostError)
+
+
+@pytest.mark.parametrize("policy", ["fail", "wait", "shrink"])
+def test_rounds_go_on_without_a_client_that_has_finished(policy: str) -> None:
+    machine = machine_with(policy)
+    round_of(machine, 1, [pushed(client, 1) for client in range(3)])
+    waiting = machine.push(0, "k", 2, pushed(0, 2), fused=True)
+    machine.push(2, "k", 2, pushed(2, 2))
+    finish = machine.send(1, m.Finish)
+    assert machine.ok(finish)
+    np.testing.assert_array_equal(machine.value(waiting), sum_of([0, 2], 2))
+    machine.send(1, m.Finish, request=finish)
+    assert machine.ok(finish), "said again"
+    np.testing.assert_array_equal(machine.read("k", 1, client=1), sum_of([0, 2], 2))
+    assert machine.ok(machine.send(1, m.Bye))
+    for client in (0, 2):
+        machine.push(client, "k", 3, pushed(client, 3))
+    np.testing.assert_array_equal(machine.read("k", 3), sum_of([0, 2], 3))
+
+
+def test_a_client_that_waits_is_told_only_of_those_who_are_needed() -> None:
+    machine = machine_with("shrink", 5)
+    machine.lose(1)
+    machine.send(3, m.Finish)
+    held = machine.push(4, "k", 1, pushed(4, 1), fused=True)
+    machine.push(4, "k", 1, pushed(4, 1), fused=True, request=held)
+    waiting = machine.last(held)
+    assert isinstance(waiting, m.Waiting)
+    assert waiting.clients == [0, 2]
+    assert machine.replies[held][-1].route == route(4)
