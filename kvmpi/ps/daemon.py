@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, KVError, ServerLostError
+from kvmpi.errors import ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
 from kvmpi.ps.link import choose
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.wire import Connection, Context, Listener, Readiness, Waker, keep_large_buffers
+from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
 #: Messages taken from one socket before others, and the clock, get their turn.
@@ -68,7 +68,7 @@ class SchedulerDaemon(Daemon):
         Raises:
             ConfigError: the port is in use, or the address is not one of this host.
         """
-        listener = Listener(context, self._config.max_message_bytes)
+        listener = Listener(context, self._config.max_message_bytes, "the scheduler")
         try:
             if self._config.scheduler.startswith("ipc://"):
                 on_listening(listener.bind_ipc(self._config.scheduler.removeprefix("ipc://")))
@@ -130,6 +130,7 @@ class ServerDaemon(Daemon):
         Raises:
             ConfigError: an address cannot be had, or a module of ``--import`` cannot be imported.
             ServerLostError: the scheduler has declared this server lost.
+            ProtocolError: the scheduler, or the next server of a chain, speaks another version.
         """
         for module in filter(None, self._config.imports.split(",")):
             try:
@@ -138,18 +139,23 @@ class ServerDaemon(Daemon):
                 raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
         keep_large_buffers(32 << 20)
         self._context = context
-        scheduler = Connection(context, self._config.scheduler, self._config.max_message_bytes)
-        listener = Listener(context, self._config.max_message_bytes)
+        scheduler = self._open(self._config.scheduler, "the scheduler")
+        listener = Listener(context, self._config.max_message_bytes, f"server {self._rank}")
         try:
             self._listen(listener)
             on_listening()
             self._serve(listener, scheduler)
+        except OtherVersionError as error:
+            raise ProtocolError(str(error)) from None
         finally:
             listener.close()
             scheduler.close()
             for other in self._others.values():
                 other.close()
             self._waker.close()
+
+    def _open(self, endpoint: str, peer: str) -> Connection:
+        return Connection(self._context, endpoint, self._config.max_message_bytes, f"server {self._rank}", peer)
 
     def _listen(self, listener: Listener) -> None:
         if self._config.job_dir:
@@ -227,7 +233,7 @@ class ServerDaemon(Daemon):
         if server not in self._others:
             info = self._found[server]
             endpoint = choose(info, self._config)
-            self._others[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
+            self._others[server] = self._open(endpoint, f"server {server}")
             self._incarnations[server] = info.incarnation
             self._readiness_changed = True
         return self._others[server]

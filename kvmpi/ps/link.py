@@ -12,7 +12,7 @@ from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.wire import Connection, Readiness, Waker, keep_large_buffers, new_context
+from kvmpi.wire import Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
 _log = logging.getLogger(__name__)
@@ -72,9 +72,12 @@ class Link:
         for server, info in found.items():
             if server not in self._connections:
                 endpoint = choose(info, self._config)
-                self._connections[server] = Connection(self._context, endpoint, self._config.max_message_bytes)
+                self._connections[server] = self._open(endpoint, f"server {server}")
                 self._incarnations[server] = info.incarnation
         self._readiness = None
+
+    def _open(self, endpoint: str, peer: str) -> Connection:
+        return Connection(self._context, endpoint, self._config.max_message_bytes, self._name, peer)
 
     def stop_heartbeats(self) -> None:
         """This client is about to leave: the scheduler would take a later sign of life for a stranger's."""
@@ -119,7 +122,7 @@ class Link:
         # Well above a received chunk, and no more: the program's own large arrays stay as they were.
         keep_large_buffers(2 * self._config.chunk_bytes)
         try:
-            scheduler = Connection(self._context, self._config.scheduler, self._config.max_message_bytes)
+            scheduler = self._open(self._config.scheduler, "the scheduler")
             self._connections[SCHEDULER] = scheduler
             self._loop(scheduler)
         except KVError as error:
@@ -166,6 +169,8 @@ class Link:
         for _ in range(_BATCH):
             try:
                 received = connection.recv()
+            except OtherVersionError as error:
+                raise ProtocolError(str(error)) from None  # there will never be an answer
             except ProtocolError as error:
                 # Nobody can say which request it answers: that one is repeated, and times out in the end.
                 _log.warning("%s cannot read a message from %s: %s", self._name, connection.endpoint, error)

@@ -4,6 +4,7 @@ from kvmpi.wire.context import Context, new_context
 from kvmpi.wire.keys import create_keys
 from kvmpi.wire.messages import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
 from kvmpi.wire.readiness import Readiness, Waker
+from kvmpi.wire.refusal import OtherVersionError
 from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Listener",
     "MAX_HEADER_BYTES",
     "Message",
+    "OtherVersionError",
     "PROTOCOL_VERSION",
     "Readiness",
     "Waker",

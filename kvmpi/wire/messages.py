@@ -1,7 +1,8 @@
 """The messages of the protocol and their encoding: a tagged msgpack header, then raw little-endian payload frames.
 
 A message on the wire is ``header frame, payload frame...``. The header frame is the magic ``b"KVM"``, one byte of
-protocol version, and one msgpack array whose first element names the message. Nothing is ever unpickled.
+protocol version, and one msgpack array whose first element names the message. Nothing is ever unpickled. A version byte
+of 0 is no version: such a frame is a refusal, see ``refusal.py``.
 
 ``request`` numbers a question within one connection; the answer carries the same number.
 """
@@ -12,10 +13,11 @@ import msgspec
 
 from kvmpi.errors import ProtocolError
 from kvmpi.wire.entries import Entry, Key, Number
+from kvmpi.wire.refusal import MAGIC, other_version
 
 PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 256 << 10
-_MAGIC = b"KVM" + bytes([PROTOCOL_VERSION])
+_BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -373,7 +375,7 @@ def encode(message: Message) -> bytes:
         ProtocolError: too large, or not to be encoded: an integer of more than 64 bits, a lone surrogate.
     """
     try:
-        header = _MAGIC + _encoder.encode(message)
+        header = _BEGINNING + _encoder.encode(message)
     except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from None
     if len(header) > MAX_HEADER_BYTES:
@@ -385,16 +387,17 @@ def decode(header: bytes) -> Message:
     """The message in a header frame.
 
     Raises:
-        ProtocolError: too large, not of this protocol or version, or not a valid message.
+        ProtocolError: too large, not of this protocol, or not a valid message.
+        OtherVersionError: of another version, or a refusal; also a ``ProtocolError``.
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(header)} bytes, limit {MAX_HEADER_BYTES}")
-    if header[:3] != _MAGIC[:3]:
-        raise ProtocolError("header does not begin with the magic of kvmpi")
-    if header[3:4] != _MAGIC[3:]:
-        raise ProtocolError(
-            f"protocol version {header[3:4].hex() or 'missing'}, this process speaks {PROTOCOL_VERSION}"
-        )
+    if header[:4] != _BEGINNING:
+        if header[:3] != MAGIC:
+            raise ProtocolError("header does not begin with the magic of kvmpi")
+        if len(header) == 3:
+            raise ProtocolError("header ends before its protocol version")
+        raise other_version(header, PROTOCOL_VERSION)
     try:
         return _decoder.decode(memoryview(header)[4:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import uuid
@@ -15,10 +16,12 @@ import numpy.typing as npt
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
+from kvmpi.wire import messages
 from kvmpi.wire.context import Context
 from kvmpi.wire.handshake import Handshake
 from kvmpi.wire.messages import Message, decode, encode
 from kvmpi.wire.private import check_folder
+from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
 
 Payload = npt.NDArray[Any]
 #: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
@@ -34,6 +37,8 @@ _BACKLOG = 4096
 #: Messages taken from one of a listener's sockets before the other gets its turn.
 _TURN = 8
 _TCP, _IPC = b"t", b"i"
+
+_log = logging.getLogger(__name__)
 
 
 def _open(context: Context[Any], kind: int, max_message_bytes: int) -> zmq.Socket[Any]:
@@ -79,10 +84,14 @@ class Listener:
 
     It has a ROUTER socket for TCP, where peers must be members of the job, and one for Unix sockets, which lie in a
     private folder: encryption there would cost time and protect nothing. A route begins with the socket that it is of.
+
+    Args:
+        name: what this process tells peers of another version that it is, for example "server 0".
     """
 
-    def __init__(self, context: Context[Any], max_message_bytes: int) -> None:
-        self._context, self._max_message_bytes = context, max_message_bytes
+    def __init__(self, context: Context[Any], max_message_bytes: int, name: str = "a process") -> None:
+        self._context, self._max_message_bytes, self._name = context, max_message_bytes, name
+        self._refused = {False: 0, True: 0}  # messages of another version, refusals
         self._sockets: dict[bytes, zmq.Socket[Any]] = {}
         self._turns: deque[tuple[bytes, zmq.Socket[Any]]] = deque()  # whose turn it is comes first
         self._left_of_turn = _TURN
@@ -149,7 +158,10 @@ class Listener:
             _send(router, frames, payloads)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
-        """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``."""
+        """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``.
+
+        What is of another version does not come: its sender is told, and None says that there may be more.
+        """
         received = self._next()
         if received is None:
             return None
@@ -159,8 +171,22 @@ class Listener:
             return route, ProtocolError("message without a header frame"), []
         try:
             return route, decode(frames[1].bytes), _payloads(frames[2:])
+        except OtherVersionError as other:
+            self._refuse(route, other)
+            return None
         except ProtocolError as error:
             return route, error, []
+
+    def _refuse(self, route: bytes, other: OtherVersionError) -> None:
+        """Tell a peer of another version, unless that is what it says, and the log."""
+        if not other.refused:
+            refusal = encode_refusal(messages.PROTOCOL_VERSION, self._name)
+            _send(self._sockets[route[:1]], [route[1:], refusal], ())
+        self._refused[other.refused] += 1
+        so_far = self._refused[other.refused]
+        if so_far <= 10 or so_far % 1000 == 0:  # a flood must not fill a disk
+            why = explain(self._name, messages.PROTOCOL_VERSION, other, "a process that has connected")
+            _log.error("no conversation with a peer (%d so far): %s", so_far, why)
 
     def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
         """From the sockets in turn, so that none waits for ever; but not to an idle one for every message."""
@@ -185,14 +211,21 @@ class Listener:
 
 
 class Connection:
-    """A DEALER socket: one connection to one listener, under the same route there when it breaks and is made anew."""
+    """A DEALER socket: one connection to one listener, under the same route there when it breaks and is made anew.
 
-    def __init__(self, context: Context[Any], endpoint: str, max_message_bytes: int) -> None:
-        """
-        Raises:
-            ConfigError: the endpoint is malformed, its folder is not private, or there are no keys for TCP.
-        """
+    Args:
+        name, peer: what this process and the listener are, for errors and for peers of another version.
+    Raises:
+        ConfigError: the endpoint is malformed, its folder is not private, or there are no keys for TCP.
+    """
+
+    def __init__(
+        self, context: Context[Any], endpoint: str, max_message_bytes: int, name: str = "a process",
+        peer: str = "the listener",
+    ) -> None:  # fmt: skip
         self.endpoint = endpoint
+        self._name, self._peer = name, peer
+        self._has_refused = False
         self._handshake: Handshake | None = None
         self._socket = _open(context, zmq.DEALER, max_message_bytes)
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
@@ -254,6 +287,7 @@ class Connection:
 
         Raises:
             ProtocolError: what came is no message.
+            OtherVersionError: the listener speaks another version; nothing else will ever come.
             AuthenticationError: the listener does not let this process in; only before it has done so once.
         """
         frames = _recv(self._socket)
@@ -261,7 +295,21 @@ class Connection:
             if self._handshake is not None and not self._handshake.done:
                 self._handshake.check()
             return None
-        return decode(frames[0].bytes), _payloads(frames[1:])
+        try:
+            return decode(frames[0].bytes), _payloads(frames[1:])
+        except OtherVersionError as other:
+            self._refuse()
+            why = explain(self._name, messages.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
+            raise OtherVersionError(why, other.version, other.who, refused=other.refused) from None
+
+    def _refuse(self) -> None:
+        """Say who this is, which a listener of another version cannot know."""
+        if not self._has_refused:
+            self._has_refused = True
+            try:
+                _send(self._socket, [encode_refusal(messages.PROTOCOL_VERSION, self._name)], ())
+            except zmq.Again:
+                pass  # the link is gone, and with it whoever could be told
 
 
 def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmpi.errors import ProtocolError
-from kvmpi.wire import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode, entries
+from kvmpi.wire import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, OtherVersionError, decode, encode, entries
 from kvmpi.wire import messages as m
 
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
@@ -157,10 +157,11 @@ def test_wrong_magic_and_version_say_so() -> None:
     header = encode(m.Bye(1))
     with pytest.raises(ProtocolError, match="magic"):
         decode(b"KVX" + header[3:])
-    with pytest.raises(ProtocolError, match=f"version 07, this process speaks {PROTOCOL_VERSION}"):
+    with pytest.raises(OtherVersionError, match=f"version 07, this process speaks {PROTOCOL_VERSION:02x}"):
         decode(header[:3] + b"\x07" + header[4:])
-    with pytest.raises(ProtocolError, match="version missing"):
+    with pytest.raises(ProtocolError, match="before its protocol version") as raised:
         decode(header[:3])
+    assert not isinstance(raised.value, OtherVersionError), "nobody is to be told to install another version"
 
 
 def test_trailing_bytes_are_refused() -> None:
