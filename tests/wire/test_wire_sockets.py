@@ -15,10 +15,12 @@ import zmq
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, ProtocolError
 from kvmpi.wire import (
+    PROTOCOL_VERSION,
     Connection,
     Context,
     Listener,
     Message,
+    OtherVersionError,
     Readiness,
     Waker,
     as_array,
@@ -233,7 +235,6 @@ ODD_MESSAGES: dict[str, list[bytes]] = {
     "empty header, payload": [b"", b"abc"],
     "many frames": [encode(m.Push(1, 0, 0, 1, "none", False))] + [b"x"] * 5000,
     "header of 300 kB": [b"KVM\1" + b"\xc0" * 300_000],
-    "other version": [b"KVM\x09" + encode(m.Bye(1))[4:]],
 }
 
 
@@ -260,9 +261,25 @@ def test_a_version_mismatch_is_seen_by_the_connection(context: Context[Any], lis
     connection.send(m.Bye(1))
     route = receive(listener)[0]
     listener.handles[0].send_multipart([route[1:], b"KVM\x63..."])
-    with pytest.raises(ProtocolError, match="version 63"):
+    with pytest.raises(OtherVersionError, match="version 99; install the same version of kvmpi"):
         receive(connection)
     hears_from(listener, connection)
+
+
+def test_a_peer_of_another_version_is_refused_and_others_are_heard(context: Context[Any], listener: Listener) -> None:
+    good = Connection(context, listener.endpoints[0], 2 * MIB)
+    with context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        context.secure_connection(peer)
+        peer.connect(listener.endpoints[0])
+        for _ in range(3):
+            peer.send_multipart([b"KVM\x09" + encode(m.Bye(1))[4:], b"payload"])
+        hears_from(listener, good)
+        for _ in range(3):
+            while not peer.poll(10):
+                assert listener.recv() is None, "what is of another version is not for who listens"
+            assert peer.recv_multipart()[0][:5] == b"KVM\0" + bytes([PROTOCOL_VERSION])
+    hears_from(listener, good)
 
 
 def test_sending_to_a_peer_that_is_gone_is_no_error(context: Context[Any], listener: Listener) -> None:
