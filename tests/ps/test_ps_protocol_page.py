@@ -1,0 +1,148 @@
+"""docs/protocol.md is enough: a client written from the page alone works beside kvmpi's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from ps_helpers import deadline, whole_numbers
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+class PageClient:
+    """Client 0 of two in a synchronous store, with ZeroMQ and msgpack and nothing of kvmpi."""
+
+    def __init__(self, keys: str, scheduler: str, version: int) -> None:
+        self.keys = json.loads(Path(keys).read_text())
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.version, self.requests = version, 0
+        self.scheduler = self.connect(scheduler)
+        self.servers: dict[int, zmq.Socket[Any]] = {}
+        self.chains: list[Any] = []
+
+    def connect(self, endpoint: str) -> zmq.Socket[Any]:
+        peer = self.context.socket(zmq.DEALER)
+        peer.linger, peer.rcvtimeo = 1000, 10_000
+        peer.routing_id = b"k" + os.urandom(16)
+        if endpoint.startswith("tcp://"):
+            peer.curve_publickey = self.keys["member"]["public"].encode()
+            peer.curve_secretkey = self.keys["member"]["secret"].encode()
+            peer.curve_serverkey = self.keys["listener"]["public"].encode()
+        peer.connect(endpoint)
+        return peer
+
+    def ask(self, peer: zmq.Socket[Any], tag: str, *fields: Any, payloads: tuple[bytes, ...] = ()) -> Any:
+        """The answer to a request: its tag, its fields after the number, and its payloads."""
+        self.requests += 1
+        header = b"KVM" + bytes([self.version]) + msgspec.msgpack.encode([tag, self.requests, *fields])
+        peer.send_multipart([header, *payloads])
+        while True:
+            header, *frames = peer.recv_multipart()
+            assert header[:4] == b"KVM" + bytes([self.version]), header
+            answer, *got = msgspec.msgpack.decode(header[4:])
+            number = got.pop() if answer == "view" else got.pop(0)
+            if number == self.requests and answer not in ("accepted", "waiting"):
+                assert answer != "failure", got
+                return answer, got, frames
+
+    def join(self, num_servers: int) -> None:
+        tag, view, _ = self.ask(self.scheduler, "register", "client", 0, 1, 2, 1, "elsewhere", [])
+        _epoch, _replicas, self.chains, servers, lost = view
+        assert (tag, len(self.chains), lost) == ("view", 4 * num_servers, [])
+        for rank, _incarnation, _host, endpoints in servers:
+            self.servers[rank] = self.connect(next(at for at in endpoints if at.startswith("tcp://")))
+            assert self.ask(self.servers[rank], "hello", 1, "sync", 0, 2, 1)[:2] == ("ack", [0])
+
+    def places(self, key: int | str, count: int, itemsize: int, chunk_bytes: int) -> list[tuple[int, slice]]:
+        """The part and the elements of each chunk."""
+        num_servers = len(self.chains) // 4
+        digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+        ranges = [(digest % num_servers, 0, count)]
+        if count * itemsize >= num_servers * 16384:
+            ranges = [(home, *bounds) for home, bounds in enumerate(near_equal(0, count, num_servers))]
+        longest = max(1, chunk_bytes // itemsize)
+        chunks = [
+            (home, slice(*bounds))
+            for home, start, stop in ranges
+            for bounds in near_equal(start, stop, max(1, -(-(stop - start) // longest)))
+        ]
+        return [(home * 4 + (digest + i) % 4, where) for i, (home, where) in enumerate(chunks)]
+
+    def about(self, part: int, tag: str, *fields: Any, payloads: tuple[bytes, ...] = ()) -> Any:
+        _version, members, _joiner, draining, _why = self.chains[part]
+        assert not draining
+        return self.ask(self.servers[members[0]], tag, *fields, part, payloads=payloads)
+
+    def leave(self) -> None:
+        for server in self.servers.values():
+            assert self.ask(server, "bye")[:2] == ("ack", [0])
+        assert self.ask(self.scheduler, "leave")[:2] == ("ack", [0])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def near_equal(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
+    base, extra = divmod(stop - start, pieces)
+    lengths = [base + (i < extra) for i in range(pieces)]
+    return [(start + sum(lengths[:i]), start + sum(lengths[: i + 1])) for i in range(pieces)]
+
+
+CHUNK_BYTES = 10_000
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_client_written_from_the_page(start_job: Callable[..., Any], replicas: int) -> None:
+    job = start_job(2, chunk_bytes=CHUNK_BYTES, replicas=replicas)
+    version = re.search(r"The version is \*\*(\d+)\*\*", PAGE)
+    assert version
+    page = PageClient(job.config.keys, job.config.scheduler, int(version[1]))
+    own = job.new_client(1, 2)
+    try:
+        page.join(2)
+        own.connect(deadline())
+        for key, count in {"w": 5, 7: 1, "layer.0": 20_001, "empty": 0}.items():
+            first, mine, theirs = (whole_numbers(count, i) for i in range(3))
+            places = page.places(key, count, 4, CHUNK_BYTES)
+            assert (len({part // 4 for part, _ in places}) == 2) == (count * 4 > 2 * 16384), "it is on both servers"
+            for i, (part, where) in enumerate(places):
+                layout = (key, i, len(places), where.stop - where.start, [count], "float32")
+                assert page.about(part, "init", *layout, payloads=(first[where].tobytes(),))[:2] == ("ack", [0])
+                assert page.about(part, "pull", key, i, 0) == ("value", [0], [first[where].tobytes()])
+            # It would wait for a value that client 0 had put somewhere else.
+            own.add_keys([(key, (count,), "float32")])
+            own.init(key, None, deadline()).wait()
+            push = own.push(key, theirs, deadline())
+            for i, (part, where) in enumerate(places):
+                pushed = page.about(part, "push", key, i, 1, "none", False, False, payloads=(mine[where].tobytes(),))
+                assert pushed[0] == "ack"
+            push.wait()
+            for i, (part, where) in enumerate(places):
+                assert page.about(part, "pull", key, i, 1) == ("value", [1], [(mine + theirs)[where].tobytes()])
+            out = np.empty(count, "f4")
+            own.pull(key, out, deadline()).wait()
+            np.testing.assert_array_equal(out, mine + theirs)
+        page.leave()
+    finally:
+        page.close()
+
+
+def test_the_example_bytes_are_what_is_sent() -> None:
+    """Decoded by hand: what the page says about msgpack arrays."""
+    line = re.search(r"^    (4b 56 4d  [0-9a-f ]+)$", PAGE, re.MULTILINE)
+    assert line
+    header = bytes.fromhex(line[1])
+    assert header[:3] == b"KVM"
+    assert msgspec.msgpack.decode(header[4:]) == ["pull", 7, "w", 0, 1, 2]
+    assert header[4] == 0x96, "an array of six"
+    assert header[5:10] == b"\xa4pull"
