@@ -256,14 +256,18 @@ def test_a_zmq_peer_that_speaks_nonsense_is_heard_as_an_error(
         hears_from(listener, good)
 
 
-def test_a_version_mismatch_is_seen_by_the_connection(context: Context[Any], listener: Listener) -> None:
-    connection = Connection(context, listener.endpoints[0], 2 * MIB)
+def test_a_version_mismatch_is_seen_by_the_connection_which_says_who_it_is_once(
+    context: Context[Any], listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = Connection(context, listener.endpoints[0], 2 * MIB, "client 5")
     connection.send(m.Bye(1))
     route = receive(listener)[0]
-    listener.handles[0].send_multipart([route[1:], b"KVM\x63..."])
-    with pytest.raises(OtherVersionError, match="version 99; install the same version of kvmpi"):
-        receive(connection)
+    for _ in range(3):
+        listener.handles[0].send_multipart([route[1:], b"KVM\x63..."])
+        with pytest.raises(OtherVersionError, match="client 5 .* version 99; install the same version of kvmpi"):
+            receive(connection)
     hears_from(listener, connection)
+    assert sum("which calls itself client 5 on " in line for line in caplog.messages) == 1
 
 
 def test_a_peer_of_another_version_is_refused_and_others_are_heard(context: Context[Any], listener: Listener) -> None:
