@@ -264,7 +264,7 @@ def test_a_version_mismatch_is_seen_by_the_connection_which_says_who_it_is_once(
     route = receive(listener)[0]
     for _ in range(3):
         listener.handles[0].send_multipart([route[1:], b"KVM\x63..."])
-        with pytest.raises(OtherVersionError, match="client 5 .* version 99; install the same version of kvmpi"):
+        with pytest.raises(OtherVersionError, match=r"client 5 .* version 99; install the same version of kvmpi"):
             receive(connection)
     hears_from(listener, connection)
     assert sum("which calls itself client 5 on " in line for line in caplog.messages) == 1
