@@ -198,6 +198,7 @@ class ServerDaemon(Daemon):
             if now_s >= next_heartbeat_s:
                 scheduler.send(m.Heartbeat(0, self._state.epoch))
                 next_heartbeat_s = now_s + self._config.heartbeat_s
+        scheduler.send(m.Leave(2))  # whoever needs this server learns at once that it is stopped
 
     def _hear(self, listener: Listener, message: m.Message, now_s: float) -> None:
         if isinstance(message, m.Failure):
@@ -226,7 +227,10 @@ class ServerDaemon(Daemon):
         self._send(listener, [reply for reply in outgoing if isinstance(reply, Reply)])
         for forward in outgoing:
             if isinstance(forward, Forward) and forward.server in self._found:
-                self._other(forward.server).send(forward.message, forward.payloads)
+                try:
+                    self._other(forward.server).send(forward.message, forward.payloads)
+                except KVError:  # a defect, but it must not end the service of all
+                    _log.exception("a message could not be sent to server %d", forward.server)
 
     def _other(self, server: int) -> Connection:
         """The connection to another server."""

@@ -29,7 +29,7 @@ from kvmpi.errors import (
 )
 from kvmpi.kernels import host
 from kvmpi.ps import codec, consistency
-from kvmpi.ps.membership import CLOSED, Membership
+from kvmpi.ps.membership import Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
@@ -93,8 +93,6 @@ class Shard:
                 return [Reply(route, m.State(message.request, slot.updates, names), tuple(arrays))]
             case m.PutState():
                 return self._put_state(client, route, message, payloads)
-            case m.Bye():
-                return [*self.lose(client, CLOSED), Reply(route, m.Ack(message.request, 0))]
             case m.Finish():
                 return [*self._finish(client), Reply(route, m.Ack(message.request, 0))]
         raise ProtocolError(f"server {self.server}: a {type(message).__name__} is no request to a server")
@@ -200,6 +198,8 @@ class Shard:
             # How far this client is: a process that takes the place of another goes on from there. What is in an
             # open round does not count yet: it may be lost with this server.
             return [Reply(route, m.Ack(message.request, min(slot.steps.get(client, 0), slot.rounds)))]
+        if not 0 <= message.chunk < message.num_chunks:
+            raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
         if client != 0:
             if self.clients.ends(0) or (0 in self.clients.gone and not self.discipline.in_rounds):
                 raise self._no_value(key)
@@ -207,8 +207,6 @@ class Shard:
             known = (message.chunk, client) in early
             early[message.chunk, client] = (route, message)
             return [Reply(route, m.Waiting(message.request, [0]))] if known else []
-        if not 0 <= message.chunk < message.num_chunks:
-            raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
         value = self._array(key, payloads, message.dtype, message.count, "init")
         made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
         keep = self._log(entries.Created(*made), (value,))
