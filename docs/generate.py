@@ -105,8 +105,9 @@ def settings() -> str:
 
 #: Who sends what to whom.
 _SENT = {
-    "client → scheduler": ("Barrier", "QueryDead", "Leave"),
-    "client, server → scheduler": ("Register", "Heartbeat"),
+    "client → scheduler": ("Barrier", "QueryDead"),
+    "client, server → scheduler": ("Register", "Heartbeat", "Leave"),
+    "client → server, scheduler": ("Finish",),
     "server → scheduler": ("CaughtUp", "Drained"),
     "scheduler → client, server": ("View",),
     "scheduler → client": ("Dead",),
