@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.numpy import save_file
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import ConfigError, KeyNotInitializedError, KVError, ShapeMismatchError
+from kvmpi.files import replacing
 
 Buffer = npt.NDArray[Any]
 Key = int | str
@@ -65,27 +64,11 @@ def write(
         "rule": None if rule is None else [rule.name, rule.hyperparams()],
         "keys": entries,
     }
-    folder = os.path.dirname(os.path.abspath(path))
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=".kvmpi-", dir=folder)
-        os.close(handle)
-        save_file(tensors, temporary, metadata={"manifest": json.dumps(manifest)})
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(folder)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"manifest": json.dumps(manifest)})
     except (OSError, safetensors.SafetensorError) as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
         raise KVError(f"save to {path}: {error}; what was there before is unchanged") from error
-
-
-def _sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoint:

@@ -1,0 +1,40 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """The name of a temporary file beside ``path``, which takes its place at the end of the block, safe on the disk.
+
+    If the block raises, ``path`` is what it was and the temporary file is gone.
+
+    Raises:
+        OSError: the file cannot be made, written or renamed.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(prefix=".kvmpi-", dir=folder)
+    os.close(handle)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(folder)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def sync(path: str) -> None:
+    """Have what was written to a file, or into a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
