@@ -34,6 +34,7 @@ class Config:
     scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT; set by the launcher")
     ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
     keys: str = _setting("", "file with the keys of the job (mode 0600), made by the scheduler; set by the launcher")
+    resume: str = _setting("", "folder with the snapshots that the job goes on from; set by the launcher (--resume)")
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
     # What users may set.
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
@@ -72,6 +73,9 @@ class Config:
     scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")
     mpirun: str = _setting("", "the mpirun to use; empty looks beside the interpreter, then on PATH")
     imports: str = _setting("", "modules, separated by commas, that servers import at start (custom rules)")
+    snapshot_dir: str = _setting("", "folder into which servers write snapshots")
+    snapshot_every: int = _setting(0, "updates of a chunk from one snapshot to the next; 0 is off")
+    snapshot_seconds: float = _setting(0.0, "seconds from one snapshot to the next; 0 is off")
     log_level: str = _setting(
         "WARNING", "of the scheduler's and the servers' log", ("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -97,6 +101,18 @@ class Config:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.replicas < 0:
             raise ConfigError(f"KVMPI_REPLICAS={self.replicas}: must not be negative")
+        for name in ("snapshot_every", "snapshot_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
+            if getattr(self, name) and not self.snapshot_dir:
+                raise ConfigError(f"{env_name(name)} needs KVMPI_SNAPSHOT_DIR (--snapshot-dir): where are they to go?")
+        if self.snapshot_every and self.snapshot_seconds:
+            raise ConfigError("KVMPI_SNAPSHOT_EVERY and KVMPI_SNAPSHOT_SECONDS: only one of them can say when")
+        if self.snapshot_dir and not (self.snapshot_every or self.snapshot_seconds):
+            raise ConfigError(
+                "KVMPI_SNAPSHOT_DIR (--snapshot-dir) needs KVMPI_SNAPSHOT_EVERY or KVMPI_SNAPSHOT_SECONDS "
+                "(--snapshot-every, --snapshot-seconds): how often?"
+            )
         if self.chunk_bytes > self.max_message_bytes:
             raise ConfigError(
                 f"KVMPI_CHUNK_BYTES={self.chunk_bytes} is above KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}"

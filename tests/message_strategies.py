@@ -48,7 +48,7 @@ def of_kind(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 
 # From the inside out: each is made of those before it.
-for inner in (m.Lost, m.ServerInfo, m.Chain, entries.RuleInForce):
+for inner in (m.Lost, m.ServerInfo, m.Chain, m.PartFile, entries.RuleInForce):
     BY_TYPE[inner] = of_kind(inner)
     BY_TYPE[list[inner]] = st.lists(BY_TYPE[inner], max_size=3)  # type: ignore[valid-type]
 BY_TYPE[list[tuple[int, entries.RuleInForce]]] = st.lists(st.tuples(INTS, BY_TYPE[entries.RuleInForce]), max_size=2)

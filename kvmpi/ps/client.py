@@ -90,6 +90,7 @@ class PsClient:
         self._num_parts = 0
         self._position: int | None = None
         self.clock = 0
+        self.resumed_step = 0  # how far the store was in the snapshot that the job was resumed from
 
     # ---- life
 
@@ -121,6 +122,7 @@ class PsClient:
                 raise ConfigError(
                     f"the scheduler knows {known} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
                 )
+            self.resumed_step = message.steps.get(self._store, 0)
             self._link.join()
 
         fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])

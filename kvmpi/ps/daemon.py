@@ -13,10 +13,13 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
+from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
 from kvmpi.ps.link import choose
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
+from kvmpi.ps.snapshots import SnapshotBook
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
@@ -55,9 +58,13 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._state = SchedulerState(
-            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss
+        book = SnapshotBook(
+            config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed_manifest(config, _log.error)
         )
+        self._state = SchedulerState(
+            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book
+        )
+        self._keeper = SnapshotKeeper(config, self._state, self._waker.wake)
         # Where its state is kept, in the job's folder, which goes with the job.
         self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
         self._saved = 0
@@ -77,11 +84,12 @@ class SchedulerDaemon(Daemon):
             readiness = Readiness([listener, self._waker])
             next_tick_s = 0.0
             self._restore()
-            while not self._stopped:
+            while not self._stopped or self._keeper.busy(time.monotonic()):
                 ready = readiness.wait(_POLL_S)
                 if self._waker in ready:
                     self._waker.clear()
                 now_s = time.monotonic()
+                self._keeper.step()
                 replies: list[Reply] = []
                 for _ in range(_BATCH if listener in ready else 0):
                     received = listener.recv()
@@ -95,6 +103,7 @@ class SchedulerDaemon(Daemon):
                 self._send(listener, replies)
         finally:
             listener.close()
+            self._keeper.close()
             self._waker.close()
 
     def _restore(self) -> None:
@@ -117,7 +126,10 @@ class ServerDaemon(Daemon):
     def __init__(self, config: Config, rank: int) -> None:
         super().__init__(config)
         self._rank = rank
-        self._state = ServerState(rank, config.on_client_loss)
+        self._state = ServerState(
+            rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None
+        )
+        self._writer = SnapshotWriter(config, self._state, self._waker.wake)
         # Connections to other servers, made when there is something to send, and where they are.
         self._others: dict[int, Connection] = {}
         self._found: dict[int, m.ServerInfo] = {}
@@ -149,6 +161,7 @@ class ServerDaemon(Daemon):
             raise ProtocolError(str(error)) from None
         finally:
             listener.close()
+            self._writer.close()
             scheduler.close()
             for other in self._others.values():
                 other.close()
@@ -173,7 +186,7 @@ class ServerDaemon(Daemon):
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
         next_tick_s = 0.0
         readiness: Readiness | None = None
-        while not self._stopped:
+        while not self._stopped or self._writer.busy(time.monotonic()):
             if self._readiness_changed or readiness is None:
                 readiness = Readiness([listener, scheduler, self._waker, *self._others.values()])
                 self._readiness_changed = False
@@ -182,7 +195,7 @@ class ServerDaemon(Daemon):
             if self._waker in ready:
                 self._waker.clear()
             while scheduler in ready and (notice := scheduler.recv()) is not None:
-                self._hear(listener, notice[0], now_s)
+                self._hear(listener, scheduler, notice[0], now_s)
             for _ in range(_BATCH if listener in ready else 0):
                 received = listener.recv()
                 if received is None:
@@ -195,16 +208,26 @@ class ServerDaemon(Daemon):
                 for report in self._state.reports():
                     scheduler.send(report)
                 next_tick_s = now_s + _TICK_S
+            for news in self._writer.step():
+                scheduler.send(news)
             if now_s >= next_heartbeat_s:
-                scheduler.send(m.Heartbeat(0, self._state.epoch))
+                scheduler.send(m.Heartbeat(self._writer.round(), self._state.epoch))
                 next_heartbeat_s = now_s + self._config.heartbeat_s
+        for news in self._writer.step():
+            scheduler.send(news)
         scheduler.send(m.Leave(2))  # whoever needs this server learns at once that it is stopped
 
-    def _hear(self, listener: Listener, message: m.Message, now_s: float) -> None:
+    def _hear(self, listener: Listener, scheduler: Connection, message: m.Message, now_s: float) -> None:
         if isinstance(message, m.Failure):
             kind = ConfigError if message.error == "ConfigError" else ServerLostError
             raise kind(f"server {self._rank} is out of the job: {message.text}")
+        if isinstance(message, m.TakeSnapshot) and self._state.snapshots is not None:
+            self._state.snapshots.begin(message.number)
         if isinstance(message, m.View) and message.epoch > self._state.epoch:
+            if self._state.epoch < 0 and message.snapshot:
+                # A long silence would be taken for this server's end.
+                alive = m.Heartbeat(0, message.epoch)
+                load_parts(self._config, self._state, self._rank, message, lambda: scheduler.send(alive))
             self._connect(message)
             self._dispatch(listener, self._state.adopt(message, now_s))
 

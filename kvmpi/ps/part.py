@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,11 @@ import numpy.typing as npt
 from kvmpi.ps import replay
 from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.slot import Slot
+from kvmpi.ps.snapshots import PartCopy, restore
 from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 
@@ -42,6 +45,7 @@ class Part:
         seq: entries of the log that this server has; all up to ``committed`` are on every server of the chain.
         complete: whether it has all of the part.
         shards: what it holds, by store.
+        on_update: called where clients are served, when a chunk has another value.
     """
 
     def __init__(self, server: int, number: int, on_client_loss: str = "fail") -> None:
@@ -51,6 +55,7 @@ class Part:
         self.seq = self.committed = 0
         self.complete = False
         self.shards: dict[int, Shard] = {}
+        self.on_update: Callable[[int, Shard, Slot], None] | None = None
         self._log: deque[_Record] = deque()
         self._held: deque[tuple[int, list[Reply]]] = deque()
         self._before: bytes | None = None  # route of the server before this one
@@ -123,9 +128,16 @@ class Part:
 
     # ---- at the head
 
+    def resume(self, copy: PartCopy, keys: Mapping[int, frozenset[Key]]) -> None:
+        """Begin with what was in a snapshot; every server of the first chain does."""
+        for store, saved in copy.items():
+            self._open(store, saved.mode, saved.num_clients)
+            restore(self.shards[store], saved, keys[store])
+
     def shard(self, store: int, mode: str, num_clients: int) -> Shard:
-        """The shard of a store, made if it is new."""
-        if store not in self.shards:
+        """The shard of a store, made if it is new; one from a snapshot may be of another number of clients."""
+        known = self.shards.get(store)
+        if known is None or (known.untouched and (known.mode, known.num_clients) != (mode, num_clients)):
             self._open(store, mode, num_clients)
             self._record(store, entries.Opened(mode, num_clients))
         return self.shards[store]
@@ -135,6 +147,10 @@ class Part:
             self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
         )
         shard.acknowledges_rounds = self.replicas > 0
+        if store in self.shards:
+            shard.inherit(self.shards[store])
+        if (tell := self.on_update) is not None:
+            shard.on_update = lambda slot: tell(self.number, shard, slot)
         self.shards[store] = shard
 
     def drop_deserted(self) -> None:

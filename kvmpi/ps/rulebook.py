@@ -23,11 +23,13 @@ class Rulebook:
         in_rounds: a change counts from a round on; else at once.
     Attributes:
         rule, generation: the newest rule, and how often another was chosen: its state begins empty then.
+        resumed: the rule is from a snapshot. The first choice may be the same again, and keeps the state.
     """
 
     def __init__(self, server: int, *, in_rounds: bool) -> None:
         self.rule: optim.Rule | None = None
         self.generation = 0
+        self.resumed = False
         self._in_rounds = in_rounds
         self._choices = SharedCalls("set_optimizer", server)
         self._changes = SharedCalls("set_hyperparams", server)
@@ -72,7 +74,9 @@ class Rulebook:
         call: Any = (entry.rule, entry.hyperparams) if isinstance(entry, entries.RuleCall) else entry.hyperparams
         if not calls.is_repeat(entry.client, entry.ordinal, call):
             if isinstance(entry, entries.RuleCall):
-                self.generation += 1
+                if not (self.resumed and self.rule is not None and self.rule.name == entry.rule):
+                    self.generation += 1
+                self.resumed = False
                 self.rule = optim.create(entry.rule, entry.hyperparams)
             else:
                 assert self.rule is not None
@@ -95,12 +99,16 @@ class Rulebook:
             self._choices.dump(lambda call: entries.RuleInForce(0, 0, call[0], call[1])),
             self._changes.dump(lambda call: entries.RuleInForce(0, 0, "", call)),
         ]
-        return entries.StoreState(in_force(RuleChange(0, self.generation, self.rule)), calls)
+        return entries.StoreState(in_force(RuleChange(0, self.generation, self.rule)), calls, self.resumed)
+
+    def resume(self, change: RuleChange) -> None:
+        """Begin with the rule of a snapshot; its clients are gone, and with them how many calls they had made."""
+        self.rule, self.generation, self.resumed = change.rule, change.generation, True
 
     def restore(self, state: entries.StoreState) -> None:
         """Be as ``dump`` has described it."""
         change = rule_change(state.current)
-        self.rule, self.generation = change.rule, change.generation
+        self.rule, self.generation, self.resumed = change.rule, change.generation, state.resumed
         self._choices.restore(state.calls[0], lambda call: (call.rule, call.hyperparams))
         self._changes.restore(state.calls[1], lambda call: call.hyperparams)
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
-from kvmpi.ps.chains import Chains
+from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
 from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
 from kvmpi.ps.server import MAX_CLIENTS
+from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -54,17 +55,23 @@ class SchedulerState:
         heartbeat_timeout_s: a member that is silent for longer is lost.
         replicas: how many servers more than one are to hold each part of the values.
         on_client_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
+        book: of the snapshots of this job, if there are any, and of the one that it was resumed from.
+    Attributes:
+        complete: snapshots of which every part is written, for whoever writes their manifests.
     Raises:
         ConfigError: there are too few servers for so many replicas.
     """
 
     def __init__(
-        self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0, on_client_loss: str = "fail"
+        self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0, on_client_loss: str = "fail",
+        book: SnapshotBook | None = None,
     ) -> None:
         if replicas and replicas >= num_servers:
             raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
         self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
         self._on_client_loss = on_client_loss
+        self.book = book or SnapshotBook(num_servers * PARTS_PER_SERVER)
+        self.complete: list[Manifest] = []
         self.members: dict[MemberName, Member] = {}
         self.epoch = 0
         self._chains: Chains | None = None  # until all servers are there
@@ -105,6 +112,8 @@ class SchedulerState:
         match message:
             case m.Heartbeat():
                 self.members[name].clock = message.clock
+                if name[0] == "server":
+                    self.book.heartbeat(name[2], message.clock)
                 # A view may have been lost with a connection.
                 return [Reply(route, self._view())] if message.epoch < self.epoch and self._chains is not None else []
             case m.CaughtUp() | m.Drained() if name[0] == "server" and self._chains is not None:
@@ -113,6 +122,10 @@ class SchedulerState:
                 self._stores[name[1]].finished.add(name[2])
                 self.changes += 1
                 return [Reply(route, m.Ack(message.request, 0)), *self._complete_barrier(self._stores[name[1]])]
+            case m.SnapshotNews() if name[0] == "server":
+                number, manifest = self.book.hear(message)
+                self.complete += [] if manifest is None else [manifest]
+                return self._take_snapshot(number)
             case m.Barrier() if name[0] == "client":
                 return self._barrier(name, route, message)
             case m.QueryDead() if name[0] == "client":
@@ -225,7 +238,13 @@ class SchedulerState:
             for (role, _, rank), member in sorted(self.members.items())
             if role == "server"
         ]
-        return m.View(self.epoch, self.replicas, self._chains.chains, servers, list(self._lost.values()), request)
+        resumed = (0, {}) if self.book.resumed is None else (self.book.resumed.number, dict(self.book.resumed.steps))
+        lost = list(self._lost.values())
+        return m.View(self.epoch, self.replicas, self._chains.chains, servers, lost, request, *resumed)
+
+    def _take_snapshot(self, number: int | None) -> list[Reply]:
+        servers = [member.route for (role, *_), member in self.members.items() if role == "server"]
+        return [] if number is None else [Reply(route, m.TakeSnapshot(number)) for route in servers]
 
     def _answer_waiting(self) -> list[Reply]:
         """The view for those who have just registered, if there is one."""
@@ -298,7 +317,7 @@ class SchedulerState:
 
     def tick(self, now_s: float) -> list[Reply]:
         """Declare silent members lost and tell everyone."""
-        replies: list[Reply] = []
+        replies = self._take_snapshot(self.book.tick(now_s))
         for name, member in list(self.members.items()):
             silence_s = now_s - member.last_seen_s
             if silence_s > self.heartbeat_timeout_s:

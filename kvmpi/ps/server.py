@@ -11,8 +11,10 @@ from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.snapshots import PartCopy, ServerSnapshots
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +33,17 @@ class _Session:
 
 
 class ServerState:
-    """What server ``rank`` knows. One per process; every store of the job has its own ``Shard`` in every part."""
+    """What server ``rank`` knows. One per process; every store of the job has its own ``Shard`` in every part.
 
-    def __init__(self, rank: int, on_client_loss: str = "fail") -> None:
+    Args:
+        snapshot_every: take snapshots, and begin one after so many rounds (``ServerSnapshots``); None: take none.
+    """
+
+    def __init__(self, rank: int, on_client_loss: str = "fail", snapshot_every: int | None = None) -> None:
         self.rank, self.on_client_loss = rank, on_client_loss
+        self.snapshots = None if snapshot_every is None else ServerSnapshots(rank, snapshot_every, self._answering)
+        self._resumed: dict[int, PartCopy] = {}
+        self._resumed_keys: dict[int, frozenset[Key]] = {}
         self.epoch = -1
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -97,22 +106,38 @@ class ServerState:
             return []
         self.epoch = view.epoch
         out: list[Outgoing] = []
+        answering = self._answering()
+        if self.snapshots is not None:
+            self.snapshots.resume(view.snapshot, view.steps)
         for number, chain in enumerate(view.chains):
             mine = self.rank in chain.members or self.rank == chain.joiner
             if number not in self.parts and not mine:
                 continue
-            part = self.parts.setdefault(number, Part(self.rank, number, self.on_client_loss))
+            part = self.parts.setdefault(number, self._new_part(number))
             answered = part.answers
             out += part.adopt(chain, view.replicas, now_s)
+            if (resumed := self._resumed.pop(number, None)) is not None:
+                part.resume(resumed, self._resumed_keys)
             if part.answers and not answered:
                 out += self._take_over(part, now_s)
             if not mine:
                 del self.parts[number]
+        if self.snapshots is not None and self._answering() != answering:
+            self.snapshots.heads_changed()
         self._lost = {}
         for lost in view.lost:
             self._lost.setdefault(lost.store, []).append(lost)
             out += self._lose(lost, now_s)
         return out
+
+    def _new_part(self, number: int) -> Part:
+        part = Part(self.rank, number)
+        part.on_update = None if self.snapshots is None else self.snapshots.on_update
+        return part
+
+    def resume(self, parts: dict[int, PartCopy], keys: dict[int, frozenset[Key]]) -> None:
+        """What a snapshot has of the parts that the first view will give to this server, and the keys of all parts."""
+        self._resumed, self._resumed_keys = parts, keys
 
     def _take_over(self, part: Part, now_s: float) -> list[Outgoing]:
         """This server answers for ``part`` from now on: those who are here already are to be known there too."""
@@ -184,7 +209,7 @@ class ServerState:
         return [*out, Reply(route, m.Ack(hello.request, 0))]
 
     def _shard_for(self, part: Part, hello: m.Hello) -> Shard:
-        new = hello.store not in part.shards
+        new = hello.store not in part.shards or part.shards[hello.store].untouched
         shard = part.shard(hello.store, hello.mode, hello.num_clients)
         if (shard.mode, shard.num_clients) != (hello.mode, hello.num_clients):
             raise ConfigError(

@@ -41,6 +41,10 @@ Buffer = npt.NDArray[Any]
 Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 
 
+def _nothing(_: Slot) -> None:
+    pass
+
+
 class Shard:
     """The chunks of one store that belong to one part.
 
@@ -51,6 +55,8 @@ class Shard:
         on_client_loss: what synchronous rounds do without a client that is lost: "fail", "wait" or "shrink".
     Attributes:
         acknowledges_rounds: a push is done when its round is over, not when it is in it.
+        on_update: called where clients are served, when a chunk has another value.
+        saved: the keys that the store had in the snapshot that it was resumed from, in whatever part.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Shard:
     ) -> None:
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
         self.acknowledges_rounds = False
+        self.on_update: Callable[[Slot], None] = _nothing
+        self.saved: frozenset[Key] = frozenset()
         self._log = log
         self.discipline = consistency.get(mode)
         self.slots: dict[tuple[Key, int], Slot] = {}
@@ -118,6 +126,16 @@ class Shard:
             for slot in self.slots.values():
                 slot.steps.pop(client, None)
         return replaces
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it came from a snapshot, and no client has been here since."""
+        return self.rulebook.resumed and not self.clients.incarnations
+
+    def inherit(self, other: Shard) -> None:
+        """Take over what ``other``, which is untouched, has of the same store."""
+        self.slots, self.layouts, self.saved = other.slots, other.layouts, other.saved
+        self.rulebook.restore(other.rulebook.dump())
 
     def lose(self, client: int, why: str, incarnation: int | None = None) -> list[Reply]:
         """``client`` will push no more: whoever waits for it is told. Not if a later ``incarnation`` of it is here."""
@@ -198,6 +216,11 @@ class Shard:
             # How far this client is: a process that takes the place of another goes on from there. What is in an
             # open round does not count yet: it may be lost with this server.
             return [Reply(route, m.Ack(message.request, min(slot.steps.get(client, 0), slot.rounds)))]
+        if key in self.saved:
+            raise ConfigError(
+                f"init of key {key!r}: chunk {message.chunk} of {message.num_chunks} is elsewhere in the snapshot, or "
+                "nowhere; resume with the KVMPI_PLACEMENT, KVMPI_CHUNK_BYTES and order of init that it was made with"
+            )
         if not 0 <= message.chunk < message.num_chunks:
             raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
         if client != 0:
@@ -240,12 +263,13 @@ class Shard:
 
     def _check_same(self, client: int, message: m.Init) -> None:
         mine = self.layouts[message.key]
-        text = f"init of key {message.key!r}: client {client} has {{}} {{}}, client 0 has {{}}; all must be equal"
+        other = "the snapshot" if message.key in self.saved else "client 0"
+        text = f"init of key {message.key!r}: client {client} has {{}} {{}}, {other} has {{}}; all must be equal"
         if message.shape != mine.shape:
             raise ShapeMismatchError(text.format("shape", tuple(message.shape), tuple(mine.shape)))
         if message.dtype != mine.dtype:
             raise DTypeMismatchError(text.format("dtype", message.dtype, mine.dtype))
-        cut = "KVMPI_CHUNK_BYTES, KVMPI_MAX_MESSAGE_BYTES or KVMPI_PLACEMENT other than client 0, giving"
+        cut = f"KVMPI_CHUNK_BYTES, KVMPI_MAX_MESSAGE_BYTES or KVMPI_PLACEMENT other than {other}, giving"
         if message.num_chunks != mine.num_chunks:
             raise ConfigError(text.format(f"{cut} chunks:", message.num_chunks, mine.num_chunks))
         slot = self.slots.get((message.key, message.chunk))
@@ -288,6 +312,7 @@ class Shard:
         self._log(entries.Single(message.key, message.chunk, client, message.step, message.codec), (wire,))
         answer = slot.apply_alone(wire, wire_dtype)
         slot.steps[client] = message.step
+        self.on_update(slot)
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
@@ -329,6 +354,7 @@ class Shard:
         assert slot.accumulator is not None
         clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
         self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk, clients), (slot.accumulator,)))
+        self.on_update(slot)
         waiting, slot.waiting = slot.waiting, {}
         replies = [self._round_answer(slot, waiter) for waiter in waiting.values()]
         for client, reader in list(slot.readers.items()):

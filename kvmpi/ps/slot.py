@@ -224,6 +224,11 @@ class Slot:
             self.rules.pop()  # never in force: otherwise a chunk that nobody pushes would collect them
         self.rules.append(change)
 
+    @property
+    def rule_in_force(self) -> RuleChange:
+        """The rule of the last round: what clients have said for later rounds they say again after a resume."""
+        return self.rules[0]
+
     def _rule_of_round(self, round_: int) -> optim.Rule | None:
         while len(self.rules) > 1 and self.rules[1].from_round <= round_:
             self.rules.popleft()

@@ -132,10 +132,11 @@ class CallsState(_Entry, tag="calls"):
 
 
 class StoreState(_Entry, tag="store"):
-    """What a store remembers beside its chunks."""
+    """What a store remembers beside its chunks. ``resumed``: its rule is from a snapshot, and not yet chosen again."""
 
     current: RuleInForce
     calls: list[CallsState]
+    resumed: bool = False
 
 
 class SlotState(_Entry, tag="slot"):

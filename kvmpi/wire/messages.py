@@ -247,6 +247,7 @@ class View(Message, tag="view"):
     """Who is in the job, from the scheduler to everyone: once every server is there, and after every change.
 
     ``chains``: one for each part; ``replicas``: how many servers more than one have each part if all is well.
+    ``snapshot``: the number of the one that the job was resumed from, or 0; ``steps``: how far each store was in it.
     """
 
     epoch: int
@@ -255,6 +256,8 @@ class View(Message, tag="view"):
     servers: list[ServerInfo]
     lost: list[Lost]
     request: int = -1
+    snapshot: int = 0
+    steps: dict[int, int] = {}
 
 
 class Heartbeat(Message, tag="heartbeat"):
@@ -303,6 +306,32 @@ class Drained(Message, tag="drained"):
 
     part: int
     version: int
+
+
+class TakeSnapshot(Message, tag="takesnapshot"):
+    """The scheduler to a server: snapshot ``number`` is to be taken, of a synchronous chunk when it is that far."""
+
+    number: int
+
+
+class PartFile(msgspec.Struct, array_like=True):
+    """The file of one part in a snapshot, and how to know that it is whole."""
+
+    part: int
+    nbytes: int
+    checksum: int
+
+
+class SnapshotNews(Message, tag="snapshotnews"):
+    """A server to the scheduler: its share of snapshot ``number`` is "begun", "written" (these files), or "dropped".
+
+    ``steps``: how far each store is in it.
+    """
+
+    number: int
+    stage: str
+    files: list[PartFile] = []
+    steps: dict[int, int] = {}
 
 
 class Extend(Message, tag="extend"):
@@ -362,6 +391,7 @@ _ANY = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
     | Register | View | Heartbeat | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
+    | TakeSnapshot | SnapshotNews
     | Extend | Attach | Log | Committed | Install | Installed
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

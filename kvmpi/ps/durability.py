@@ -1,0 +1,175 @@
+"""Between the snapshots' state machines and their files: what the scheduler's and the servers' loops do for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvmpi.config import Config
+from kvmpi.ps import snapshot_files as files
+from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.server import ServerState
+from kvmpi.ps.snapshots import Manifest, Taking
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+_log = logging.getLogger(__name__)
+
+#: Longest wait at the end of a job for the snapshot that is under way; the launcher kills after 5 s.
+_FINISH_S = 3.0
+
+
+def resumed_manifest(config: Config, complain: Callable[[str], None]) -> Manifest | None:
+    """The snapshot that the job goes on from, if it is to; also sees to it that new ones can be written.
+
+    Raises:
+        ConfigError: there is none that can be used, or the folder for new ones cannot.
+    """
+    found = None
+    if config.resume:
+        found = files.choose(config.resume, config.num_servers * PARTS_PER_SERVER, PARTS_PER_SERVER, complain)
+    if config.snapshot_dir:
+        files.prepare(config.snapshot_dir, config.resume)
+    return found
+
+
+def load_parts(config: Config, state: ServerState, rank: int, view: m.View, alive: Callable[[], None]) -> None:
+    """Read what the first view says that server ``rank`` has; ``alive`` is called now and then.
+
+    Raises:
+        KVError: a file is missing or damaged.
+    """
+    mine = [number for number, chain in enumerate(view.chains) if rank in chain.members]
+    parts = {}
+    for number in mine:
+        parts[number] = files.read_part(config.resume, view.snapshot, number)
+        alive()
+    state.resume(parts, files.read_keys(config.resume, view.snapshot, len(view.chains)))
+
+
+class _Beside:
+    """What both daemons have: a thread for the files, made when there is something to write, and how they end."""
+
+    def __init__(self, config: Config, wake: Callable[[], None]) -> None:
+        self._directory = config.snapshot_dir
+        self._wake = wake
+        self._background: files.Background | None = None
+        self._until_s: float | None = None
+
+    def _thread(self) -> files.Background:
+        if self._background is None:
+            self._background = files.Background("kvmpi-snapshots", self._wake)
+        return self._background
+
+    def busy(self, now_s: float) -> bool:
+        """Asked when the daemon is to end: whether a snapshot that is under way still holds it back."""
+        if not self._directory:
+            return False
+        if self._until_s is None:
+            self._until_s = now_s + _FINISH_S
+            self._end()
+        return now_s < self._until_s and self._pending()
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _pending(self) -> bool:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        if self._background is not None:
+            self._background.close()
+
+
+class SnapshotWriter(_Beside):
+    """Writes what a server has copied."""
+
+    def __init__(self, config: Config, state: ServerState, wake: Callable[[], None]) -> None:
+        super().__init__(config, wake)
+        self._snapshots = state.snapshots
+
+    def round(self) -> int:
+        """The number that the server's furthest chunk is at."""
+        return 0 if self._snapshots is None else self._snapshots.round()
+
+    def step(self) -> list[Message]:
+        """Start and finish what there is; returns the news for the scheduler. Called after every batch of messages."""
+        snapshots = self._snapshots
+        if snapshots is None:
+            return []
+        if self._background is not None:
+            self._background.finish()
+        if (taking := snapshots.take_ready()) is not None:
+            self._thread().start(lambda: self._write(taking), lambda result: self._written(taking, result))
+        return snapshots.take_messages()
+
+    def _write(self, taking: Taking) -> list[m.PartFile]:
+        started_s = time.monotonic()
+        assert taking.parts is not None
+        written = [files.write_part(self._directory, taking.number, part, copy) for part, copy in taking.parts.items()]
+        _log.info("snapshot %d: written in %.2f s", taking.number, time.monotonic() - started_s)
+        return written
+
+    def _written(self, taking: Taking, result: list[m.PartFile] | Exception) -> None:
+        assert self._snapshots is not None
+        if isinstance(result, Exception):
+            _log.error("server %d: snapshot %d is given up: %s", self._snapshots.rank, taking.number, _said(result))
+        self._snapshots.written(taking, None if isinstance(result, Exception) else result)
+
+    def _end(self) -> None:
+        assert self._snapshots is not None
+        self._snapshots.close()
+
+    def _pending(self) -> bool:
+        return self._background is not None and self._background.busy
+
+
+class SnapshotKeeper(_Beside):
+    """Completes snapshots of which all parts are written, and deletes old ones."""
+
+    def __init__(self, config: Config, state: SchedulerState, wake: Callable[[], None]) -> None:
+        super().__init__(config, wake)
+        self._state = state
+
+    def step(self) -> None:
+        """Start and finish what there is. Called after every batch of messages."""
+        if not self._directory:
+            return
+        if self._background is not None:
+            self._background.finish()
+        while self._state.complete:
+            manifest = self._state.complete.pop(0)
+            self._thread().start(
+                lambda manifest=manifest: files.write_manifest(self._directory, manifest),  # type: ignore[misc]
+                lambda result, number=manifest.number: self._committed(number, result),  # type: ignore[misc]
+            )
+
+    def _committed(self, number: int, result: Exception | None) -> None:
+        if isinstance(result, Exception):
+            _log.error("scheduler: snapshot %d is given up: %s", number, _said(result))
+            return
+        self._state.book.committed(number)
+        self._thread().start(self._tidy, lambda _: None)
+
+    def _tidy(self) -> None:
+        for number in self._state.book.obsolete(files.numbers(self._directory)):
+            files.remove(self._directory, number)
+
+    def _end(self) -> None:
+        self._state.book.close()
+
+    def _pending(self) -> bool:
+        book = self._state.book
+        return (
+            bool(self._state.complete) or not book.settled or (self._background is not None and self._background.busy)
+        )
+
+
+def _said(error: Exception) -> str:
+    """What went wrong with which file."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
