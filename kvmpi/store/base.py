@@ -67,6 +67,15 @@ class KVStore(StoreCore, ABC):
         """The update rule in force, or None."""
         return self._rule
 
+    @property
+    def resumed_step(self) -> int:
+        """How many steps the values had when ``kvmpi run --resume`` started the job; 0 in a new one.
+
+        Of a synchronous store: its rounds; of an asynchronous one: its updates, divided by its clients. The same on
+        every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
+        """
+        return 0
+
     def is_capable(self, capability: str) -> bool:
         """Whether this store can do something.
 

@@ -53,7 +53,7 @@ class DistStore(KVStore):
         self._rank = first + self.mpi_rank if grouped else max(0, config.rank)
         self._client = config.client_rank if grouped else self._rank
         self._num_clients = config.num_clients if grouped else config.num_workers
-        self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True}
+        self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True, "snapshots": True}
         self._alone = self._num_clients == 1
         # By key: what the last push fetches, and whether there was a pull since.
         self._answers: dict[Key, _Answer | None] = {}
@@ -66,7 +66,14 @@ class DistStore(KVStore):
                 recorder=self._recorder,
             )  # fmt: skip
         call = self._call("create")
-        self._command(lambda ps: ps.connect(call.deadline), call).wait()
+        resumed = ["0"]
+
+        def connect(ps: PsClient) -> None:
+            ps.connect(call.deadline)
+            resumed[0] = str(ps.resumed_step)
+
+        self._command(connect, call, result=resumed).wait()
+        self._resumed_step = int(resumed[0])
 
     # ---- who and where
 
@@ -89,6 +96,10 @@ class DistStore(KVStore):
     @property
     def num_servers(self) -> int:
         return self._config.num_servers
+
+    @property
+    def resumed_step(self) -> int:
+        return self._resumed_step
 
     # ---- operations
 
