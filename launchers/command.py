@@ -48,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
         help="how often each client that has died is started again while the others wait for it, and each server with "
         "--replicas (default: clients never, servers 20 times)",
     )  # fmt: skip
+    add("--snapshot-dir", default="", metavar="DIR", help="folder into which servers write snapshots of their state")
+    add("--snapshot-every", type=int, default=0, metavar="N", help="a snapshot after every N updates")
+    add("--snapshot-seconds", type=float, default=0.0, metavar="T", help="a snapshot about every T seconds")
+    add("--resume", default="", metavar="DIR", help="go on from the newest snapshot in DIR")
     add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
     add("--timeline", metavar="F", help="not supported yet")
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module that servers import")
@@ -103,6 +107,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             num_servers=args.servers,
             replicas=args.replicas,
             restarts=args.restart,
+            snapshots=jobs.Snapshots(args.snapshot_dir, args.snapshot_every, args.snapshot_seconds, args.resume),
             environ=environ,
             job_id=job_id,
             job_dir=job_dir,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from kvmpi.launchers.program import Program
 OWNED = {
     env_name(field_name)
     for field_name in (
-        *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "keys", "tty"),
+        *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "keys", "tty", "resume"),
         *("num_workers", "num_clients", "num_servers", "replicas"),
     )
 }
@@ -53,6 +54,28 @@ class RoleCommands:
 
     scheduler: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "scheduler")
     server: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "server")
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """What the command line says about snapshots; a job that goes on from some writes its own beside them."""
+
+    directory: str = ""
+    every: int = 0
+    seconds: float = 0.0
+    resume: str = ""
+
+    def settings(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """As environment variables, beside those that the user has set."""
+        often = (
+            self.every or self.seconds or environ.get("KVMPI_SNAPSHOT_EVERY") or environ.get("KVMPI_SNAPSHOT_SECONDS")
+        )
+        directory = self.directory or environ.get("KVMPI_SNAPSHOT_DIR", "") or (self.resume if often else "")
+        found = {"KVMPI_RESUME": self.resume and os.path.abspath(self.resume)}
+        found["KVMPI_SNAPSHOT_DIR"] = directory and os.path.abspath(directory)
+        found["KVMPI_SNAPSHOT_EVERY"] = str(self.every or "")
+        found["KVMPI_SNAPSHOT_SECONDS"] = str(self.seconds or "")
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True)
@@ -101,6 +124,7 @@ def plan(
     num_servers: int = 0,
     replicas: int = 0,
     restarts: int | None = None,
+    snapshots: Snapshots | None = None,
     environ: Mapping[str, str],
     job_id: str,
     job_dir: str,
@@ -118,6 +142,7 @@ def plan(
         replicas: servers more than one that hold each part of the values.
         restarts: how often each client, and each server if others hold what it held, may be started again; None:
             such servers often enough, clients never.
+        snapshots: of the servers' state.
         environ: the user's environment, which every process inherits.
         job_dir, shm_dir: private folders of the job; the second is for shared memory and may be empty.
         mpi: needed when a client has several workers.
@@ -139,6 +164,10 @@ def plan(
         raise ConfigError(f"--restart {restarts}: must not be negative")
     if commands is None:
         commands = RoleCommands()
+    if snapshots is None:
+        snapshots = Snapshots()
+    if num_servers == 0 and snapshots != Snapshots():
+        raise ConfigError("--snapshot-dir and --resume are for the state of servers, and this job has none; see -s")
     base = mpirun.clean({name: value for name, value in environ.items() if name not in OWNED})
     modules = [*filter(None, base.get("KVMPI_IMPORTS", "").split(",")), *imports]
     common = {
@@ -152,6 +181,7 @@ def plan(
         common["KVMPI_REPLICAS"] = str(replicas)
     if brings_clients_back and "KVMPI_ON_CLIENT_LOSS" not in base:
         common["KVMPI_ON_CLIENT_LOSS"] = "wait"
+    common.update(snapshots.settings(base))
     if tty:
         common["KVMPI_TTY"] = tty
     if modules:

@@ -19,6 +19,7 @@ from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
 
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
+RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
 #: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
@@ -135,8 +136,9 @@ class Runner:
             os.close(write_end)
         os.set_blocking(read_end, False)
         self._selector.register(read_end, selectors.EVENT_READ, "ready")
-        deadline = time.monotonic() + HANDSHAKE_S
-        text = f"said nothing about where it listens for {HANDSHAKE_S:.0f} s"
+        patience_s = RESUME_S if "KVMPI_RESUME" in self._env else HANDSHAKE_S
+        deadline = time.monotonic() + patience_s
+        text = f"said nothing about where it listens for {patience_s:.0f} s"
         while not self._over() and not self._endpoint.endswith(b"\n"):
             if self._ready_closed:
                 # Normally it is about to end with an error, and that says more than we could.

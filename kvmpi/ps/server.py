@@ -131,7 +131,7 @@ class ServerState:
         return out
 
     def _new_part(self, number: int) -> Part:
-        part = Part(self.rank, number)
+        part = Part(self.rank, number, self.on_client_loss)
         part.on_update = None if self.snapshots is None else self.snapshots.on_update
         return part
 
