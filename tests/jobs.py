@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,3 +23,11 @@ def run_job(
     env.update({f"KVMPI_{name.upper()}": str(value) for name, value in settings.items()})
     command = [sys.executable, "-m", "kvmpi", "run", *options.split(), "--", str(program), *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    """Look until something is so; ``what`` is said if it does not come in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.01)

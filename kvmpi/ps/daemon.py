@@ -126,9 +126,7 @@ class ServerDaemon(Daemon):
     def __init__(self, config: Config, rank: int) -> None:
         super().__init__(config)
         self._rank = rank
-        self._state = ServerState(
-            rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None
-        )
+        self._state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
         self._writer = SnapshotWriter(config, self._state, self._waker.wake)
         # Connections to other servers, made when there is something to send, and where they are.
         self._others: dict[int, Connection] = {}

@@ -63,7 +63,11 @@ class SchedulerState:
     """
 
     def __init__(
-        self, num_servers: int, heartbeat_timeout_s: float, replicas: int = 0, on_client_loss: str = "fail",
+        self,
+        num_servers: int,
+        heartbeat_timeout_s: float,
+        replicas: int = 0,
+        on_client_loss: str = "fail",
         book: SnapshotBook | None = None,
     ) -> None:
         if replicas and replicas >= num_servers:

@@ -152,7 +152,7 @@ def write_manifest(directory: str, manifest: Manifest) -> None:
     """
     content = json.dumps({"format": _FORMAT, "number": manifest.number, "files": manifest.files,
                           "steps": {str(store): step for store, step in manifest.steps.items()}})  # fmt: skip
-    path = os.path.join(_folder(directory, manifest.number), _MANIFEST)
+    path = _manifest_path(directory, manifest.number)
     try:
         with replacing(path) as temporary, open(temporary, "w") as file:
             json.dump({"content": content, "crc32": zlib.crc32(content.encode())}, file)
@@ -168,7 +168,7 @@ def read_manifest(directory: str, number: int) -> Manifest:
     Raises:
         KVError: it is missing or damaged; the message names it.
     """
-    path = os.path.join(_folder(directory, number), _MANIFEST)
+    path = _manifest_path(directory, number)
     try:
         with open(path) as file:
             outer = json.load(file)
@@ -257,7 +257,8 @@ def prepare(directory: str, resumed_from: str) -> None:
     except OSError as error:
         raise ConfigError(f"snapshots cannot be written to {directory}: {error.strerror}") from None
     mine = resumed_from and os.path.isdir(resumed_from) and os.path.samefile(directory, resumed_from)
-    if not mine and (found := numbers(directory)):
+    found = [number for number in numbers(directory) if os.path.exists(_manifest_path(directory, number))]
+    if found and not mine:
         raise ConfigError(
             f"{directory} has snapshots of another job (the newest is {found[-1]}), which those of this one would "
             "replace; go on from them with --resume, or name another folder"
@@ -266,16 +267,19 @@ def prepare(directory: str, resumed_from: str) -> None:
 
 def remove(directory: str, number: int) -> None:
     """Delete a snapshot, its manifest first: what is left of it if that is interrupted is no snapshot."""
-    folder = _folder(directory, number)
     try:
-        os.unlink(os.path.join(folder, _MANIFEST))
+        os.unlink(_manifest_path(directory, number))
     except OSError:
         pass
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(_folder(directory, number), ignore_errors=True)
 
 
 def _folder(directory: str, number: int) -> str:
     return os.path.join(directory, str(number))
+
+
+def _manifest_path(directory: str, number: int) -> str:
+    return os.path.join(_folder(directory, number), _MANIFEST)
 
 
 def _part_path(folder: str, part: int) -> str:

@@ -6,34 +6,32 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from jobs import wait_for
 
 LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.01)
-
-
 class LaunchedJob:
-    """A running ``kvmpi run``. A mark in the environment finds everything it starts, the watchdog included."""
+    """A running ``kvmpi run``; scheduler and servers are stand-ins unless it is ``whole``.
 
-    def __init__(self, folder: Path, args: list[str], env: dict[str, str], **popen: object) -> None:
+    A mark in the environment finds everything it starts, the watchdog included.
+    """
+
+    def __init__(
+        self, folder: Path, args: list[str], env: dict[str, str], whole: bool = False, **popen: object
+    ) -> None:
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.folder = folder
 
         name, value = self.mark.split("=")
         inherited = {n: v for n, v in os.environ.items() if not n.startswith("KVMPI_") or n == "KVMPI_MPIRUN"}
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, LAUNCHER, *args],
+            [sys.executable, *(["-m", "kvmpi", "run"] if whole else [LAUNCHER]), *args],
             env={**inherited, name: value, **env},
             cwd=folder,
             text=True,

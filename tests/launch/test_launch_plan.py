@@ -216,3 +216,29 @@ def test_programs(tmp_path, monkeypatch):
     Path("plain").write_text("")
     with pytest.raises(ProgramNotFoundError, match=r"call it \./plain"):
         program.resolve(["plain"])
+
+
+def test_snapshots_go_where_the_job_was_resumed_from_unless_told_otherwise():
+    def settings(environ=None, **said):
+        env = plan(1, 1, 1, environ, snapshots=job.Snapshots(**said)).env
+        return {name: value for name, value in env.items() if "SNAPSHOT" in name or "RESUME" in name}
+
+    assert settings() == settings({"KVMPI_RESUME": "/of/another/job"}) == {}
+    assert settings(directory="d", every=5) == {
+        "KVMPI_SNAPSHOT_DIR": os.path.abspath("d"), "KVMPI_SNAPSHOT_EVERY": "5",
+    }  # fmt: skip
+    assert settings(resume="/d") == {"KVMPI_RESUME": "/d"}
+    further = {"KVMPI_RESUME": "/d", "KVMPI_SNAPSHOT_DIR": "/d", "KVMPI_SNAPSHOT_SECONDS": "2.5"}
+    assert settings(resume="/d", seconds=2.5) == further
+    assert settings({"KVMPI_SNAPSHOT_SECONDS": "2.5"}, resume="/d") == further
+    assert settings(resume="/d", directory="/e", seconds=2.5) == {**further, "KVMPI_SNAPSHOT_DIR": "/e"}
+
+
+@pytest.mark.parametrize(("servers", "said", "expected"), [
+    (0, {"directory": "d", "every": 1}, "-s"), (0, {"resume": "d"}, "-s"), (1, {"every": 5}, "KVMPI_SNAPSHOT_DIR"),
+    (1, {"directory": "d"}, "how often"), (1, {"directory": "d", "every": 1, "seconds": 1.0}, "only one"),
+    (1, {"directory": "d", "every": -1}, "negative"), (1, {"directory": "d", "seconds": -1.0}, "negative"),
+])  # fmt: skip
+def test_snapshots_that_make_no_sense(servers, said, expected):
+    with pytest.raises(ConfigError, match=expected):
+        plan(1, 1, servers, snapshots=job.Snapshots(**said))

@@ -16,6 +16,7 @@ from kvmpi.ps.client import PsClient
 from kvmpi.ps.reply import Reply
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.slot import Slot
+from kvmpi.ps.snapshots import PartCopy
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -37,14 +38,26 @@ def random_floats(count: int, *seeds: int) -> np.ndarray:
 
 
 class Machine:
-    """One store on one server. ``send`` returns the request's number, ``replies`` keeps all that came for it."""
+    """One store on one server. ``send`` returns the request's number, ``replies`` keeps all that came for it.
+
+    Args:
+        every: the server takes a snapshot after so many rounds.
+        resumed: the number of a snapshot, what is in it, and how far its stores are.
+    """
 
     def __init__(
-        self, mode: str, num_clients: int, *, hello: bool = True, replicas: int = 0, on_client_loss: str = "fail"
-    ) -> None:
-        self.state = ServerState(0, on_client_loss)
+        self, mode: str, num_clients: int, *, hello: bool = True, replicas: int = 0, on_client_loss: str = "fail",
+        every: int | None = None, resumed: tuple[int, PartCopy, dict[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.state = ServerState(0, on_client_loss, every)
         self.replicas = replicas
         self.lost: list[m.Lost] = []
+        self.resumed_from: tuple[int, dict[int, int]] = (0, {})
+        if resumed is not None:
+            number, copy, steps = resumed
+            keys = {store: frozenset(chunk.key for chunk in saved.chunks) for store, saved in copy.items()}
+            self.state.resume({0: copy}, keys)
+            self.resumed_from = (number, steps)
         self._adopt()
         self.mode, self.num_clients = mode, num_clients
         self.numbers = itertools.count(1)
@@ -144,6 +157,7 @@ class Machine:
         view = m.View(
             self.state.epoch + 1, self.replicas, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], self.lost
         )
+        view.snapshot, view.steps = self.resumed_from
         self.take(self.state.adopt(view))
 
 

@@ -29,6 +29,7 @@ ENTRIES = [
     entries.StoreState(
         entries.RuleInForce(0, 2, "sgd", {"lr": 0.1}),
         [entries.CallsState(1, [(1, entries.RuleInForce(0, 0, "", {"lr": 0.5}))], {0: 1, 1: 0})] * 2,
+        True,
     ),
     entries.SlotState(
         "k",
@@ -72,7 +73,11 @@ EXAMPLES = [
         [m.ServerInfo(0, 1, "a", ["tcp://127.0.0.1:1"])],
         [m.Lost(1, 2, 3, "was lost")],
         5,
+        40,
+        {1: 40, 2: 7},
     ),
+    m.TakeSnapshot(45),
+    m.SnapshotNews(45, "written", [m.PartFile(0, 1 << 40, (1 << 32) - 1)], {1: 45}),
     m.CaughtUp(3, 1),
     m.Drained(3, 1),
     m.Accepted(7),

@@ -1,0 +1,86 @@
+"""Whole jobs that are killed, and go on from what their servers have written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import wait_for
+
+Launch = Callable[..., Any]  # see conftest.LaunchedJob
+STEPS = str(Path(__file__).parent / "programs" / "steps.py")
+
+
+def complete(folder: Path) -> list[int]:
+    return sorted(int(manifest.parent.name) for manifest in folder.glob("*/snapshot.json"))
+
+
+def kill_all(job: Any) -> None:
+    """SIGKILL for every process at once, the launcher and its watchdog included."""
+    pids = sorted(job.environs())
+    assert job.process.pid in pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    job.process.wait()
+    wait_for(lambda: not job.environs(), "the end of all processes")
+    job.stdout, job.stderr = job.process.communicate()
+
+
+@pytest.mark.parametrize(("store", "shape", "rule"), [
+    ("dist_sync", "-n 2 -c 2 -s 2", "adam"), ("dist_sync_mpi", "-n 2 -c 2 -s 2 --replicas 1", "momentum"),
+])  # fmt: skip
+def test_a_job_that_was_killed_goes_on_bit_by_bit(
+    launch: Launch, tmp_path: Path, store: str, shape: str, rule: str
+) -> None:
+    def start(out: str, *options: str, stop_at: tuple[str, ...] = ()) -> Any:
+        return launch(*shape.split(), *options, STEPS, out, "40", rule, store, *stop_at, whole=True)
+
+    snapshots, workers = tmp_path / "snapshots", int(shape.split()[1])
+    whole = start("whole")
+    killed = start("killed", "--snapshot-dir", "snapshots", "--snapshot-every", "5", stop_at=("18",))
+    wait_for(lambda: complete(snapshots), "a snapshot")
+    kill_all(killed)
+    first = complete(snapshots)[-1]
+    assert first in (5, 10, 15)
+    assert whole.finish(60.0) == 0, whole.stderr
+    # Once more, and from another number than a multiple of what it was resumed from.
+    killed = start("killed", "--resume", "snapshots", "--snapshot-every", "7", stop_at=("29",))
+    wait_for(lambda: complete(snapshots)[-1] > first, "another snapshot")
+    kill_all(killed)
+    second = complete(snapshots)[-1]
+    assert second in (7, 14, 21, 28)
+    assert killed.stdout.count(f"resumed at {first}\n") == workers
+    done = start("done", "--resume", "snapshots")
+    assert done.finish(60.0) == 0, done.stderr
+    assert done.stdout.count(f"resumed at {second}\n") == workers
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / "done").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert complete(snapshots)[-1] == second  # --resume alone writes none
+
+
+def test_snapshots_by_time_of_an_asynchronous_store(launch: Launch, tmp_path: Path) -> None:
+    options = ["-n", "2", "-c", "2", "-s", "2", "--snapshot-seconds", "0.3"]
+    job = launch(
+        *options, "--snapshot-dir", "snapshots", STEPS, "out", "100000", "adam", "dist_async",
+        env={"KVMPI_HEARTBEAT_S": "0.1"}, whole=True,
+    )  # fmt: skip
+    wait_for(lambda: len(complete(tmp_path / "snapshots")) == 2, "two snapshots")
+    kill_all(job)
+    newest = complete(tmp_path / "snapshots")[-1]
+    shape = ["-n", "3", "-c", "2", "-s", "2"]  # its clients may have more workers
+    job = launch(*shape, "--resume", "snapshots", STEPS, "out", "0", "adam", "dist_async_mpi", whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    steps = [int(line.split("resumed at ")[1]) for line in job.stdout.splitlines()]
+    assert len(steps) == 3
+    assert len(set(steps)) == 1
+    assert 0 < steps[0] <= newest  # of each client; the number counts the updates of both
+
+
+def test_a_resume_that_cannot_be(launch: Launch, tmp_path: Path) -> None:
+    job = launch("-s", "1", "--resume", "nothing", STEPS, "out", "1", "adam", "dist_sync", whole=True)
+    assert job.finish(60.0) == 1
+    assert f"ConfigError: resume from {tmp_path / 'nothing'}: no usable snapshot; there is no such folder" in job.stderr

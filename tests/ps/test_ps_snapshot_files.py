@@ -1,0 +1,233 @@
+"""Files of snapshots: what is damaged is noticed, what cannot be written is said, and the job goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from jobs import wait_for
+from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError
+from kvmpi.ps import PsClient
+from kvmpi.ps import snapshot_files as files
+from kvmpi.ps.daemon import SchedulerDaemon
+from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, StoreCopy
+from kvmpi.wire import entries
+
+RULE = entries.RuleInForce(0, 3, "sgd", {"lr": 0.1, "momentum": float("inf")})
+PARTS = 4
+StartJob = Callable[..., Any]  # see conftest.ThreadJob
+
+
+def copy_of(number: int, part: int, key: Any = "k") -> PartCopy:
+    arrays = {"value": np.full(100 + part, number, "f2"), "momentum": np.arange(100 + part, dtype="f4")}
+    chunk = ChunkCopy(key, part, PARTS, 100 + part, [4, 100], "float16", number, 3, RULE, arrays)
+    empty = ChunkCopy(17, 0, 1, 0, [0], "bfloat16", 0, 0, RULE, {"value": np.empty(0, "u2")})
+    return {1: StoreCopy("sync", 2, number, RULE, [chunk, empty]), 2: StoreCopy("async", 1, 0, RULE)}
+
+
+def write(directory: Path, number: int) -> None:
+    made = [files.write_part(str(directory), number, part, copy_of(number, part)) for part in range(PARTS)]
+    manifest = Manifest(number, tuple((one.nbytes, one.checksum) for one in made), {1: number})
+    files.write_manifest(str(directory), manifest)
+
+
+def choose(directory: Path, parts: int = PARTS) -> tuple[int, list[str]]:
+    """The number that is chosen, and the complaints."""
+    said: list[str] = []
+    return files.choose(str(directory), parts, PARTS, said.append).number, said
+
+
+def test_a_part_comes_back_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path, 20)
+    for part in range(PARTS):
+        found, expected = files.read_part(str(tmp_path), 20, part), copy_of(20, part)
+        assert found.keys() == expected.keys()
+        for store, saved in expected.items():
+            for mine, its in zip(found[store].chunks, saved.chunks, strict=True):
+                for name, array in its.arrays.items():
+                    assert mine.arrays[name].dtype == array.dtype
+                    assert mine.arrays[name].tobytes() == array.tobytes()
+                assert replace(mine, arrays={}) == replace(its, arrays={})
+            assert replace(found[store], chunks=[]) == replace(saved, chunks=[])
+    assert files.read_keys(str(tmp_path), 20, PARTS) == {1: frozenset({"k", 17}), 2: frozenset()}
+    with safetensors.safe_open(tmp_path / "20" / "part-0.safetensors", "numpy") as file:  # anyone can read it
+        assert file.get_tensor("1/0/value").tolist() == [20.0] * 100
+    assert [path.name for path in tmp_path.rglob(".*")] == []  # nothing temporary is left
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def flip_number(path: Path) -> None:
+    path.write_text(path.read_text().replace('\\"number\\": 30', '\\"number\\": 31'))
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), [
+    ("part-2.safetensors", truncate, "bytes of"), ("part-2.safetensors", flip, "checksum"),
+    ("part-2.safetensors", Path.unlink, "No such file"), ("snapshot.json", Path.unlink, "not completed"),
+    ("snapshot.json", truncate, "damaged"), ("snapshot.json", flip_number, "checksum"),
+    ("snapshot.json", lambda path: path.write_text("[]"), "damaged"),
+    ("snapshot.json", lambda path: path.write_bytes(b"\xff"), "damaged"),
+])  # fmt: skip
+def test_the_one_before_a_damaged_one_is_taken(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+) -> None:
+    for number in (9, 10, 30):
+        write(tmp_path, number)
+    assert choose(tmp_path) == (30, [])
+    damage(tmp_path / "30" / name)
+    number, complaints = choose(tmp_path)
+    assert number == 10
+    (complaint,) = complaints
+    assert "snapshot 30" in complaint
+    assert str(tmp_path / "30" / name) in complaint
+    assert said in complaint
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        choose(tmp_path / "no")
+    with pytest.raises(ConfigError, match="the folder has none"):
+        choose(tmp_path)
+    write(tmp_path, 5)
+    (tmp_path / "5" / "snapshot.json").unlink()
+    with pytest.raises(ConfigError, match=r"no usable snapshot; snapshot 5: .*not completed"):
+        choose(tmp_path)
+    write(tmp_path, 6)
+    with pytest.raises(ConfigError, match=r"snapshot 6 is of a job with 1 servers, this one has 2; .* -s 1"):
+        choose(tmp_path, 2 * PARTS)
+
+
+def test_a_folder_that_cannot_be_written_or_is_anothers(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        files.prepare(str(tmp_path / "file" / "below"), "")
+    write(tmp_path / "mine", 5)
+    with pytest.raises(ConfigError, match="snapshots of another job"):
+        files.prepare(str(tmp_path / "mine"), "")
+    with pytest.raises(ConfigError, match="snapshots of another job"):
+        files.prepare(str(tmp_path / "mine"), str(tmp_path))
+    files.prepare(str(tmp_path / "mine"), str(tmp_path / "mine" / ".." / "mine"))
+    (tmp_path / "mine" / "5" / "snapshot.json").unlink()  # a job that came to nothing
+    files.prepare(str(tmp_path / "mine"), "")
+    files.prepare(str(tmp_path / "new" / "deep"), "")
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
+# ---- in a job
+
+
+def train(client: PsClient, first: int, last: int) -> np.ndarray:
+    out = np.empty(1000, "f4")
+    for step in range(first, last):
+        client.push("k", whole_numbers(1000, step), deadline()).wait(TIMEOUT_S)
+        client.pull("k", out, deadline()).wait(TIMEOUT_S)
+    return out
+
+
+def complete(folder: Path) -> list[int]:
+    return [number for number in files.numbers(str(folder)) if (folder / str(number) / "snapshot.json").exists()]
+
+
+def test_a_full_disk_costs_a_snapshot_and_nothing_else(
+    start_job: StartJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "snapshots"
+    job = start_job(2, snapshot_dir=str(folder), snapshot_every=2)
+    (client,) = job.connect(1)
+    initialise([client], {"k": 1000}, optim.SGD(lr=1.0))
+    train(client, 0, 2)
+    wait_for(lambda: complete(folder) == [2], "the first snapshot")
+
+    full = threading.Event()
+    real = files.write_part
+
+    def write_part(directory: str, number: int, part: int, copy: PartCopy) -> Any:
+        if number == 4 and part == 5:
+            full.set()
+            raise OSError(errno.ENOSPC, "No space left on device", f"{directory}/4/part-5.safetensors")
+        return real(directory, number, part, copy)
+
+    monkeypatch.setattr(files, "write_part", write_part)
+    caplog.set_level(logging.ERROR)
+    train(client, 2, 4)
+    assert full.wait(TIMEOUT_S)
+    wait_for(lambda: caplog.records, "the log line")
+    assert "server 1: snapshot 4" in caplog.text
+    assert "part-5.safetensors: No space left on device" in caplog.text
+    train(client, 4, 6)
+    wait_for(lambda: complete(folder) == [2, 6], f"the third snapshot: {files.numbers(str(folder))}")
+    wait_for(lambda: files.numbers(str(folder)) == [2, 6], "the end of what was left of the second")
+    assert choose(folder, 8) == (6, [])
+    last = train(client, 6, 7)
+    job.stop_daemons()
+
+    again = start_job(2, snapshot_dir=str(folder), resume=str(folder), snapshot_every=2)
+    (client,) = again.connect(1)
+    assert client.resumed_step == 6
+    initialise([client], {"k": 1000}, optim.SGD(lr=1.0))
+    np.testing.assert_array_equal(train(client, 6, 7), last)
+
+
+def test_a_slow_disk_holds_nobody_up(start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "snapshots"
+    job = start_job(1, snapshot_dir=str(folder), snapshot_every=2)
+    (client,) = job.connect(1)
+    initialise([client], {"k": 1000}, optim.SGD(lr=1.0))
+    begun, may_go_on = threading.Event(), threading.Event()
+    real = files.write_part
+
+    def write_part(*args: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(TIMEOUT_S)
+        return real(*args)
+
+    monkeypatch.setattr(files, "write_part", write_part)
+    train(client, 0, 9)
+    assert begun.wait(TIMEOUT_S)
+    assert complete(folder) == []
+    may_go_on.set()
+    wait_for(lambda: complete(folder) == [2], "the snapshot that was being written")
+
+
+def test_a_scheduler_says_which_file_is_damaged(
+    start_job: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (3, 4):
+        write(tmp_path / "snapshots", number)
+    flip(tmp_path / "snapshots" / "4" / "part-1.safetensors")
+    config = start_job(1).config
+    SchedulerDaemon(replace(config, resume=str(tmp_path / "snapshots")))
+    assert "4/part-1.safetensors is damaged" in caplog.text
+    flip(tmp_path / "snapshots" / "3" / "part-1.safetensors")
+    with pytest.raises(ConfigError, match="no usable snapshot"):
+        SchedulerDaemon(replace(config, resume=str(tmp_path / "snapshots")))
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    write(tmp_path, 7)
+    content = json.loads(json.loads((tmp_path / "7" / "snapshot.json").read_text())["content"])
+    assert content["number"] == 7
+    assert content["steps"] == {"1": 7}

@@ -1,0 +1,387 @@
+"""What is copied when, what makes a snapshot complete, and how a server goes on from one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ps_helpers import STORE, Machine, random_floats, round_of, stored, whole_numbers
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
+from kvmpi.ps import snapshot_files as files
+from kvmpi.ps.snapshots import Manifest, PartCopy, ServerSnapshots, SnapshotBook, Taking
+from kvmpi.wire import messages as m
+
+COUNT = 9
+CLIENTS = 2
+
+
+def snapshots(machine: Machine) -> ServerSnapshots:
+    assert machine.state.snapshots is not None
+    return machine.state.snapshots
+
+
+def news(machine: Machine) -> list[tuple[int, str]]:
+    found = [(one.number, one.stage) for one in snapshots(machine).take_messages() if isinstance(one, m.SnapshotNews)]
+    assert all(stage in ("begun", "written", "dropped") for _, stage in found)
+    return found
+
+
+def taken(machine: Machine) -> Taking:
+    taking = snapshots(machine).take_ready()
+    assert taking is not None
+    assert taking.parts is not None
+    return taking
+
+
+def part_of(taking: Taking) -> PartCopy:
+    assert taking.parts is not None
+    return taking.parts[0]
+
+
+def value_of(taking: Taking, key: str = "k", store: int = STORE) -> np.ndarray:
+    (chunk,) = (chunk for chunk in part_of(taking)[store].chunks if chunk.key == key)
+    return chunk.arrays["value"]
+
+
+def state_of(machine: Machine) -> dict[str, bytes]:
+    """Everything that a client can learn of the key, and how many updates it has."""
+    reply = machine.replies[machine.send(0, m.GetState, "k", 0)][-1]
+    assert isinstance(reply.message, m.State)
+    arrays = {name: a.tobytes() for name, a in zip(reply.message.names, reply.payloads, strict=True)}
+    return {**arrays, "updates": str(reply.message.updates).encode()}
+
+
+def step(machine: Machine, number: int, key: str = "k") -> None:
+    for client in range(machine.num_clients):
+        machine.push(client, key, number, np.full(COUNT, 1.0 + client, "f4"))
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("stops", [[20], [5, 10, 35]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("rule", [
+    optim.SGD(lr=0.1, momentum=0.9, multi_precision=True), optim.Adam(lr=0.01, multi_precision=True),
+    optim.Adam(lr=0.01), optim.Outer(),
+], ids=repr)  # fmt: skip
+def test_forty_rounds_are_the_same_with_resumes_in_between(
+    rule: optim.Rule, dtype: str, stops: list[int], tmp_path: Path
+) -> None:
+    def begin(resumed: tuple[int, PartCopy, dict[int, int]] | None) -> Machine:
+        machine = Machine("sync", CLIENTS, every=5, resumed=resumed)
+        first = random_floats(COUNT, 0, 0 if resumed is None else 1)  # what a resumed job says does not count
+        machine.init_all("k", stored(first, dtype), dtype)
+        machine.rule(rule)
+        return machine
+
+    def go_on(machine: Machine, first: int, last: int) -> None:
+        for number in range(first + 1, last + 1):
+            values = [stored(random_floats(COUNT, number, client), dtype) for client in range(CLIENTS)]
+            round_of(machine, number - first, values)
+
+    whole = begin(None)
+    go_on(whole, 0, 40)
+    machine, at = begin(None), 0
+    for stop in stops:
+        go_on(machine, at, stop - 1)
+        if (ready := snapshots(machine).take_ready()) is not None:  # one that came before, and is written by now
+            snapshots(machine).written(ready, [])
+        go_on_from = stop - 1
+        values = [stored(random_floats(COUNT, stop, client), dtype) for client in range(CLIENTS)]
+        round_of(machine, go_on_from + 1 - at, values)
+        taking = taken(machine)
+        assert taking.number == stop
+        assert taking.steps == {STORE: stop}
+        machine.push(0, "k", stop + 1 - at, stored(random_floats(COUNT, 77), dtype))  # an open round dies with the job
+        files.write_part(str(tmp_path), stop, 0, part_of(taking))
+        machine, at = begin((stop, files.read_part(str(tmp_path), stop, 0), taking.steps)), stop
+    go_on(machine, at, 40)
+    assert state_of(machine) == state_of(whole)
+
+
+def two_rounds(rule: optim.Rule) -> PartCopy:
+    """What a snapshot after two rounds has."""
+    machine = Machine("sync", CLIENTS, every=2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(rule)
+    step(machine, 1)
+    step(machine, 2)
+    return part_of(taken(machine))
+
+
+def resumed(rule: optim.Rule, clients: int = CLIENTS) -> tuple[Machine, np.ndarray]:
+    """A machine that goes on from two rounds, and the value that it begins with."""
+    copy = two_rounds(rule)
+    value = copy[STORE].chunks[0].arrays["value"].copy()
+    return Machine("sync", clients, every=2, resumed=(2, copy, {STORE: 2})), value
+
+
+def test_the_same_rule_keeps_its_state_and_takes_other_hyperparameters() -> None:
+    machine, value = resumed(optim.SGD(lr=1.0, momentum=0.5))
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    np.testing.assert_array_equal(machine.read("k"), value)
+    machine.rule(optim.SGD(lr=2.0, momentum=0.5))
+    step(machine, 1)
+    # Pushes add up to 3 in each round; momentum 3, 4.5, 5.25.
+    np.testing.assert_array_equal(machine.read("k", 1), value - 2.0 * 5.25)
+    assert machine.slot("k").updates == 3
+
+
+def test_without_a_choice_the_rule_of_the_snapshot_stays() -> None:
+    machine, value = resumed(optim.SGD(lr=1.0, momentum=0.5))
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    step(machine, 1)
+    np.testing.assert_array_equal(machine.read("k", 1), value - 5.25)
+
+
+@pytest.mark.parametrize("choices", [[optim.Adagrad(lr=1.0)], [optim.SGD(lr=1.0), optim.SGD(lr=1.0, momentum=0.5)]])
+def test_another_rule_and_a_second_choice_begin_empty(choices: list[optim.Rule]) -> None:
+    machine, value = resumed(optim.SGD(lr=1.0, momentum=0.5))
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    for ordinal, rule in enumerate(choices, start=1):
+        machine.rule(rule, ordinal)
+    step(machine, 1)
+    assert machine.slot("k").updates == 1
+    if len(choices) > 1:
+        np.testing.assert_array_equal(machine.read("k", 1), value - 3.0)
+
+
+def test_init_checks_what_the_snapshot_has() -> None:
+    machine, _ = resumed(optim.SGD(lr=1.0))
+    error = machine.error(machine.init(0, "k", whole_numbers(COUNT + 1)))
+    assert isinstance(error, ShapeMismatchError)
+    assert "the snapshot has" in str(error)
+    assert isinstance(machine.error(machine.init(0, "k", whole_numbers(COUNT), "float64")), DTypeMismatchError)
+    # A chunk that the snapshot has not, of a key that it has: the key was cut or placed in another way.
+    for client in range(CLIENTS):
+        error = machine.error(machine.init(client, "k", whole_numbers(COUNT), chunk=1, num_chunks=1))
+        assert isinstance(error, ConfigError)
+        assert "KVMPI_PLACEMENT" in str(error)
+    assert machine.ok(machine.init(0, "new", whole_numbers(COUNT)))
+
+
+def test_the_number_of_clients_may_change() -> None:
+    machine, value = resumed(optim.SGD(lr=1.0), clients=3)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0))
+    step(machine, 1)
+    np.testing.assert_array_equal(machine.read("k", 1), value - 6.0)
+
+
+# ---- what is copied, and when
+
+
+def begin(every: int = 2, keys: str = "ab", mode: str = "sync") -> Machine:
+    machine = Machine(mode, CLIENTS, every=every)
+    for key in keys:
+        machine.init_all(key, np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0))
+    return machine
+
+
+def test_every_chunk_is_copied_at_its_own_time() -> None:
+    machine = begin()
+    for number in (1, 2, 3):
+        step(machine, number, "a")
+    assert news(machine) == [(2, "begun")]
+    step(machine, 1, "b")
+    assert snapshots(machine).take_ready() is None
+    step(machine, 2, "b")
+    step(machine, 3, "b")
+    taking = taken(machine)
+    assert taking.number == 2
+    assert taking.steps == {STORE: 2}
+    for key in "ab":
+        np.testing.assert_array_equal(value_of(taking, key), np.full(COUNT, -6.0))
+        np.testing.assert_array_equal(machine.read(key, 3), np.full(COUNT, -9.0))
+    snapshots(machine).written(taking, [m.PartFile(0, 5, 7)])
+    assert [(one.files, one.steps) for one in snapshots(machine).take_messages()] == [  # type: ignore[attr-defined]
+        ([m.PartFile(0, 5, 7)], {STORE: 2})
+    ]
+    for key in "ab":
+        step(machine, 4, key)
+    assert taken(machine).number == 4
+
+
+def test_a_key_that_comes_late_is_waited_for() -> None:
+    machine = begin(keys="a")
+    snapshots(machine).begin(4)
+    for number in (1, 2):
+        step(machine, number, "a")
+    machine.init_all("b", np.zeros(COUNT, "f4"))
+    for number in (3, 4):
+        step(machine, number, "a")
+    assert snapshots(machine).take_ready() is None
+    for number in (1, 2, 3, 4):
+        step(machine, number, "b")
+    assert {chunk.key for chunk in part_of(taken(machine))[STORE].chunks} == {"a", "b"}
+
+
+def test_while_one_is_written_no_other_begins(caplog: pytest.LogCaptureFixture) -> None:
+    machine = begin(keys="a")
+    for number in range(1, 41):
+        step(machine, number, "a")
+    taking = taken(machine)
+    assert taking.number == 2
+    assert news(machine) == [(2, "begun"), *((number, "dropped") for number in range(4, 41, 2))]
+    assert snapshots(machine).take_ready() is None
+    assert 1 <= len(caplog.records) <= 5  # not one for each
+    snapshots(machine).written(taking, None)
+    assert news(machine) == [(2, "dropped")]
+    step(machine, 41, "a")
+    step(machine, 42, "a")
+    assert taken(machine).number == 42
+
+
+def test_a_key_that_stays_behind_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = begin()
+    for number in range(1, 13):
+        step(machine, number, "a")
+    assert snapshots(machine).take_ready() is None
+    named = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "key 'b' of store 1 is at round 0 while others are at 6" in named[0]
+    assert len(named) <= 2
+    assert news(machine)[:4] == [(2, "begun"), (4, "dropped"), (2, "dropped"), (6, "begun")]
+
+
+def test_what_has_gone_too_far_is_left_out() -> None:
+    machine = begin(every=0, keys="a")
+    step(machine, 1, "a")
+    step(machine, 2, "a")
+    snapshots(machine).begin(1)
+    assert news(machine) == [(1, "dropped")]
+    snapshots(machine).begin(2)  # just there
+    np.testing.assert_array_equal(value_of(taken(machine), "a"), np.full(COUNT, -6.0))
+
+
+def test_a_server_with_nothing_is_done_at_once() -> None:
+    machine = Machine("sync", CLIENTS, every=5)
+    snapshots(machine).begin(5)
+    assert part_of(taken(machine))[STORE].chunks == []
+    snapshots(machine).begin(5)
+    assert snapshots(machine).take_ready() is None
+
+
+def test_asynchronous_stores_are_copied_as_they_are() -> None:
+    machine = begin(every=4, mode="async")
+    for number in (1, 2):
+        step(machine, number, "a")
+    taking = taken(machine)
+    assert (taking.number, taking.steps) == (4, {STORE: 0})  # nothing of "b" yet
+    np.testing.assert_array_equal(value_of(taking, "a"), np.full(COUNT, -6.0))
+    snapshots(machine).written(taking, [])
+    for number in (1, 2, 3):
+        step(machine, number, "b")
+    snapshots(machine).begin(7)
+    taking = taken(machine)
+    assert (taking.number, taking.steps) == (7, {STORE: 2})  # the fewest updates, 4, of 2 clients
+    copy = part_of(taking)
+    again = Machine("async", CLIENTS, every=4, resumed=(7, copy, taking.steps))
+    for key in "ab":
+        again.init_all(key, np.zeros(COUNT, "f4"))
+    again.rule(optim.SGD(lr=1.0))
+    np.testing.assert_array_equal(again.read("b"), np.full(COUNT, -9.0))
+    for number in (1, 2):
+        step(again, number, "a")
+        step(again, number, "b")
+    taking = taken(again)
+    assert (taking.number, taking.steps) == (8, {STORE: 2})  # one update of "a" since
+
+
+def test_a_store_that_nobody_has_opened_again_is_passed_on() -> None:
+    copy = two_rounds(optim.SGD(lr=1.0))
+    value = copy[STORE].chunks[0].arrays["value"].copy()
+    machine = Machine("sync", CLIENTS, hello=False, every=2, resumed=(2, copy, {STORE: 2}))
+    for client in range(CLIENTS):
+        assert machine.ok(machine.hello(client, store=STORE + 1))
+    snapshots(machine).begin(4)
+    taking = taken(machine)
+    np.testing.assert_array_equal(value_of(taking), value)
+    assert taking.steps == {STORE: 2}
+
+
+def test_other_heads_end_what_is_half_copied() -> None:
+    machine = begin()
+    step(machine, 1, "a")
+    step(machine, 2, "a")
+    view = m.View(machine.state.epoch + 1, 0, [m.Chain(2, [1])], [m.ServerInfo(1, 1, "host", [])], [])
+    machine.state.adopt(view)
+    assert news(machine) == [(2, "begun"), (2, "dropped")]
+
+
+# ---- the scheduler's book
+
+
+def written(number: int, *parts: int, step: int | None = None) -> m.SnapshotNews:
+    made = [m.PartFile(part, 100 + part, 1000 * number + part) for part in parts]
+    return m.SnapshotNews(number, "written", made, {STORE: number if step is None else step})
+
+
+def begun(number: int, stage: str = "begun") -> m.SnapshotNews:
+    return m.SnapshotNews(number, stage)
+
+
+def test_a_snapshot_is_complete_with_its_last_part() -> None:
+    book = SnapshotBook(3)
+    assert book.hear(begun(5)) == (5, None)  # the others are told
+    assert book.hear(begun(5)) == (None, None)
+    assert book.hear(written(5, 2, step=5)) == (None, None)
+    assert book.hear(begun(10)) == (10, None)
+    assert book.hear(written(10, 2)) == (None, None)
+    assert book.hear(written(5, 0, 7, step=3)) == (None, None)  # there is no part 7
+    assert not book.settled
+    manifest = Manifest(5, ((100, 5000), (101, 5001), (102, 5002)), {STORE: 3})
+    assert book.hear(written(5, 1, step=4)) == (None, manifest)
+    assert book.hear(written(5, 1)) == (None, None)  # once
+
+
+def test_what_one_has_dropped_is_not_completed() -> None:
+    book = SnapshotBook(2)
+    assert book.hear(begun(5)) == (5, None)
+    assert book.hear(begun(5, "dropped")) == (None, None)
+    assert book.hear(written(5, 0, 1)) == (None, None)
+    assert book.hear(begun(10, "dropped")) == (None, None)  # before another server begins
+    assert book.hear(begun(10)) == (None, None)
+    assert book.settled
+
+
+def test_two_complete_ones_are_kept() -> None:
+    book = SnapshotBook(1, resumed=Manifest(20, ((1, 2),), {}))
+    there = [5, 10, 20, 23, 25]
+    assert book.obsolete(there) == [5, 10]
+    book.committed(25)
+    assert book.obsolete([*there, 30]) == [5, 10, 23]  # 30 may be under way
+    book.committed(30)
+    assert book.obsolete([20, 25, 30]) == [20]
+    assert SnapshotBook(1).obsolete(there) == []
+
+
+def test_by_time_the_number_is_ahead_of_all_servers() -> None:
+    book = SnapshotBook(1, seconds=10.0, resumed=Manifest(100, ((1, 2),), {}))
+    assert book.tick(0.0) is None
+    book.heartbeat(0, 0)  # it is still reading
+    book.heartbeat(1, 100)
+    assert book.tick(1.0) is None
+    assert book.tick(11.5) is None  # nothing new
+    book.heartbeat(0, 130)
+    book.heartbeat(1, 120)
+    number = book.tick(12.0)
+    assert number is not None
+    assert 131 < number <= 190  # two heartbeats at the pace of the last ones
+    assert book.hear(begun(number)) == (None, None)
+    assert book.tick(30.0) is None  # still ahead
+    again, manifest = book.hear(begun(number, "dropped"))  # it was too near
+    assert manifest is None
+    assert again is not None
+    assert again > number
+    assert book.hear(written(again, 0))[1] is not None
+    book.heartbeat(0, again + 1)
+    assert book.tick(45.0) is not None
+    book.close()
+    book.heartbeat(0, 10_000)
+    assert book.tick(99.0) is None
