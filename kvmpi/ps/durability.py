@@ -140,6 +140,8 @@ class SnapshotKeeper(_Beside):
             return
         if self._background is not None:
             self._background.finish()
+        if stale := self._state.book.take_stale():
+            self._thread().start(lambda: self._remove(stale), _nothing)
         while self._state.complete:
             manifest = self._state.complete.pop(0)
             self._thread().start(
@@ -152,10 +154,10 @@ class SnapshotKeeper(_Beside):
             _log.error("scheduler: snapshot %d is given up: %s", number, _said(result))
             return
         self._state.book.committed(number)
-        self._thread().start(self._tidy, lambda _: None)
+        self._thread().start(lambda: self._remove(self._state.book.obsolete(files.numbers(self._directory))), _nothing)
 
-    def _tidy(self) -> None:
-        for number in self._state.book.obsolete(files.numbers(self._directory)):
+    def _remove(self, numbers: list[int]) -> None:
+        for number in numbers:
             files.remove(self._directory, number)
 
     def _end(self) -> None:
@@ -166,6 +168,10 @@ class SnapshotKeeper(_Beside):
         return (
             bool(self._state.complete) or not book.settled or (self._background is not None and self._background.busy)
         )
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _said(error: Exception) -> str:

@@ -326,11 +326,18 @@ class Background:
         self._todo.put(None)
 
     def _run(self) -> None:
-        while (work := self._todo.get()) is not None:
-            run, then = work
-            try:
-                result: Any = run()
-            except Exception as error:
-                result = error
-            self._done.put((then, result))
-            self._wake()
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Do the next piece of work; a function of its own, so that nothing is held while the thread waits."""
+        if (work := self._todo.get()) is None:
+            return False
+        run, then = work
+        try:
+            result: Any = run()
+        except Exception as error:
+            result = error
+        self._done.put((then, result))
+        self._wake()
+        return True

@@ -330,6 +330,8 @@ class SnapshotBook:
         self.complete = [resumed.number] if resumed is not None else []
         self._base = self._newest = resumed.number if resumed is not None else 0
         self._pending: dict[int, _Pending] = {}
+        self._dropped: list[int] = []
+        self._stale: list[int] = []
         self._due_s = math.inf
         # How far the servers were at their last heartbeats, and the most that one has gone in between.
         self._rounds: dict[int, int] = {}
@@ -367,8 +369,14 @@ class SnapshotBook:
     def _announce(self) -> int:
         """A number a bit beyond all that is known, which every server can reach."""
         self._newest = max(self._newest, *self._rounds.values()) + self._margin * self._stride
-        self._pending.setdefault(self._newest, _Pending())
+        self._open(self._newest)
         return self._newest
+
+    def _open(self, number: int) -> None:
+        """A snapshot begins; those that were dropped before it are not written to any more, or in vain."""
+        self._pending[number] = _Pending()
+        self._stale += self._dropped
+        self._dropped = []
 
     def hear(self, message: m.SnapshotNews) -> tuple[int | None, Manifest | None]:
         """A server's news: the snapshot that all are to take because of it, and the one that is complete now."""
@@ -377,8 +385,10 @@ class SnapshotBook:
             if number <= self._newest:
                 return None, None
             self._newest = number
-            self._pending[number] = _Pending()
+            self._open(number)
             return number, None
+        if message.stage == "dropped" and number not in self._dropped:
+            self._dropped.append(number)
         pending = self._pending.get(number)
         if pending is None:
             self._newest = max(self._newest, number)  # dropped before anyone else has begun
@@ -406,6 +416,11 @@ class SnapshotBook:
         self._margin = max(2, self._margin // 2)
         self.complete = sorted({*self.complete, number})[-KEPT:]
         self._pending = {other: pending for other, pending in self._pending.items() if other > number}
+
+    def take_stale(self) -> list[int]:
+        """Snapshots that were dropped and whose files can go, once: on a full disk they would keep the next out."""
+        stale, self._stale = self._stale, []
+        return stale
 
     def obsolete(self, there: Collection[int]) -> list[int]:
         """Which of the snapshots that are there can go: older ones, and those that were never completed."""

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,23 @@ def test_a_slow_disk_holds_nobody_up(start_job: StartJob, tmp_path: Path, monkey
     assert complete(folder) == []
     may_go_on.set()
     wait_for(lambda: complete(folder) == [2], "the snapshot that was being written")
+
+
+def test_what_is_written_is_let_go() -> None:
+    done = threading.Event()
+    background = files.Background("test", done.set)
+    copy = np.ones(5)
+    gone = weakref.ref(copy)
+    seen: list[Any] = []
+    background.start(lambda copy=copy: copy.sum(), lambda result, copy=copy: seen.append((result, copy.size)))  # type: ignore[misc]
+    del copy
+    assert background.busy
+    assert done.wait(TIMEOUT_S)
+    background.finish()
+    assert seen == [(5.0, 5)]
+    assert not background.busy
+    wait_for(lambda: gone() is None, "the end of the copy")  # the thread waits for the next
+    background.close()
 
 
 def test_a_scheduler_says_which_file_is_damaged(

@@ -348,6 +348,10 @@ def test_what_one_has_dropped_is_not_completed() -> None:
     assert book.hear(begun(10, "dropped")) == (None, None)  # before another server begins
     assert book.hear(begun(10)) == (None, None)
     assert book.settled
+    assert book.take_stale() == []  # others may still write
+    assert book.hear(begun(15)) == (15, None)
+    assert book.take_stale() == [5, 10]
+    assert book.take_stale() == []
 
 
 def test_two_complete_ones_are_kept() -> None:
