@@ -203,6 +203,8 @@ class PsClient:
     @property
     def position(self) -> int:
         """Rounds of which every key has this client's push, from processes before this one: where it goes on."""
+        if self._position is not None:
+            return self._position
         return min((layout.found or 0 for layout in self._layouts.values()), default=0)
 
     def _take_position(self, key: Key) -> KeyLayout:
@@ -211,8 +213,7 @@ class PsClient:
         What that process has pushed beyond counts as pushed: servers take the repetition for one. Keys that are pushed
         less often than others go on where they are.
         """
-        if self._position is None:
-            self._position = self.position
+        self._position = self.position
         layout = self._layouts[key]
         if layout.found is not None:
             layout.steps = layout.found if layout.found > self._position + 1 else min(layout.found, self._position)

@@ -19,7 +19,7 @@ from kvmpi.ps.link import choose
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.snapshots import SnapshotBook
+from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
@@ -58,15 +58,18 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        book = SnapshotBook(
-            config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed_manifest(config, _log.error)
-        )
+        # Where its state is kept, in the job's folder, which goes with the job.
+        self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
+        self._before = scheduler_file.read(self._path) if self._path else None
+        if self._before is None:
+            resumed = resumed_manifest(config, _log.error)
+        else:  # there may be newer snapshots by now
+            resumed = Manifest(self._before.snapshot, (), self._before.steps) if self._before.snapshot else None
+        book = SnapshotBook(config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed)
         self._state = SchedulerState(
             config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book
         )
         self._keeper = SnapshotKeeper(config, self._state, self._waker.wake)
-        # Where its state is kept, in the job's folder, which goes with the job.
-        self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
         self._saved = 0
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
@@ -108,10 +111,9 @@ class SchedulerDaemon(Daemon):
 
     def _restore(self) -> None:
         """Be what the process before this one was: whoever talks to it need not notice."""
-        saved = scheduler_file.read(self._path) if self._path else None
-        if saved is not None:
-            _log.warning("scheduler: goes on where the one before it has ended, with %d members", len(saved.members))
-            self._state.restore(saved, time.monotonic())
+        if (before := self._before) is not None:
+            _log.warning("scheduler: goes on where the one before it has ended, with %d members", len(before.members))
+            self._state.restore(before, time.monotonic())
 
     def _save(self) -> None:
         """Before anyone hears of a change: a scheduler that dies now is started again with it."""

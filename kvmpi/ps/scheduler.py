@@ -217,6 +217,8 @@ class SchedulerState:
         return SavedScheduler(
             self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
             [] if chains is None else chains.wanted_heads, members, stores, list(self._lost.values()),
+            0 if self.book.resumed is None else self.book.resumed.number,
+            {} if self.book.resumed is None else dict(self.book.resumed.steps),
         )  # fmt: skip
 
     def restore(self, saved: SavedScheduler, now_s: float) -> None:

@@ -33,7 +33,7 @@ class SavedStore(msgspec.Struct, array_like=True):
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):
-    """All of it. ``chains`` and what belongs to them are empty until all servers were there."""
+    """All of it but snapshots under way. ``chains`` and what belongs to them are empty until all servers were there."""
 
     epoch: int
     chains: list[Chain]
@@ -42,6 +42,8 @@ class SavedScheduler(msgspec.Struct, array_like=True):
     members: list[SavedMember]
     stores: list[SavedStore]
     lost: list[Lost]
+    snapshot: int = 0  # what the job was resumed from, and how far its stores were there
+    steps: dict[int, int] = {}
 
 
 def write(path: str, saved: SavedScheduler) -> None:

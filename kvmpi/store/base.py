@@ -71,6 +71,9 @@ class KVStore(StoreCore, ABC):
     def resumed_step(self) -> int:
         """How many steps the values had when ``kvmpi run --resume`` started the job; 0 in a new one.
 
+        In a client that was started again while others waited for it (``--restart``): also the rounds that it has
+        pushed before, known when all keys have their ``init``.
+
         Of a synchronous store: its rounds; of an asynchronous one: its updates, divided by its clients. The same on
         every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
         """

@@ -74,6 +74,8 @@ class DistStore(KVStore):
 
         self._command(connect, call, result=resumed).wait()
         self._resumed_step = int(resumed[0])
+        # Rounds that processes before this one have pushed, in a store that waits for clients to come back.
+        self._position = 0
 
     # ---- who and where
 
@@ -99,9 +101,25 @@ class DistStore(KVStore):
 
     @property
     def resumed_step(self) -> int:
-        return self._resumed_step
+        return self._resumed_step + self._position
 
     # ---- operations
+
+    def init(self, key: Any, value: Any) -> None:
+        super().init(key, value)
+        if self._mode == "sync" and self._config.on_client_loss == "wait":
+            self._position = self._learn_position()
+
+    def _learn_position(self) -> int:
+        """How far the client was before its processes were started again; servers know it for each key."""
+        call = self._call("init")
+        found = ["0"]
+
+        def ask(ps: PsClient) -> None:
+            found[0] = str(ps.position)
+
+        self._command(ask, call, result=found).wait()
+        return int(found[0])
 
     def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
         if self._ps is not None:
