@@ -108,7 +108,8 @@ _SENT = {
     "client → scheduler": ("Barrier", "QueryDead"),
     "client, server → scheduler": ("Register", "Heartbeat", "Leave"),
     "client → server, scheduler": ("Finish",),
-    "server → scheduler": ("CaughtUp", "Drained"),
+    "server → scheduler": ("CaughtUp", "Drained", "SnapshotNews"),
+    "scheduler → server": ("TakeSnapshot",),
     "scheduler → client, server": ("View",),
     "scheduler → client": ("Dead",),
     "client → server": (

@@ -105,6 +105,8 @@ class SchedulerDaemon(Daemon):
                 self._save()
                 self._send(listener, replies)
         finally:
+            if self._stopped and self._path:
+                scheduler_file.remove(self._path)  # the job is over: nobody is to go on with it
             listener.close()
             self._keeper.close()
             self._waker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import msgspec
@@ -51,6 +52,12 @@ def write(path: str, saved: SavedScheduler) -> None:
     with open(path + ".new", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(msgspec.msgpack.encode(saved))
     os.replace(path + ".new", path)
+
+
+def remove(path: str) -> None:
+    """Remove the file, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def read(path: str) -> SavedScheduler | None:
