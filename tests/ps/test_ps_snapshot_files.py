@@ -138,10 +138,12 @@ def test_a_folder_that_cannot_be_written_or_is_anothers(tmp_path: Path) -> None:
 
 
 def train(client: PsClient, first: int, last: int) -> np.ndarray:
+    """Rounds ``first`` to ``last``, one after the other; the value then."""
     out = np.empty(1000, "f4")
     for step in range(first, last):
         client.push("k", whole_numbers(1000, step), deadline()).wait(TIMEOUT_S)
         client.pull("k", out, deadline()).wait(TIMEOUT_S)
+    client.pull("k", out, deadline()).wait(TIMEOUT_S)
     return out
 
 
