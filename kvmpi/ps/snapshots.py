@@ -172,7 +172,7 @@ class ServerSnapshots:
             if current.parts is None and (part, shard.store) not in current.at_once:
                 current.chunks.setdefault((part, shard.store), {})[slot.key, slot.chunk] = copy_chunk(shard, slot)
                 self._finish_if_complete(current)
-        elif self.every and number > self._newest and number % self.every == 0:
+        elif self.every and number % self.every == 0:
             self.begin(number)
 
     def begin(self, number: int) -> None:

@@ -19,12 +19,16 @@ from jobs import wait_for
 from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
 
 from kvmpi import optim
+from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.ps import PsClient
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.daemon import SchedulerDaemon
-from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, StoreCopy
+from kvmpi.ps.durability import SnapshotKeeper
+from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, SnapshotBook, StoreCopy
 from kvmpi.wire import entries
+from kvmpi.wire import messages as m
 
 RULE = entries.RuleInForce(0, 3, "sgd", {"lr": 0.1, "momentum": float("inf")})
 PARTS = 4
@@ -223,6 +227,20 @@ def test_a_slow_disk_holds_nobody_up(start_job: StartJob, tmp_path: Path, monkey
     assert complete(folder) == []
     may_go_on.set()
     wait_for(lambda: complete(folder) == [2], "the snapshot that was being written")
+
+
+def test_what_is_left_of_a_snapshot_that_was_given_up_goes_before_the_next(tmp_path: Path) -> None:
+    state = SchedulerState(1, 20.0, book=SnapshotBook(PARTS))
+    keeper = SnapshotKeeper(Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=5), state, lambda: None)
+    files.write_part(str(tmp_path), 5, 0, copy_of(5, 0))
+    for number, stage in ((5, "begun"), (5, "dropped")):
+        state.book.hear(m.SnapshotNews(number, stage))
+    keeper.step()
+    assert files.numbers(str(tmp_path)) == [5]
+    state.book.hear(m.SnapshotNews(10, "begun"))
+    keeper.step()
+    wait_for(lambda: files.numbers(str(tmp_path)) == [], "the end of the first")
+    keeper.close()
 
 
 def test_what_is_written_is_let_go() -> None:
