@@ -50,14 +50,14 @@ class PageClient:
             header, *frames = peer.recv_multipart()
             assert header[:4] == b"KVM" + bytes([self.version]), header
             answer, *got = msgspec.msgpack.decode(header[4:])
-            number = got.pop() if answer == "view" else got.pop(0)
+            number = got.pop(5 if answer == "view" else 0)
             if number == self.requests and answer not in ("accepted", "waiting"):
                 assert answer != "failure", got
                 return answer, got, frames
 
     def join(self, num_servers: int) -> None:
         tag, view, _ = self.ask(self.scheduler, "register", "client", 0, 1, 2, 1, "elsewhere", [])
-        _epoch, _replicas, self.chains, servers, lost = view
+        _epoch, _replicas, self.chains, servers, lost = view[:5]
         assert (tag, len(self.chains), lost) == ("view", 4 * num_servers, [])
         for rank, _incarnation, _host, endpoints in servers:
             self.servers[rank] = self.connect(next(at for at in endpoints if at.startswith("tcp://")))
