@@ -23,7 +23,7 @@ from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
 
 #: ``make simulate`` tries far more.
-NUM_SEEDS = 300
+NUM_SEEDS = 120
 
 
 def test_jobs_survive_their_faults() -> None:
