@@ -9,7 +9,7 @@ SOURCES := pyproject.toml setup.py constraints.txt
 .PHONY: help demo test lint check simulate docs bench clean
 
 SEEDS ?= 10000
-CORES := $(shell nproc)
+CORES = $(shell getconf _NPROCESSORS_ONLN)
 
 help:
 	@echo "make demo    train on real images with 4 workers, 2 MPI clients and 2 servers; under a minute after set-up"

@@ -219,7 +219,7 @@ class ClientSession:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
         if isinstance(message, m.View):
             self.adopt(message)
-        if isinstance(message, m.Failure) and message.error == "PeerLostError":
+        if isinstance(message, m.Failure) and (message.request, message.error) == (-1, "PeerLostError"):
             # The scheduler has taken this process for lost, and another may be in its place.
             self.fail_all(rebuild("ClientLostError", message.text))
         ask = self._outstanding.get(getattr(message, "request", -1))

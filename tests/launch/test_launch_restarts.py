@@ -1,0 +1,71 @@
+"""Which deaths a job bears, what is started again, and jobs that go on with fewer workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
+
+FEWER = """
+import os, signal, sys
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_sync") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    out = np.empty(5, "f4")
+    for step in range(40 if kv.rank == 0 else 10 * kv.rank):
+        kv.pushpull("w", np.ones(5, "f4"), out)
+    if kv.rank and sys.argv[1] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kv.rank:
+        kv.join()
+        try:
+            kv.push("w", out)
+        except kvmpi.KVError as error:
+            print("refused" if "join" in str(error) else error, flush=True)
+    kv.pull("w", out)
+    print(f"end {kv.rank} {out[0]:.0f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("label", "returncode", "settings", "expected"), [
+    ("server 1", -9, {"replicas": 1}, True), ("server 1", OUT_OF_THE_JOB, {"replicas": 1}, True),
+    ("server 1", 1, {"replicas": 1}, False), ("server 1", -9, {"replicas": 0}, False),
+    ("scheduler", -9, {}, True), ("scheduler", -9, {"most": 0}, False),
+    ("worker 3", -9, {}, False), ("worker 3", 1, {"on_client_loss": "wait"}, True),
+    ("client 0", -9, {"on_client_loss": "wait", "most": 0}, False), ("client 0", 1, {"on_client_loss": "shrink"}, True),
+])  # fmt: skip
+def test_what_a_job_bears(label, returncode, settings, expected):
+    assert Restarts(**{"most": 3, "replicas": 0, **settings}).bears(label, returncode) is expected
+
+
+def test_pauses_double_and_there_is_an_end():
+    restarts = Restarts(2, 1, "wait")
+    for now_s, pause_s in ((0.0, 0.1), (10.0, 0.2)):
+        assert "started again" in restarts.plan("worker 0", now_s)
+        assert restarts.is_planned("worker 0")
+        assert restarts.left_s(now_s) == pytest.approx(pause_s)
+        assert restarts.take_due(now_s + pause_s - 0.01) == []
+        assert restarts.take_due(now_s + pause_s + 0.01) == ["worker 0"]
+        assert restarts.left_s(now_s) is None
+    assert not restarts.bears("worker 0", -9)
+    assert "goes on without it" in Restarts(0, 1).plan("server 1", 0.0)
+
+
+@pytest.mark.parametrize(("how", "settings"), [
+    ("join", {}), ("die", {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2"}),
+])  # fmt: skip
+def test_the_others_go_on_with_their_rounds(launch, write, how, settings):
+    """Workers have 40, 10 and 20 batches: 40 + 10 + 20 pushes in all."""
+    job = launch("-n", "3", "-c", "3", "-s", "2", write("fewer.py", FEWER), how, env=settings, whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    assert "end 0 70" in job.stdout
+    assert job.stdout.count("refused") == (2 if how == "join" else 0)
+    assert job.stderr.count("goes on without it") == (2 if how == "die" else 0)
+
+
+def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
+    job = launch("-n", "2", "-c", "2", write("fails.py", "raise SystemExit(3)"), env={"KVMPI_ON_CLIENT_LOSS": "shrink"})
+    assert job.finish(30.0) == 3
