@@ -31,3 +31,18 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.01)
+
+
+def environs_with(mark: str) -> dict[int, dict[str, str]]:
+    """The environment of every living process in which ``mark``, ``NAME=VALUE``, stands, by pid."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if mark in environ:
+            found[int(entry.name)] = dict(item.split("=", 1) for item in environ if "=" in item)
+    return found

@@ -12,8 +12,12 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
+
+from jobs import environs_with
 
 from kvmpi.errors import ConfigError
 from kvmpi.ps import scheduler_file
@@ -87,12 +91,12 @@ class Chaos:
                 os.kill(pid, signal.SIGKILL)
         return report
 
-    def _start(self, notes: Path, out: object) -> subprocess.Popen[bytes]:
+    def _start(self, notes: Path, out: BinaryIO) -> subprocess.Popen[bytes]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
         name, value = self._mark.split("=")
         command = [sys.executable, "-m", "kvmpi", "run", "-n", "4", "-c", "3", "-s", "3", "--replicas", "1"]
         command += ["--restart", "1000", str(TRAINING), self._store_type, str(notes), str(self._nbytes)]
-        return subprocess.Popen(command, env={**env, name: value}, stdout=out, stderr=subprocess.STDOUT)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(command, env={**env, name: value}, stdout=out, stderr=subprocess.STDOUT)
 
     def _kill_one(self, notes: Path, report: Report, job: subprocess.Popen[bytes]) -> None:
         time.sleep(self._choose.uniform(0.05, 0.6))
@@ -135,20 +139,12 @@ class Chaos:
 
     def _environs(self) -> dict[int, dict[str, str]]:
         """The environment of each living process of the job, by pid."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if self._mark in environ:
-                found[int(entry.name)] = dict(item.split("=", 1) for item in environ if "=" in item)
-        return found
+        return environs_with(self._mark)
 
     @staticmethod
-    def _wait(condition: object, timeout_s: float, job: subprocess.Popen[bytes] | None) -> None:
+    def _wait(condition: Callable[[], bool], timeout_s: float, job: subprocess.Popen[bytes] | None) -> None:
         deadline = time.monotonic() + timeout_s
-        while not condition():  # type: ignore[operator]
+        while not condition():
             if time.monotonic() > deadline or (job is not None and job.poll() is not None):
                 raise TimeoutError(
                     "the job does not get on" if job is None or job.poll() is None else "the job has ended"

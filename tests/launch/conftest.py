@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import wait_for
+from jobs import environs_with, wait_for
 
 LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
 
@@ -42,17 +42,7 @@ class LaunchedJob:
 
     def environs(self) -> dict[int, dict[str, str]]:
         """The environment of every living process of the job, its launcher and watchdog included, by pid."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if self.mark in environ:
-                found[int(entry.name)] = dict(item.split("=", 1) for item in environ if "=" in item)
-        return found
+        return environs_with(self.mark)
 
     def pids(self, **wanted: str) -> list[int]:
         """Processes with these values in their environment: ``pids(ROLE="server", RANK="0")``."""
