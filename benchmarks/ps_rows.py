@@ -46,7 +46,11 @@ KINDS = {
     "mxnet": Way("mxnet"),
 }
 #: What may follow the name of a row of kvmpi, besides replicas=R, and SETTING=VALUE for the variable KVMPI_SETTING.
-MODIFIERS = {"fp16": Way(compress="fp16"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),))}
+MODIFIERS = {
+    "fp16": Way(compress="fp16"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),)),
+    "shared": Way(settings=(("KVMPI_SHARED_PAYLOADS", "auto"),)),
+    "plain": Way(settings=(("KVMPI_SHARED_PAYLOADS", "off"),)),
+}  # fmt: skip
 
 TRANSPORTS = ("auto", "tcp", "ipc")
 COMPRESSIONS = ("none", "fp16")

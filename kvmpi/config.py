@@ -64,6 +64,13 @@ class Config:
     retry_s: float = _setting(10.0, "seconds without any answer after which a request is sent again")
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
     transport: str = _setting("auto", "between processes of one host; auto takes ipc there", ("auto", "tcp", "ipc"))
+    shared_payloads: str = _setting(
+        "auto", "how large payloads go between processes of one host that ipc connects: auto takes shared memory (if the "
+        "system allows it), off the socket", ("auto", "off"),
+    )  # fmt: skip
+    shared_bytes: int = _setting(
+        0, "bytes in shared memory that one peer may keep; what is more goes through the socket; 0: 4 windows"
+    )
     host: str = _setting("127.0.0.1", "address that the scheduler and the servers listen on")
     security: str = _setting(
         "curve", "TCP between scheduler, servers and masters: encrypted and for members of the job only; off: open to "
@@ -97,6 +104,8 @@ class Config:
             raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
         if self.ring_chunk_bytes < 0:
             raise ConfigError(f"KVMPI_RING_CHUNK_BYTES={self.ring_chunk_bytes}: must not be negative")
+        if self.shared_bytes < 0:
+            raise ConfigError(f"KVMPI_SHARED_BYTES={self.shared_bytes}: must not be negative")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.replicas < 0:

@@ -12,6 +12,8 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
+from kvmpi.wire.partner import Partner
+from kvmpi.wire.shared_memory import Arena
 
 _log = logging.getLogger(__name__)
 
@@ -22,11 +24,13 @@ _S_co = TypeVar("_S_co", bound=zmq.Socket[Any], covariant=True)
 
 
 class Context(zmq.Context[_S_co]):
-    """ZeroMQ's context, with the keys of the job and a gate that its TCP listeners share."""
+    """ZeroMQ's context, with what its sockets share: keys of the job, a gate for TCP, memory that peers can read."""
 
     config: Config = Config()
     _keys: JobKeys | None = None
     _gate: Gate | None = None
+    _arena: Arena | None = None
+    _tried_arena = False
     _warned = False
     _lock = threading.Lock()  # listeners of several threads may share a context
 
@@ -84,11 +88,31 @@ class Context(zmq.Context[_S_co]):
             self._keys = read_keys(self.config.keys)
         return self._keys
 
+    def new_partner(self, max_payload_bytes: int) -> Partner | None:
+        """For a peer on this host, to hand payloads over in shared memory; None if that is turned off."""
+        if self.config.shared_payloads == "off":
+            return None
+        limit_bytes = self.config.shared_bytes or 4 * self.config.window_bytes
+        return Partner(self.arena(), limit_bytes, max_payload_bytes)
+
+    def arena(self) -> Arena | None:
+        """The memory of this context that peers can read, made at first use; None if the system has no such memory."""
+        with self._lock:
+            if not self._tried_arena:
+                self._tried_arena = True
+                try:
+                    self._arena = Arena()
+                except OSError as error:
+                    _log.info("payloads go through sockets: %s", error)
+            return self._arena
+
     def term(self) -> None:
+        self._arena = None  # once nobody refers to it, peers see that nothing of theirs is read here any more
         self._close_gate()
         super().term()
 
     def destroy(self, linger: int | None = None) -> None:
+        self._arena = None
         self._close_gate()
         super().destroy(linger)
 

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
-from kvmpi.wire import messages
+from kvmpi.wire import messages, slips
 from kvmpi.wire.context import Context
 from kvmpi.wire.handshake import Handshake
 from kvmpi.wire.messages import Message, decode, encode
+from kvmpi.wire.partner import Partner
 from kvmpi.wire.private import check_folder
 from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
 
@@ -84,6 +85,7 @@ class Listener:
 
     It has a ROUTER socket for TCP, where peers must be members of the job, and one for Unix sockets, which lie in a
     private folder: encryption there would cost time and protect nothing. A route begins with the socket that it is of.
+    Peers at Unix sockets may hand large payloads over in shared memory, and get them so.
 
     Args:
         name: what this process tells peers of another version that it is, for example "server 0".
@@ -95,6 +97,7 @@ class Listener:
         self._sockets: dict[bytes, zmq.Socket[Any]] = {}
         self._turns: deque[tuple[bytes, zmq.Socket[Any]]] = deque()  # whose turn it is comes first
         self._left_of_turn = _TURN
+        self._partners: dict[bytes, Partner] = {}
         self.endpoints: list[str] = []
 
     @property
@@ -152,30 +155,73 @@ class Listener:
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        frames = [route[1:], encode(message)]
-        router = self._sockets.get(route[:1])
+        header = encode(message)
+        router, partner = self._sockets.get(route[:1]), self._partners.get(route)
         if router is not None:
-            _send(router, frames, payloads)
+            if partner is not None:
+                header, payloads = partner.pack(header, payloads)
+            _send(router, [route[1:], header], payloads)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
         """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``.
 
         What is of another version does not come: its sender is told, and None says that there may be more.
         """
-        received = self._next()
-        if received is None:
-            return None
-        kind, frames = received
-        route = kind + frames[0].bytes
-        if len(frames) < 2:
-            return route, ProtocolError("message without a header frame"), []
-        try:
-            return route, decode(frames[1].bytes), _payloads(frames[2:])
-        except OtherVersionError as other:
-            self._refuse(route, other)
-            return None
-        except ProtocolError as error:
-            return route, error, []
+        while (received := self._next()) is not None:
+            kind, frames = received
+            route = kind + frames[0].bytes
+            if len(frames) < 2:
+                return route, ProtocolError("message without a header frame"), []
+            header, payloads = frames[1].bytes, _payloads(frames[2:])
+            try:
+                if kind == _IPC and slips.begins(header):
+                    slip, header = slips.decode(header)
+                    payloads = self._take(route, slip, payloads)
+                    if not header:
+                        continue
+                return route, decode(header), payloads
+            except OtherVersionError as other:
+                self._refuse(route, other)
+                return None
+            except ProtocolError as error:
+                return route, error, []
+        return None
+
+    def _take(self, route: bytes, slip: slips.Slip, frames: list[memoryview]) -> list[memoryview]:
+        """What a peer says about shared memory; the payloads of its message."""
+        partner = self._partners.get(route)
+        if isinstance(slip, slips.Offer):
+            partner = self._new_partner(route)
+        if partner is None:
+            if not isinstance(slip, slips.Unknown):
+                self._say(route, slips.Unknown())
+            if isinstance(slip, slips.Parcel) and slip.blocks:
+                raise ProtocolError("payloads in memory that this process has not mapped")
+            return frames
+        answer: slips.Slip | None = None
+        match slip:
+            case slips.Parcel():
+                frames = partner.unpack(slip, frames)
+                answer = partner.overdue()
+            case slips.Unknown():
+                self._partners.pop(route).part()
+            case _:
+                answer = partner.meet(slip)
+        if answer is not None:
+            self._say(route, answer)
+        return frames
+
+    def _new_partner(self, route: bytes) -> Partner | None:
+        """For a peer that makes itself known, maybe again. Those who are gone are forgotten."""
+        for old in [old for old, partner in self._partners.items() if old == route or partner.gone()]:
+            self._partners.pop(old).part()
+        partner = self._context.new_partner(self._max_message_bytes)
+        if partner is not None:
+            self._partners[route] = partner
+        return partner
+
+    def _say(self, route: bytes, slip: slips.Slip) -> None:
+        _send(self._sockets[_IPC], [route[1:], slips.encode(slip)], ())
 
     def _refuse(self, route: bytes, other: OtherVersionError) -> None:
         """Tell a peer of another version, unless that is what it says, and the log."""
@@ -208,6 +254,8 @@ class Listener:
     def close(self) -> None:
         for router in self._sockets.values():
             router.close()
+        for partner in self._partners.values():
+            partner.part()
 
 
 class Connection:
@@ -227,16 +275,17 @@ class Connection:
         self._name, self._peer = name, peer
         self._has_refused = False
         self._handshake: Handshake | None = None
+        self._partner: Partner | None = None
         self._socket = _open(context, zmq.DEALER, max_message_bytes)
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
         try:
-            self._connect(context)
+            self._connect(context, max_message_bytes)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, context: Context[Any]) -> None:
+    def _connect(self, context: Context[Any], max_message_bytes: int) -> None:
         path = self.endpoint.removeprefix("ipc://")
         if self.endpoint.startswith("tcp://"):
             context.secure_connection(self._socket)
@@ -249,6 +298,19 @@ class Connection:
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from None
+        if self._handshake is None:
+            self._partner = context.new_partner(max_message_bytes)
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """Offer the listener to hand payloads over in shared memory. Until it has agreed, they are frames."""
+        if self._partner is not None:
+            _send(self._socket, [slips.encode(self._partner.offer(answer=True))], ())
+
+    @property
+    def shares(self) -> bool:
+        """Whether large payloads go to the listener in shared memory."""
+        return self._partner is not None and self._partner.shares
 
     @property
     def handles(self) -> list[zmq.Socket[Any]]:
@@ -262,6 +324,8 @@ class Connection:
         if self._handshake is not None:
             self._handshake.close()
         self._socket.close()
+        if self._partner is not None:
+            self._partner.part()
 
     def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
         """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered.
@@ -269,7 +333,10 @@ class Connection:
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        frames = [encode(message)]
+        header = encode(message)
+        if self._partner is not None:
+            header, payloads = self._partner.pack(header, payloads)
+        frames = [header]
         try:
             _send(self._socket, frames, payloads)
         except zmq.Again:
@@ -280,6 +347,8 @@ class Connection:
             except zmq.ZMQError:
                 pass  # forgotten already
             self._socket.connect(self.endpoint)
+            if not self.shares:
+                self._introduce()
             _send(self._socket, frames, payloads)
 
     def recv(self) -> tuple[Message, list[memoryview]] | None:
@@ -290,17 +359,22 @@ class Connection:
             OtherVersionError: the listener speaks another version; nothing else will ever come.
             AuthenticationError: the listener does not let this process in; only before it has done so once.
         """
-        frames = _recv(self._socket)
-        if frames is None:
-            if self._handshake is not None and not self._handshake.done:
-                self._handshake.check()
-            return None
-        try:
-            return decode(frames[0].bytes), _payloads(frames[1:])
-        except OtherVersionError as other:
-            self._refuse()
-            why = explain(self._name, messages.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
-            raise OtherVersionError(why, other.version, other.who, refused=other.refused) from None
+        while (frames := _recv(self._socket)) is not None:
+            header, payloads = frames[0].bytes, _payloads(frames[1:])
+            if self._partner is not None and slips.begins(header):
+                slip, header = slips.decode(header)
+                payloads = self._take(self._partner, slip, payloads)
+                if not header:
+                    continue
+            try:
+                return decode(header), payloads
+            except OtherVersionError as other:
+                self._refuse()
+                why = explain(self._name, messages.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
+                raise OtherVersionError(why, other.version, other.who, refused=other.refused) from None
+        if self._handshake is not None and not self._handshake.done:
+            self._handshake.check()
+        return None
 
     def _refuse(self) -> None:
         """Say who this is, which a listener of another version cannot know."""
@@ -310,6 +384,22 @@ class Connection:
                 _send(self._socket, [encode_refusal(messages.PROTOCOL_VERSION, self._name)], ())
             except zmq.Again:
                 pass  # the link is gone, and with it whoever could be told
+
+    def _take(self, partner: Partner, slip: slips.Slip, frames: list[memoryview]) -> list[memoryview]:
+        """What the listener says about shared memory; the payloads of its message."""
+        answer: slips.Slip | None = None
+        match slip:
+            case slips.Parcel():
+                frames = partner.unpack(slip, frames)
+                answer = partner.overdue()
+            case slips.Unknown():  # another process listens there now
+                partner.part()
+                self._introduce()
+            case _:
+                answer = partner.meet(slip)
+        if answer is not None:
+            _send(self._socket, [slips.encode(answer)], ())
+        return frames
 
 
 def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:
