@@ -65,8 +65,8 @@ class Config:
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
     transport: str = _setting("auto", "between processes of one host; auto takes ipc there", ("auto", "tcp", "ipc"))
     shared_payloads: str = _setting(
-        "auto", "how large payloads go between processes of one host that ipc connects: auto takes shared memory (if the "
-        "system allows it), off the socket", ("auto", "off"),
+        "auto", "how large payloads go between processes of one host that ipc connects: auto takes shared memory (if "
+        "the system allows it), off the socket", ("auto", "off"),
     )  # fmt: skip
     shared_bytes: int = _setting(
         0, "bytes in shared memory that one peer may keep; what is more goes through the socket; 0: 4 windows"

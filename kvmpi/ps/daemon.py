@@ -175,6 +175,7 @@ class ServerDaemon(Daemon):
     def _listen(self, listener: Listener) -> None:
         if self._config.job_dir:
             listener.bind_ipc(os.path.join(self._config.job_dir, f"server-{self._rank}"))
+            self._state.empty = self._context.empty
         if not self._config.scheduler.startswith("ipc://"):
             listener.bind_tcp(self._config.host)
 
@@ -202,7 +203,9 @@ class ServerDaemon(Daemon):
                 received = listener.recv()
                 if received is None:
                     break
-                self._dispatch(listener, self._state.handle(*received, now_s))
+                outgoing = self._state.handle(*received, now_s)
+                received = None  # payloads that nobody holds are given back with the answer
+                self._dispatch(listener, outgoing)
             for server in [server for server, other in self._others.items() if other in ready]:
                 self._hear_other(listener, server, now_s)
             if now_s >= next_tick_s:

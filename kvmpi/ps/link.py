@@ -182,6 +182,7 @@ class Link:
                 self._epoch = message.epoch
                 self._connect(message)
             self._session.receive(*received)
+            received = None  # payloads that nobody holds are given back with what is sent next
             self._pump()
 
     def _pump(self) -> None:

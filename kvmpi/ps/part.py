@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvmpi.ps import replay
 from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
-from kvmpi.ps.slot import Slot
+from kvmpi.ps.slot import Empty, Slot, new_buffer
 from kvmpi.ps.snapshots import PartCopy, restore
 from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
@@ -46,9 +46,11 @@ class Part:
         complete: whether it has all of the part.
         shards: what it holds, by store.
         on_update: called where clients are served, when a chunk has another value.
+        empty: makes memory for values.
     """
 
     def __init__(self, server: int, number: int, on_client_loss: str = "fail") -> None:
+        self.empty: Empty = new_buffer
         self.server, self.number, self._on_client_loss = server, number, on_client_loss
         self.chain = m.Chain(-1, [])
         self.replicas = 0
@@ -147,6 +149,7 @@ class Part:
             self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
         )
         shard.acknowledges_rounds = self.replicas > 0
+        shard.empty = self.empty
         if store in self.shards:
             shard.inherit(self.shards[store])
         if (tell := self.on_update) is not None:

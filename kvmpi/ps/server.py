@@ -11,6 +11,7 @@ from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.slot import Empty, new_buffer
 from kvmpi.ps.snapshots import PartCopy, ServerSnapshots
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -37,6 +38,8 @@ class ServerState:
 
     Args:
         snapshot_every: take snapshots, and begin one after so many rounds (``ServerSnapshots``); None: take none.
+    Attributes:
+        empty: makes memory for values.
     """
 
     def __init__(self, rank: int, on_client_loss: str = "fail", snapshot_every: int | None = None) -> None:
@@ -44,6 +47,7 @@ class ServerState:
         self.snapshots = None if snapshot_every is None else ServerSnapshots(rank, snapshot_every, self._answering)
         self._resumed: dict[int, PartCopy] = {}
         self._resumed_keys: dict[int, frozenset[Key]] = {}
+        self.empty: Empty = new_buffer
         self.epoch = -1
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -132,6 +136,7 @@ class ServerState:
 
     def _new_part(self, number: int) -> Part:
         part = Part(self.rank, number, self.on_client_loss)
+        part.empty = self.empty
         part.on_update = None if self.snapshots is None else self.snapshots.on_update
         return part
 

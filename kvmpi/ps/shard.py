@@ -32,7 +32,7 @@ from kvmpi.ps import codec, consistency
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.rulebook import Rulebook
-from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
+from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
 from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -57,11 +57,13 @@ class Shard:
         acknowledges_rounds: a push is done when its round is over, not when it is in it.
         on_update: called where clients are served, when a chunk has another value.
         saved: the keys that the store had in the snapshot that it was resumed from, in whatever part.
+        empty: makes memory for values.
     """
 
     def __init__(
         self, server: int, store: int, mode: str, num_clients: int, log: Log, on_client_loss: str = "fail"
     ) -> None:
+        self.empty: Empty = new_buffer
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
         self.acknowledges_rounds = False
         self.on_update: Callable[[Slot], None] = _nothing
@@ -239,7 +241,10 @@ class Shard:
     def create(self, message: m.Init, value: Buffer) -> Slot:
         """A chunk is there."""
         rulebook = self.rulebook
-        slot = Slot(message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation)
+        slot = Slot(
+            message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation,
+            self.empty,
+        )  # fmt: skip
         self.slots[message.key, message.chunk] = slot
         self.layouts.setdefault(message.key, message)
         return slot

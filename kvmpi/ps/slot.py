@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from kvmpi.kernels import host
 from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
+Empty = Callable[[int, np.dtype[Any]], Buffer]
 
 #: From this size on a received frame has memory of its own, which may become the accumulator as it is.
 _ADOPT_FROM_BYTES = 64 << 10
@@ -59,6 +61,11 @@ class RuleChange:
     rule: optim.Rule | None
 
 
+def new_buffer(count: int, dtype: np.dtype[Any]) -> Buffer:
+    """Uninitialised memory for a value."""
+    return np.empty(count, dtype)
+
+
 def _can_adopt(wire: Buffer) -> bool:
     return bool(wire.nbytes >= _ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned)
 
@@ -68,14 +75,18 @@ class Slot:
 
     ``value`` is taken over if possible, else copied. A synchronous slot whose rule answers with the old value
     also keeps that one, for a client that asks again.
+
+    Args:
+        empty: makes memory for values, such that they can be sent without a copy.
     """
 
     def __init__(
-        self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int
-    ) -> None:
-        self.key, self.chunk, self.count, self.dtype = key, chunk, count, dtype
+        self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
+        empty: Empty | None = None,
+    ) -> None:  # fmt: skip
+        self.key, self.chunk, self.count, self.dtype, self._empty = key, chunk, count, dtype, empty or new_buffer
         # All values come from where messages do: malloc finds their memory again only for its own kind.
-        self.value = value if _can_adopt(value) else value.copy()
+        self.value = value if _can_adopt(value) else self._copy(value)
         self.master: Buffer | None = None
         self.state: dict[str, Buffer] = {}
         self.updates = 0
@@ -121,7 +132,7 @@ class Slot:
     def own_value(self) -> Buffer:
         """The value in memory that may be written."""
         if self._lent():
-            self._replace_value(self.value.copy())
+            self._replace_value(self._copy(self.value))
         return self.value
 
     # ---- one round
@@ -205,7 +216,7 @@ class Slot:
     def _out_buffer(self, recycle: Buffer | None) -> Buffer:
         if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
             return recycle
-        return host.empty(self.count, self.dtype)
+        return self._empty(self.count, DTYPES[self.dtype])
 
     def _assign(self, pushed: Buffer, recycle: Buffer | None) -> None:
         if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
@@ -245,7 +256,12 @@ class Slot:
 
     def _take_spare(self) -> Buffer:
         spare, self._spare = self._spare, None
-        return spare if spare is not None else host.empty(self.count, host.ACCUMULATE[self.dtype])
+        return spare if spare is not None else self._empty(self.count, self._accumulator_dtype())
+
+    def _copy(self, value: Buffer) -> Buffer:
+        copy = self._empty(value.size, value.dtype)
+        np.copyto(copy, value)
+        return copy
 
     def _widen(self, wire: Buffer, wire_dtype: str, out: Buffer) -> None:
         if wire_dtype == host.ACCUMULATE[self.dtype]:

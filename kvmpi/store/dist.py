@@ -226,7 +226,7 @@ class DistStore(KVStore):
             answer.landing.move(target.buffer)
             self._answers[state.key], copy = None, False
         return self._engine.push(
-            lambda: np.copyto(target.buffer, answer.landing.buffer) if copy else None, reads=[*call.done, state.sent],
+            lambda: answer.landing.copy_to(target.buffer) if copy else None, reads=[*call.done, state.sent],
             writes=[state.value], lane="inline" if here or not copy else "cpu", name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 

@@ -6,6 +6,8 @@ import logging
 import threading
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from kvmpi.config import Config
@@ -105,6 +107,12 @@ class Context(zmq.Context[_S_co]):
                 except OSError as error:
                     _log.info("payloads go through sockets: %s", error)
             return self._arena
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Uninitialised memory, from which peers on this host can read payloads without a copy if that is possible."""
+        arena = None if self.config.shared_payloads == "off" else self.arena()
+        array = None if arena is None else arena.empty(count, dtype)
+        return np.empty(count, dtype) if array is None else array
 
     def term(self) -> None:
         self._arena = None  # once nobody refers to it, peers see that nothing of theirs is read here any more

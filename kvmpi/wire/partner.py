@@ -1,14 +1,15 @@
 """One end of a pair of processes on a host that hand large payloads over in shared memory.
 
-The sender copies a payload into a block of its arena and announces it; the receiver reads it there, and gives the block
-back when nothing refers to it any more. Nothing waits: without a block to be had, a payload is a frame as ever.
+The sender copies a payload into a block of its arena, unless it lies there already, and announces it. The receiver
+reads it there, and gives the block back when nothing refers to it any more. Nothing waits: without a block to be had,
+a payload is a frame as ever.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -24,6 +25,16 @@ SHARE_FROM_BYTES = 32 << 10
 #: Payloads of one message, tickets of one slip: more are rare, and a slip must stay small.
 _MAX_BLOCKS = 256
 _MAX_DONE = 1024
+#: So much of the machine's memory a peer may keep of arrays that are lent in place, where the limit says nothing.
+_IN_PLACE_SHARE = 0.25
+
+
+class _Loan(NamedTuple):
+    """A block that the peer may be reading: a payload that lies in the arena itself, or its copy at ``offset``."""
+
+    nbytes: int
+    offset: int = -1
+    payload: Payload | None = None
 
 
 class Partner:
@@ -31,7 +42,7 @@ class Partner:
 
     Args:
         arena: of this process, or None if it has none.
-        limit_bytes: so much the peer may keep at a time.
+        limit_bytes: so much of copies the peer may keep at a time.
         max_payload_bytes: no payload that arrives may have more.
     """
 
@@ -39,8 +50,8 @@ class Partner:
         self._arena, self._limit_bytes, self._max_payload_bytes = arena, limit_bytes, max_payload_bytes
         # What the peer was sent: by ticket, in order, where it is. Nothing before it has proved to see it.
         self._proven = False
-        self._lent: dict[int, tuple[int, int]] = {}
-        self._lent_bytes = self._next_ticket = 0
+        self._lent: dict[int, _Loan] = {}
+        self._lent_bytes = self._copied_bytes = self._next_ticket = 0
         # What came from the peer: by ticket, in order, the bytes of what is still referred to.
         self._view: View | None = None
         self._held: dict[int, int] = {}
@@ -88,9 +99,11 @@ class Partner:
 
     def part(self) -> None:
         """Nothing is heard from the peer any more, which may be reading still."""
-        lent, self._lent, self._lent_bytes, self._proven = self._lent, {}, 0, False
+        lent, self._lent, self._proven = self._lent, {}, False
+        self._lent_bytes = self._copied_bytes = 0
         if self._arena is not None and lent:
-            self._arena.abandon([offset for offset, _ in lent.values()], self._view)
+            copies = [loan.offset for loan in lent.values() if loan.payload is None]
+            self._arena.abandon(copies, [loan.payload for loan in lent.values()], self._view)
 
     # ---- sending
 
@@ -105,14 +118,20 @@ class Partner:
         return slips.encode(self._parcel([]), header) if self._has_news() else header, payloads
 
     def _place(self, payload: Payload) -> tuple[int, int, int] | None:
+        """A block for the peer to read: the payload where it is, if it lies in the arena, else its copy."""
         nbytes = payload.nbytes
-        if nbytes < SHARE_FROM_BYTES or self._lent_bytes + nbytes > self._limit_bytes or self._arena is None:
+        if nbytes < SHARE_FROM_BYTES or self._arena is None or not payload.flags.c_contiguous:
             return None
-        offset = self._arena.place(payload) if payload.flags.c_contiguous else None
-        if offset is None:
+        offset = self._arena.offset_of(payload)
+        if offset is not None and self._lent_bytes + nbytes <= _IN_PLACE_SHARE * self._arena.size_bytes:
+            loan = _Loan(nbytes, payload=payload)
+        elif self._copied_bytes + nbytes <= self._limit_bytes and (offset := self._arena.place(payload)) is not None:
+            loan = _Loan(nbytes, offset)
+            self._copied_bytes += nbytes
+        else:
             return None
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._lent[ticket] = (offset, nbytes)
+        self._lent[ticket] = loan
         self._lent_bytes += nbytes
         return ticket, offset, nbytes
 
@@ -125,11 +144,14 @@ class Partner:
                 break
             tickets.append(ticket)
         tickets += [ticket for ticket in parcel.done if ticket >= parcel.floor and ticket in self._lent]
-        blocks = [block for ticket in tickets if (block := self._lent.pop(ticket, None)) is not None]
-        if blocks:
-            assert self._arena is not None
-            self._lent_bytes -= sum(nbytes for _, nbytes in blocks)
-            self._arena.free([offset for offset, _ in blocks])
+        copies = []
+        for loan in [loan for ticket in tickets if (loan := self._lent.pop(ticket, None)) is not None]:
+            self._lent_bytes -= loan.nbytes
+            if loan.payload is None:
+                self._copied_bytes -= loan.nbytes
+                copies.append(loan.offset)
+        if copies and self._arena is not None:
+            self._arena.free(copies)
 
     # ---- receiving
 

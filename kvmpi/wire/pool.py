@@ -23,6 +23,11 @@ class Pool:
         """How many ranges are taken."""
         return len(self._taken)
 
+    @property
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """What is not taken, as (start, stop)."""
+        return list(self._free)
+
     def take(self, nbytes: int) -> int | None:
         """Where a range of at least ``nbytes`` > 0 begins; None if there is no room."""
         length = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,10 +1,10 @@
 """Memory that the processes of a host show each other: an arena of one's own, and a view of another process's.
 
 An arena is a memfd. It has no name in any file system, so that nothing is left of it whatever ends its processes, and
-it takes nothing of /dev/shm, which is small in containers. Its owner maps it and seals it: nobody can shrink it, which
-would kill those who read it, or write to it by another mapping. A peer opens it by /proc/PID/fd/N. The kernel allows
-that to the same user alone, as it does with the Unix socket between the two, whose folder is private. Passing the
-descriptor over a socket would need a second socket for each pair, since ZeroMQ passes none.
+it takes nothing of /dev/shm, which is small in containers. It is sealed against shrinking, which would kill those who
+read it, and peers map it for reading only. A peer opens it by /proc/PID/fd/N. The kernel allows that to the same user
+alone, as it does with the Unix socket between the two, whose folder is private. Passing the descriptor over a socket
+would need a second socket for each pair, since ZeroMQ passes none.
 
 In another container the same PID may be somebody else's. So a peer looks before it opens, and proves by a random token
 at the arena's beginning that it has mapped the right one.
@@ -20,26 +20,26 @@ import stat
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.wire.pool import Pool
+from kvmpi.wire.pool import ALIGN_BYTES, Pool
 
 Buffer = npt.NDArray[Any]
 
 TOKEN_BYTES = 16
-#: Of address space; memory is taken as it is used, and used again. Each peer is lent KVMPI_SHARED_BYTES at most.
-ARENA_BYTES = 1 << 30
 _MAX_MAPPED_BYTES = 1 << 40
 _NAME = "kvmpi-payloads"
-_SEAL_FUTURE_WRITE = 0x10  # fcntl.F_SEAL_FUTURE_WRITE, which Python has no name for before 3.13; Linux 5.1
 
 
 class Arena:
     """Memory that others can read. It lives until the last reference to it is dropped; any thread may use it.
 
+    Args:
+        size_bytes: of address space, by default as much as the machine has memory: only what is used costs anything.
     Attributes:
         fd: by which peers find it while it lives.
         token: what is at its beginning.
@@ -48,65 +48,108 @@ class Arena:
         OSError: the system has no such memory.
     """
 
-    def __init__(self, size_bytes: int = ARENA_BYTES) -> None:
+    def __init__(self, size_bytes: int | None = None) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("no memfd on this system")
+        if size_bytes is None:
+            size_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.size_bytes, self.pid = size_bytes, os.getpid()
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, size_bytes)
-        try:
-            mapped = mmap.mmap(self.fd, size_bytes)
-        except ValueError as error:
-            raise OSError(str(error)) from None
-        _seal(self.fd)
-        self._bytes = np.frombuffer(mapped, np.uint8)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = _map(self.fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._address = int(self._bytes.__array_interface__["data"][0])
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._bytes[:TOKEN_BYTES] = np.frombuffer(self.token, np.uint8)
-        self._lock = threading.Lock()  # guards the pool and the orphans
+        self._lock = threading.Lock()  # guards the pool, the orphans, and how many arrays there are
         self._pool = Pool(TOKEN_BYTES, size_bytes)
-        self._orphans: list[tuple[View, list[int]]] = []
+        self._orphans: list[_Orphan] = []
+        self._arrays = 0
+        self._dropped: deque[int] = deque()  # where arrays were that nobody refers to any more
 
     @property
     def num_blocks(self) -> int:
         """How many blocks are not free."""
-        return self._pool.num_taken
+        with self._lock:
+            self._absorb()
+            return self._pool.num_taken
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Buffer | None:
+        """Uninitialised memory of shape ``(count,)``, free with its last view; None if there is no room."""
+        nbytes = count * dtype.itemsize
+        offset = self._take(max(nbytes, 1), arrays=1)
+        if offset is None:
+            return None
+        block = _Block(self._address + offset, nbytes, offset, self._dropped, self, read_only=False)
+        return np.asarray(block).view(dtype)
+
+    def offset_of(self, payload: Buffer) -> int | None:
+        """Where a contiguous array begins in this arena, if it is in it, and where a block might."""
+        offset = int(payload.__array_interface__["data"][0]) - self._address
+        inside = 0 <= offset <= self.size_bytes - payload.nbytes and offset % ALIGN_BYTES == 0
+        return offset if inside else None
 
     def place(self, payload: Buffer) -> int | None:
         """Copy a contiguous array of at least one byte into a block of its own; where, or None if there is no room."""
-        with self._lock:
-            offset = self._pool.take(payload.nbytes)
+        offset = self._take(payload.nbytes)
         if offset is not None:
             np.copyto(self._bytes[offset : offset + payload.nbytes], payload.reshape(-1).view(np.uint8))
         return offset
 
     def free(self, offsets: list[int]) -> None:
-        """Nobody reads these blocks any more."""
+        """Nobody reads these placed blocks any more."""
         with self._lock:
             for offset in offsets:
                 self._pool.give(offset)
 
-    def abandon(self, offsets: list[int], reader: View | None) -> None:
-        """There is no way left for ``reader`` to give these blocks back: they are free when it is gone."""
+    def abandon(self, offsets: list[int], arrays: Sequence[object], reader: View | None) -> None:
+        """There is no way left for ``reader`` to give back placed blocks and arrays: they are kept until it is gone."""
         with self._lock:
-            if reader is not None:
-                self._orphans.append((reader, offsets))
+            self._orphans.append(_Orphan(reader, offsets, arrays))
         self.sweep()
 
     def sweep(self) -> None:
         """Free what was lent to readers that are gone."""
         with self._lock:
-            gone = [orphan for orphan in self._orphans if orphan[0].gone()]
-            self._orphans = [orphan for orphan in self._orphans if orphan not in gone]
-        self.free([offset for _, offsets in gone for offset in offsets])
+            gone = [orphan for orphan in self._orphans if orphan.reader is not None and orphan.reader.gone()]
+            self._orphans = [orphan for orphan in self._orphans if all(orphan is not other for other in gone)]
+        self.free([offset for orphan in gone for offset in orphan.offsets])
+
+    def _take(self, nbytes: int, arrays: int = 0) -> int | None:
+        with self._lock:
+            self._absorb()
+            offset = self._pool.take(nbytes)
+            self._arrays += arrays if offset is not None else 0
+        return offset
+
+    def _absorb(self) -> None:
+        """Under the lock: arrays that are gone are free memory. With the last of them it goes back to the system."""
+        freed = len(self._dropped)
+        for _ in range(freed):
+            self._pool.give(self._dropped.popleft())
+        self._arrays -= freed
+        if freed and not self._arrays and hasattr(mmap, "MADV_REMOVE"):
+            for start, stop in self._pool.free_ranges:
+                first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+                if first < last:
+                    self._map.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
-def _seal(fd: int) -> None:
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+def _map(fd: int, size_bytes: int, prot: int) -> mmap.mmap:
     try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return mmap.mmap(fd, size_bytes, prot=prot)
+    except ValueError as error:
+        raise OSError(str(error)) from None
+
+
+class _Orphan(NamedTuple):
+    """What a reader has that can no longer say when it has done with it."""
+
+    reader: View | None
+    offsets: list[int]
+    arrays: Sequence[object]
 
 
 class View:
@@ -133,10 +176,7 @@ class View:
             regular = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not (regular and sealed and status.st_size == size_bytes):
                 raise OSError(f"{self._path} is not as it should be")
-            try:
-                mapped = mmap.mmap(opened, size_bytes, prot=mmap.PROT_READ)
-            except ValueError as error:
-                raise OSError(str(error)) from None
+            mapped = _map(opened, size_bytes, mmap.PROT_READ)
         finally:
             os.close(opened)
         self._inode = (status.st_dev, status.st_ino)
@@ -162,17 +202,24 @@ class View:
         assert offset >= 0
         assert nbytes > 0
         assert 0 <= offset < offset + nbytes <= self.size_bytes
-        return np.asarray(_Block(self._address + offset, nbytes, ticket, returned, (self._bytes, keep))).data
+        return np.asarray(
+            _Block(self._address + offset, nbytes, ticket, returned, (self._bytes, keep), read_only=True)
+        ).data
 
 
 class _Block:
-    """What a memoryview of a block refers to."""
+    """What arrays and memoryviews of a block refer to; ``number`` is put into ``dropped`` with the last of them.
 
-    __slots__ = ("__array_interface__", "_keep", "_returned", "_ticket")
+    Garbage collection calls that at any moment, in any thread: it must wait for no lock.
+    """
 
-    def __init__(self, address: int, nbytes: int, ticket: int, returned: deque[int], keep: object) -> None:
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, True), "version": 3}
-        self._ticket, self._returned, self._keep = ticket, returned, keep
+    __slots__ = ("__array_interface__", "_dropped", "_keep", "_number")
+
+    def __init__(
+        self, address: int, nbytes: int, number: int, dropped: deque[int], keep: object, *, read_only: bool
+    ) -> None:
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, read_only), "version": 3}
+        self._number, self._dropped, self._keep = number, dropped, keep
 
     def __del__(self) -> None:
-        self._returned.append(self._ticket)
+        self._dropped.append(self._number)
