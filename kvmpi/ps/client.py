@@ -253,6 +253,8 @@ class PsClient:
             )
         layout.pushing = True
         encode, name, dtype = self._codec.encode, self._codec.name, layout.dtype
+        # A value in shared memory comes as fast as the word that it will come.
+        acknowledge = on_accepted is not None and not self._link.shares
         step = layout.steps + 1
         asks = []
         for i, chunk in enumerate(layout.chunks):
@@ -261,7 +263,7 @@ class PsClient:
                 _about(
                     part,
                     m.Push,
-                    (key, i, step, name, out is not None, on_accepted is not None, part),
+                    (key, i, step, name, out is not None, acknowledge, part),
                     cost_bytes=piece.nbytes,
                     payloads=lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
                     on_reply=self._on_value(layout, i, out, pushed=True),

@@ -43,10 +43,18 @@ class Landing:
             else:
                 self._held.append((where, chunk))
 
-    def copy_to(self, buffer: Buffer) -> None:
-        """Copy what has arrived into another buffer."""
+    @property
+    def holds(self) -> bool:
+        """Whether chunks are in a server's memory."""
+        with self._lock:
+            return bool(self._held)
+
+    def copy_to(self, buffer: Buffer, *, last: bool) -> None:
+        """Copy what has arrived into another buffer; ``last``: nobody wants it from here any more."""
         with self._lock:
             self._copy_all(buffer)
+            if last:
+                self._held = []
 
     def move(self, buffer: Buffer) -> None:
         """Take ``buffer`` instead; what has arrived is copied there."""

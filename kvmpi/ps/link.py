@@ -12,7 +12,9 @@ from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.wire import Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context
+from kvmpi.wire import (
+    SHARED_WINDOWS, Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context,
+)  # fmt: skip
 from kvmpi.wire import messages as m
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Link:
         self._readiness: Readiness | None = None
         self._joined = False
         self._epoch = -1
+        self._shares = False
         self._stop = False
         self._failed: KVError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
@@ -62,6 +65,11 @@ class Link:
     def servers(self) -> list[int]:
         """The servers that are in the job."""
         return self._session.servers
+
+    @property
+    def shares(self) -> bool:
+        """Whether all servers hand large payloads over in shared memory."""
+        return self._shares
 
     def _connect(self, view: m.View) -> None:
         """Have a connection to every server of a view, and to no other."""
@@ -159,11 +167,19 @@ class Link:
             now_s = self.now_s()
             if now_s >= next_tick_s:
                 self._session.tick(now_s)
+                self._look_for_sharing()
                 next_tick_s = now_s + _TICK_S
             if now_s >= next_heartbeat_s:
                 next_heartbeat_s = now_s + self._config.heartbeat_s
                 if self._joined:
                     scheduler.send(m.Heartbeat(self._clock(), self._epoch))
+
+    def _look_for_sharing(self) -> None:
+        """Where payloads go through shared memory, waiting for room in a window costs more than the room."""
+        shares = all(connection.shares for peer, connection in self._connections.items() if peer != SCHEDULER)
+        if shares != self._shares:
+            self._shares = shares
+            self._session.widen(self._config.window_bytes * (SHARED_WINDOWS if shares else 1))
 
     def _receive(self, connection: Connection) -> None:
         for _ in range(_BATCH):

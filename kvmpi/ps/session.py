@@ -131,6 +131,10 @@ class ClientSession:
         self._greeting: set[int] = set()
         self._hello: tuple[Any, ...] | None = None
 
+    def widen(self, window_bytes: int) -> None:
+        """From now on so many bytes may be under way at one peer, in each direction."""
+        self._window_bytes = window_bytes
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits for time to pass or for an answer."""

@@ -225,8 +225,10 @@ class DistStore(KVStore):
             # Nothing can refuse this call any more: what is still to come need not make a stop on its way.
             answer.landing.move(target.buffer)
             self._answers[state.key], copy = None, False
+        if last := copy and answer.landing.holds:
+            self._answers[state.key] = None  # the server has its memory back; who asks once more asks there
         return self._engine.push(
-            lambda: answer.landing.copy_to(target.buffer) if copy else None, reads=[*call.done, state.sent],
+            lambda: answer.landing.copy_to(target.buffer, last=last) if copy else None, reads=[*call.done, state.sent],
             writes=[state.value], lane="inline" if here or not copy else "cpu", name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 

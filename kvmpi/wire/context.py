@@ -14,7 +14,7 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
-from kvmpi.wire.partner import Partner
+from kvmpi.wire.partner import SHARED_WINDOWS, Partner
 from kvmpi.wire.shared_memory import Arena
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Context(zmq.Context[_S_co]):
         """For a peer on this host, to hand payloads over in shared memory; None if that is turned off."""
         if self.config.shared_payloads == "off":
             return None
-        limit_bytes = self.config.shared_bytes or 4 * self.config.window_bytes
+        limit_bytes = self.config.shared_bytes or SHARED_WINDOWS * self.config.window_bytes
         return Partner(self.arena(), limit_bytes, max_payload_bytes)
 
     def arena(self) -> Arena | None:

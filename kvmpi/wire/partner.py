@@ -20,6 +20,8 @@ from kvmpi.wire.shared_memory import Arena, View
 
 Payload = npt.NDArray[Any]
 
+#: So many windows of a session fit into what a peer may keep, if nothing else is said.
+SHARED_WINDOWS = 4
 #: Below this size a frame is as fast.
 SHARE_FROM_BYTES = 32 << 10
 #: Payloads of one message, tickets of one slip: more are rare, and a slip must stay small.

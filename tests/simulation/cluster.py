@@ -85,6 +85,7 @@ class SimulatedLink:
         self._network, self._name = network, name
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
+        self.shares = False
         self._joined = False
         self._epoch = -1
         self._incarnations: dict[int, int] = {}
