@@ -60,6 +60,7 @@ class Partner:
         self._expected = 0
         self._done: list[int] = []
         self._unreported_bytes = 0
+        self._repeats = False  # the peer is short of blocks: maybe what was said of those given back was lost
         self._dropped: deque[int] = deque()  # tickets that garbage collection, in any thread, has put there
 
     @property
@@ -111,10 +112,9 @@ class Partner:
 
     def pack(self, header: bytes, payloads: Sequence[Payload]) -> tuple[bytes, Sequence[Payload]]:
         """The first frame of a message, and the payloads that are frames of their own."""
-        blocks: list[tuple[int, int, int] | None] = []
-        if self._proven and len(payloads) <= _MAX_BLOCKS:
+        if self._proven and len(payloads) <= _MAX_BLOCKS and any(map(_is_large, payloads)):
             blocks = [self._place(payload) for payload in payloads]
-        if any(blocks):
+            # Also if there was no block to be had: the peer then says again what it has given back.
             frames = [payload for payload, block in zip(payloads, blocks, strict=True) if block is None]
             return slips.encode(self._parcel(blocks), header), frames
         return slips.encode(self._parcel([]), header) if self._has_news() else header, payloads
@@ -122,7 +122,7 @@ class Partner:
     def _place(self, payload: Payload) -> tuple[int, int, int] | None:
         """A block for the peer to read: the payload where it is, if it lies in the arena, else its copy."""
         nbytes = payload.nbytes
-        if nbytes < SHARE_FROM_BYTES or self._arena is None or not payload.flags.c_contiguous:
+        if not _is_large(payload) or self._arena is None or not payload.flags.c_contiguous:
             return None
         offset = self._arena.offset_of(payload)
         if offset is not None and self._lent_bytes + nbytes <= _IN_PLACE_SHARE * self._arena.size_bytes:
@@ -168,6 +168,7 @@ class Partner:
             return list(frames)
         if sum(block is None for block in parcel.blocks) != len(frames):
             raise ProtocolError(f"{len(frames)} payload frames do not fit {len(parcel.blocks)} payloads")
+        self._repeats = any(map(_is_large, frames))
         plain = iter(frames)
         return [next(plain) if block is None else self._open(*block) for block in parcel.blocks]
 
@@ -193,11 +194,15 @@ class Partner:
             ticket = self._dropped.popleft()
             self._unreported_bytes += self._held.pop(ticket)
             self._done.append(ticket)
-        return bool(self._done)
+        return bool(self._done) or self._repeats
 
     def _parcel(self, blocks: list[tuple[int, int, int] | None]) -> slips.Parcel:
         self._has_news()
         floor = next(iter(self._held), self._expected)
         done = [ticket for ticket in self._done if ticket >= floor][-_MAX_DONE:]
-        self._done, self._unreported_bytes = [], 0
+        self._done, self._unreported_bytes, self._repeats = [], 0, False
         return slips.Parcel(floor, done, blocks)
+
+
+def _is_large(payload: Payload | memoryview) -> bool:
+    return payload.nbytes >= SHARE_FROM_BYTES
