@@ -71,7 +71,8 @@ class Config:
         "the system allows it), off the socket", ("auto", "off"),
     )  # fmt: skip
     shared_bytes: int = _setting(
-        0, "bytes in shared memory that one peer may keep; what is more goes through the socket; 0: 4 windows"
+        0,
+        "bytes of copies in shared memory that one peer may keep; what is more goes by the socket; 0: four windows",
     )
     host: str = _setting("127.0.0.1", "address that the scheduler and the servers listen on")
     security: str = _setting(
