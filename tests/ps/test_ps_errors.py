@@ -207,13 +207,12 @@ def test_what_only_the_scheduler_says_is_refused_from_a_client() -> None:
 def test_an_unexpected_exception_is_a_failure_for_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("sync", 2)
     machine.init_all("k", whole_numbers(COUNT))
-    from kvmpi.ps import slot
 
     def no_memory(*args: Any) -> None:
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slot.host, "empty", no_memory)
+        patch.setattr(machine.slot("k"), "_empty", no_memory)
         request = machine.push(0, "k", 1, whole_numbers(COUNT, 50, 0, 1))
     error = machine.error(request)
     assert type(error) is KVError
