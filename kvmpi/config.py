@@ -61,7 +61,7 @@ class Config:
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
     chunk_bytes: int = _setting(2 * MIB, "bytes of one message between master and server")
     window_bytes: int = _setting(
-        4 * MIB, "unacknowledged bytes of one master at one server; four times as many if shared memory takes them"
+        4 * MIB, "unacknowledged bytes of one master at one server; KVMPI_SHARED_BYTES if shared memory takes them"
     )
     retry_s: float = _setting(10.0, "seconds without any answer after which a request is sent again")
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")

@@ -12,9 +12,7 @@ from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.wire import (
-    SHARED_WINDOWS, Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context,
-)  # fmt: skip
+from kvmpi.wire import Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
 _log = logging.getLogger(__name__)
@@ -179,7 +177,8 @@ class Link:
         shares = all(connection.shares for peer, connection in self._connections.items() if peer != SCHEDULER)
         if shares != self._shares:
             self._shares = shares
-            self._session.widen(self._config.window_bytes * (SHARED_WINDOWS if shares else 1))
+            window_bytes = self._config.window_bytes
+            self._session.widen(max(window_bytes, self._context.shared_limit_bytes) if shares else window_bytes)
 
     def _receive(self, connection: Connection) -> None:
         for _ in range(_BATCH):

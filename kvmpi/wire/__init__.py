@@ -3,7 +3,6 @@
 from kvmpi.wire.context import Context, new_context
 from kvmpi.wire.keys import create_keys
 from kvmpi.wire.messages import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
-from kvmpi.wire.partner import SHARED_WINDOWS
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError
 from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
@@ -17,7 +16,6 @@ __all__ = [
     "OtherVersionError",
     "PROTOCOL_VERSION",
     "Readiness",
-    "SHARED_WINDOWS",
     "Waker",
     "as_array",
     "create_keys",

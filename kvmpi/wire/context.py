@@ -14,13 +14,16 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
-from kvmpi.wire.partner import SHARED_WINDOWS, Partner
+from kvmpi.wire.partner import Partner
 from kvmpi.wire.shared_memory import Arena
 
 _log = logging.getLogger(__name__)
 
 #: What CURVE adds to a frame: the command's name, a nonce, a flag byte and the authenticator.
 _CURVE_BYTES = 8 + 8 + 1 + 16
+
+#: So many windows of a session fit into what a peer may keep in shared memory, if nothing else is said.
+_SHARED_WINDOWS = 4
 
 _S_co = TypeVar("_S_co", bound=zmq.Socket[Any], covariant=True)
 
@@ -94,8 +97,12 @@ class Context(zmq.Context[_S_co]):
         """For a peer on this host, to hand payloads over in shared memory; None if that is turned off."""
         if self.config.shared_payloads == "off":
             return None
-        limit_bytes = self.config.shared_bytes or SHARED_WINDOWS * self.config.window_bytes
-        return Partner(self.arena(), limit_bytes, max_payload_bytes)
+        return Partner(self.arena(), self.shared_limit_bytes, max_payload_bytes)
+
+    @property
+    def shared_limit_bytes(self) -> int:
+        """So many bytes of copies in shared memory one peer may keep."""
+        return self.config.shared_bytes or _SHARED_WINDOWS * self.config.window_bytes
 
     def arena(self) -> Arena | None:
         """The memory of this context that peers can read, made at first use; None if the system has no such memory."""

@@ -20,8 +20,6 @@ from kvmpi.wire.shared_memory import Arena, View
 
 Payload = npt.NDArray[Any]
 
-#: So many windows of a session fit into what a peer may keep, if nothing else is said.
-SHARED_WINDOWS = 4
 #: Below this size a frame is as fast.
 SHARE_FROM_BYTES = 32 << 10
 #: Payloads of one message, tickets of one slip: more are rare, and a slip must stay small.
@@ -88,6 +86,8 @@ class Partner:
             self._proven = True
         if isinstance(slip, slips.Proof):
             return None
+        # Its tickets begin anew; those of before are of a partner that it has parted from.
+        self._held, self._dropped, self._done, self._expected, self._unreported_bytes = {}, deque(), [], 0, 0
         try:
             self._view = View(slip.pid, slip.fd, slip.size_bytes)
         except OSError:

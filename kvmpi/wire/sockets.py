@@ -254,8 +254,8 @@ class Listener:
     def close(self) -> None:
         for router in self._sockets.values():
             router.close()
-        for partner in self._partners.values():
-            partner.part()
+        while self._partners:
+            self._partners.popitem()[1].part()
 
 
 class Connection:
@@ -326,6 +326,7 @@ class Connection:
         self._socket.close()
         if self._partner is not None:
             self._partner.part()
+            self._partner = None  # and its memory with it, unless something is read there still
 
     def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
         """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered.

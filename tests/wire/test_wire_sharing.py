@@ -289,7 +289,7 @@ def test_tickets_that_are_lost_on_the_way_come_back(start: Callable[..., Pair]) 
 def test_another_listener_in_the_place_of_one_is_told_again(start: Callable[..., Pair], tmp_path: Path) -> None:
     pair = start()
     sent = pattern(MIB, 1)
-    kept = pair.ask([sent])
+    kept = [*pair.ask([sent]), *pair.answer([sent])]
     path = pair.listener.endpoints[0].removeprefix("ipc://")
     pair.listener.close()
     pair.listener = Listener(pair.there, 2 * MIB)
@@ -303,11 +303,12 @@ def test_another_listener_in_the_place_of_one_is_told_again(start: Callable[...,
     while True:
         arrived = pair.ask([sent])
         assert arrived == [sent.tobytes()]
-        pair.answer([])
-        if _is_shared(arrived[0]):
+        answered = pair.answer([sent])
+        assert answered == [sent.tobytes()]
+        if _is_shared(arrived[0]) and _is_shared(answered[0]):
             break
         assert time.monotonic() < deadline
-    assert kept == [sent.tobytes()], "what the one before had was used again"
+    assert kept == [sent.tobytes()] * 2, "what the one before had was used again"
 
 
 def _serve(path: str) -> None:
