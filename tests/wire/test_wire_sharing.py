@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvmpi.config import Config
 from kvmpi.errors import ProtocolError
@@ -368,3 +370,35 @@ def test_memory_of_arrays_goes_back_to_the_system_with_the_last_of_them() -> Non
     del second
     assert arena.num_blocks == 0
     assert os.fstat(arena.fd).st_blocks * 512 <= MIB
+
+
+_INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-5, 2 * MIB)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    floor=_INTEGERS,
+    done=st.lists(_INTEGERS, max_size=5),
+    blocks=st.lists(st.none() | st.tuples(_INTEGERS, _INTEGERS, _INTEGERS), max_size=4),
+    num_frames=st.integers(0, 3),
+)
+def test_whatever_a_peer_says_it_is_read_in_its_arena_or_refused(
+    floor: int, done: list[int], blocks: list[Block | None], num_frames: int
+) -> None:
+    here, there = (partner.Partner(shared_memory.Arena(MIB), LIMIT, 2 * MIB) for _ in range(2))
+    offer = here.offer(answer=True)
+    answer = there.meet(offer)
+    assert isinstance(answer, slips.Offer)
+    here.meet(answer)
+    here.pack(b"", [pattern(MINIMUM, 1)])
+    slip, _ = slips.decode(slips.encode(slips.Parcel(floor, done, blocks)))
+    assert isinstance(slip, slips.Parcel)
+    for one in (here, there):
+        try:
+            payloads = one.unpack(slip, [memoryview(b"frame")] * num_frames)
+        except ProtocolError:
+            continue
+        assert len(payloads) == (len(blocks) or num_frames)
+        for payload in payloads:
+            bytes(payload)
+    assert 0 <= here.lent_bytes <= MINIMUM
