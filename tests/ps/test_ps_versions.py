@@ -298,7 +298,8 @@ class OldListener:
                 route, header = self._socket.recv_multipart()
             except zmq.Again:
                 continue
-            self.heard.append(header)
+            if header[:3] == b"KVM":  # not the offer of shared memory, which needs no answer
+                self.heard.append(header)
             self._socket.send_multipart([route, answer])
 
     def close(self) -> None:
