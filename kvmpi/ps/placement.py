@@ -139,21 +139,21 @@ class LongestFirst(Placement):
 
 @register
 class Uniform(Placement):
-    """Large keys in near-equal parts over all servers, small ones whole on a server chosen by a hash of their name.
+    """Keys in near-equal parts over as many servers as are worth it, from one that a hash of the name chooses.
 
     What was placed before does not matter, so a client that was mistaken about one key agrees on the next.
     """
 
     name = "uniform"
-    #: A part below this size costs more in messages than it gains in balance.
-    min_part_bytes = 16 << 10
+    #: A part below this size costs more in messages than a second server saves.
+    min_part_bytes = 256 << 10
 
     def split(self, size: KeySize) -> list[Part]:
-        if size.count * size.itemsize < self.num_servers * self.min_part_bytes:
-            return _whole(_hashed(size.key, self.num_servers), size)
-        base, extra = divmod(size.count, self.num_servers)
-        starts = [i * base + min(i, extra) for i in range(self.num_servers + 1)]
-        return [Part(server, starts[server], starts[server + 1]) for server in range(self.num_servers)]
+        num_parts = max(1, min(self.num_servers, size.count * size.itemsize // self.min_part_bytes))
+        base, extra = divmod(size.count, num_parts)
+        starts = [i * base + min(i, extra) for i in range(num_parts + 1)]
+        home = _hashed(size.key, self.num_servers)
+        return [Part((home + i) % self.num_servers, starts[i], starts[i + 1]) for i in range(num_parts)]
 
 
 def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:

@@ -110,9 +110,9 @@ def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob, monk
 
 def test_compression_halves_the_bytes_of_pushes_only(start_job: StartJob) -> None:
     (ps,) = start_job(2).connect(1)
-    initialise([ps], {"k": 20_000})
+    initialise([ps], {"k": 200_000})
     ps.set_codec("fp16")
-    out, value = np.empty(20_000, "f4"), random_floats(20_000)
+    out, value = np.empty(200_000, "f4"), random_floats(200_000)
     ps.pushpull("k", value, out, deadline()).wait()
     np.testing.assert_array_equal(out, value.astype("f2").astype("f4"))
 
@@ -202,10 +202,10 @@ def test_a_second_push_before_the_first_is_done_is_refused(start_job: StartJob) 
 
 def test_a_push_that_timed_out_may_be_tried_again_and_counts_once(start_job: StartJob) -> None:
     clients = start_job(2).connect(3)
-    initialise(clients, {"k": 20_000}, optim.Test(lr=-1.0))
-    values = [whole_numbers(20_000, rank) for rank in range(3)]
+    initialise(clients, {"k": 200_000}, optim.Test(lr=-1.0))
+    values = [whole_numbers(200_000, rank) for rank in range(3)]
     clients[0].push("k", values[0], deadline()).wait()
-    out = np.empty(20_000, "f4")
+    out = np.empty(200_000, "f4")
     for _ in range(2):
         with pytest.raises(KVTimeoutError) as caught:
             clients[1].pushpull("k", values[1], out, Deadline(0.5)).wait()
@@ -214,7 +214,7 @@ def test_a_push_that_timed_out_may_be_tried_again_and_counts_once(start_job: Sta
     again = clients[1].pushpull("k", values[1], out, deadline())
     clients[2].push("k", values[2], deadline()).wait()
     again.wait()
-    np.testing.assert_array_equal(out, np.sum([whole_numbers(20_000), *values], axis=0, dtype="f8"))
+    np.testing.assert_array_equal(out, np.sum([whole_numbers(200_000), *values], axis=0, dtype="f8"))
 
 
 def test_a_barrier_that_timed_out_may_be_tried_again(start_job: StartJob) -> None:

@@ -46,7 +46,7 @@ def test_parts_cover_every_key_once(name: str, num_servers: int) -> None:
 
 KEYS = st.one_of(st.integers(-5, 2**63 - 1), st.text(max_size=8))
 SIZES = st.lists(
-    st.builds(KeySize, KEYS, st.integers(0, 40_000), st.sampled_from([1, 2, 4, 8])), max_size=8,
+    st.builds(KeySize, KEYS, st.integers(0, 400_000), st.sampled_from([1, 2, 4, 8])), max_size=8,
     unique_by=lambda size: (type(size.key), size.key),
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_uniform_spreads_large_keys_evenly_and_keeps_small_ones_whole(num_server
     places = placement.create("uniform", num_servers)
     (large,) = places.place([KeySize("large", 10**6 + 1, 4)])
     lengths = [part.stop - part.start for part in large]
-    assert [part.server for part in large] == list(range(num_servers))
+    assert len({part.server for part in large}) == len(large) == min(num_servers, 4 * (10**6 + 1) // 2**18)
     assert max(lengths) - min(lengths) <= 1
     small = places.place([KeySize(i, 100, 4) for i in range(10 * num_servers)])
     assert all(len(parts) == 1 for parts in small)

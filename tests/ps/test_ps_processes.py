@@ -82,8 +82,8 @@ def connected(config: Config, num_clients: int, rule: optim.Rule | None = None) 
     for rank in range(num_clients):
         ps = PsClient(config, store=1, mode="sync", client=rank, num_clients=num_clients, recorder=Recorder())
         ps.connect(Deadline(TIMEOUT_S))
-        ps.add_keys([("k", (100_000,), "float32")])
-        ps.init("k", whole_numbers(100_000) if rank == 0 else None, Deadline(TIMEOUT_S)).wait()
+        ps.add_keys([("k", (200_000,), "float32")])
+        ps.init("k", whole_numbers(200_000) if rank == 0 else None, Deadline(TIMEOUT_S)).wait()
         if rule is not None:
             ps.set_rule(rule, Deadline(TIMEOUT_S)).wait()
         clients.append(ps)
@@ -94,13 +94,13 @@ def connected(config: Config, num_clients: int, rule: optim.Rule | None = None) 
 def test_a_server_that_dies_or_freezes_ends_the_wait_for_it(processes: Processes, how: signal.Signals) -> None:
     config, _, servers = processes.job(2)
     first, second = connected(config, 2, optim.Test(lr=-1.0))
-    values = [whole_numbers(100_000, rank) for rank in range(2)]
-    outs = [np.empty(100_000, "f4") for _ in range(2)]
+    values = [whole_numbers(200_000, rank) for rank in range(2)]
+    outs = [np.empty(200_000, "f4") for _ in range(2)]
     works = [ps.pushpull("k", value, out, Deadline(TIMEOUT_S))
              for ps, value, out in zip((first, second), values, outs, strict=True)]  # fmt: skip
     for work, out in zip(works, outs, strict=True):
         work.wait()
-        np.testing.assert_array_equal(out, np.sum([whole_numbers(100_000), *values], axis=0, dtype="f8"))
+        np.testing.assert_array_equal(out, np.sum([whole_numbers(200_000), *values], axis=0, dtype="f8"))
     waiting = first.pushpull("k", values[0], outs[0], Deadline(CALL_S))
     os.kill(servers[1].pid, how)
     # Twice the call's own time at most. The lost server is named, though the other one waits for client 1 as well.
@@ -126,9 +126,9 @@ def test_a_scheduler_that_dies_ends_barriers_but_not_exchanges(processes: Proces
     scheduler.wait()
     with pytest.raises(KVTimeoutError, match="no answer from the scheduler"):
         ps.barrier(Deadline(0.5)).wait(2 * CALL_S)
-    out = np.empty(100_000, "f4")
-    ps.pushpull("k", whole_numbers(100_000, 1), out, Deadline(TIMEOUT_S)).wait()
-    np.testing.assert_array_equal(out, whole_numbers(100_000, 1))
+    out = np.empty(200_000, "f4")
+    ps.pushpull("k", whole_numbers(200_000, 1), out, Deadline(TIMEOUT_S)).wait()
+    np.testing.assert_array_equal(out, whole_numbers(200_000, 1))
     ps.close(Deadline(TIMEOUT_S))
 
 
@@ -137,7 +137,7 @@ def test_sigterm_ends_everyone_in_good_order(processes: Processes) -> None:
     (ps,) = connected(config, 1)
     for process in (scheduler, *servers):
         process.send_signal(signal.SIGINT)  # is for the launcher to judge
-    ps.push("k", whole_numbers(100_000), Deadline(TIMEOUT_S)).wait()
+    ps.push("k", whole_numbers(200_000), Deadline(TIMEOUT_S)).wait()
     for process in (*servers, scheduler):
         process.send_signal(signal.SIGTERM)
     for process in (*servers, scheduler):
@@ -228,7 +228,7 @@ def test_a_rule_of_ones_own_comes_by_import(processes: Processes) -> None:
         sys.path.remove(str(processes.folder))
     config, _, _ = processes.job(1)
     (ps,) = connected(config, 1, Double(3.0))
-    out = np.empty(100_000, "f4")
-    ps.pushpull("k", whole_numbers(100_000, 1), out, Deadline(TIMEOUT_S)).wait()
-    np.testing.assert_array_equal(out, 3.0 * whole_numbers(100_000, 1))
+    out = np.empty(200_000, "f4")
+    ps.pushpull("k", whole_numbers(200_000, 1), out, Deadline(TIMEOUT_S)).wait()
+    np.testing.assert_array_equal(out, 3.0 * whole_numbers(200_000, 1))
     ps.close(Deadline(TIMEOUT_S))

@@ -67,9 +67,8 @@ class PageClient:
         """The part and the elements of each chunk."""
         num_servers = len(self.chains) // 4
         digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-        ranges = [(digest % num_servers, 0, count)]
-        if count * itemsize >= num_servers * 16384:
-            ranges = [(home, *bounds) for home, bounds in enumerate(near_equal(0, count, num_servers))]
+        num_ranges = min(num_servers, max(1, count * itemsize // 262144))
+        ranges = [((digest + i) % num_servers, *bounds) for i, bounds in enumerate(near_equal(0, count, num_ranges))]
         longest = max(1, chunk_bytes // itemsize)
         chunks = [
             (home, slice(*bounds))
@@ -98,7 +97,7 @@ def near_equal(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
     return [(start + sum(lengths[:i]), start + sum(lengths[: i + 1])) for i in range(pieces)]
 
 
-CHUNK_BYTES = 10_000
+CHUNK_BYTES = 100_000
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
@@ -111,10 +110,10 @@ def test_a_client_written_from_the_page(start_job: Callable[..., Any], replicas:
     try:
         page.join(2)
         own.connect(deadline())
-        for key, count in {"w": 5, 7: 1, "layer.0": 20_001, "empty": 0}.items():
+        for key, count in {"w": 5, 7: 1, "layer.0": 200_001, "empty": 0}.items():
             first, mine, theirs = (whole_numbers(count, i) for i in range(3))
             places = page.places(key, count, 4, CHUNK_BYTES)
-            assert (len({part // 4 for part, _ in places}) == 2) == (count * 4 > 2 * 16384), "it is on both servers"
+            assert (len({part // 4 for part, _ in places}) == 2) == (count * 4 >= 2 * 262144), "it is on both servers"
             for i, (part, where) in enumerate(places):
                 layout = (key, i, len(places), where.stop - where.start, [count], "float32")
                 assert page.about(part, "init", *layout, payloads=(first[where].tobytes(),))[:2] == ("ack", [0])
