@@ -1,4 +1,4 @@
-"""The I/O thread of a master: drives the session's state machine over sockets to the scheduler and the servers."""
+"""Drives a master's session over sockets to the scheduler and the servers: a thread, and whoever asks for something."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from kvmpi.config import Config
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
@@ -15,15 +18,23 @@ from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
 from kvmpi.wire import Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
+Buffer = npt.NDArray[Any]
 _log = logging.getLogger(__name__)
 
 #: Messages taken from one connection before the others get their turn.
 _BATCH = 8
 _TICK_S = 0.05
+#: A caller sends up to so many bytes itself, which is sooner done than waking a thread. More may have to be encoded.
+_HERE_BYTES = 1 << 20
+#: A thread that has nothing to do looks after the clock for so long before it sleeps until it is woken.
+_AWAKE_S = 1.0
 
 
 class Link:
-    """Runs one ``ClientSession`` in a thread of its own, the only one that touches the session and the sockets.
+    """Runs one ``ClientSession``, which belongs to whoever has the turn, as the sockets do.
+
+    That is a thread of its own for all that comes from peers or with time, and any caller for what it submits, if
+    nobody has the turn just then.
 
     Args:
         name: of the thread and in messages.
@@ -38,6 +49,10 @@ class Link:
         self._connections: dict[int, Connection] = {}
         self._incarnations: dict[int, int] = {}
         self._readiness: Readiness | None = None
+        self._turn = threading.Lock()  # guards the session, the connections and what is below
+        self._unread: dict[Connection, None] = {}  # to be read until nothing is there before the thread may sleep
+        self._dozes = False
+        self._trouble: Exception | None = None  # of a caller that had the turn
         self._joined = False
         self._epoch = -1
         self._shares = False
@@ -53,6 +68,7 @@ class Link:
     def start(self) -> None:
         """Start the thread, and the connection to the scheduler."""
         self._context = new_context(self._config)
+        self._turn.acquire()  # the thread gives it back
         self._thread.start()
 
     def join(self) -> None:
@@ -96,10 +112,28 @@ class Link:
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
         self._inbox.append((operation, asks, priority))
-        if self.is_open:
-            self._waker.wake()  # if the thread ends just now, it empties the inbox as its last act
+        if not self.is_open:
+            self._drain_inbox()  # if the thread ends just now, it empties the inbox as its last act
+        elif sum(ask.cost_bytes for ask in asks) > _HERE_BYTES:
+            self._waker.wake()
         else:
-            self._drain_inbox()
+            self._send_here()
+
+    def _send_here(self) -> None:
+        """Send what can be sent, unless somebody has the turn: they look into the inbox after giving it back."""
+        while self._inbox and self._turn.acquire(blocking=False):
+            try:
+                self._drain_inbox()
+                self._pump()
+                news = [connection for connection in self._unread if connection.readable]
+                self._unread = dict.fromkeys(news)
+                wakes = self._dozes or bool(news)
+            except Exception as error:
+                self._trouble, wakes = error, True
+            finally:
+                self._turn.release()
+            if wakes:
+                self._waker.wake()
 
     def stop(self) -> None:
         """End the thread without a word to the peers; what is under way fails. Idempotent."""
@@ -128,8 +162,11 @@ class Link:
         # Well above a received chunk, and no more: the program's own large arrays stay as they were.
         keep_large_buffers(2 * self._config.chunk_bytes)
         try:
-            scheduler = self._open(self._config.scheduler, "the scheduler")
-            self._connections[SCHEDULER] = scheduler
+            try:
+                scheduler = self._open(self._config.scheduler, "the scheduler")
+                self._connections[SCHEDULER] = scheduler
+            finally:
+                self._turn.release()
             self._loop(scheduler)
         except KVError as error:
             self._failed = error
@@ -140,37 +177,56 @@ class Link:
         finally:
             self._failed = self._failed or ServerLostError(f"the link of {self._name} to the servers is closed")
             self._stop = True
-            self._session.fail_all(self._failed)
-            self._drain_inbox()
-            for connection in self._connections.values():
-                connection.close()
+            with self._turn:
+                self._session.fail_all(self._failed)
+                self._drain_inbox()
+                for connection in self._connections.values():
+                    connection.close()
             self._context.term()
             self._waker.close()
 
     def _loop(self, scheduler: Connection) -> None:
-        next_tick_s = self.now_s()
+        next_tick_s = awake_until_s = self.now_s()
         next_heartbeat_s = next_tick_s + self._config.heartbeat_s
         while not self._stop:
+            with self._turn:
+                now_s = self.now_s()
+                if now_s >= next_tick_s:
+                    self._session.tick(now_s)
+                    self._look_for_sharing()
+                    next_tick_s = now_s + _TICK_S
+                self._advance()
+                if now_s >= next_heartbeat_s:
+                    next_heartbeat_s = now_s + self._config.heartbeat_s
+                    if self._joined:
+                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch))
+                if not self._session.idle:
+                    awake_until_s = now_s + _AWAKE_S
+                if self._readiness is None:
+                    self._readiness = Readiness([self._waker, *self._connections.values()], apart=True)
+                    self._unread = dict.fromkeys(self._connections.values())
+                self._dozes = now_s >= awake_until_s
+            if self._inbox or self._unread:
+                continue
+            idle_s = max(_TICK_S, next_heartbeat_s - now_s) if self._dozes else _TICK_S
+            ready = self._readiness.wait(idle_s)
+            self._waker.clear()
+            with self._turn:
+                self._unread |= dict.fromkeys(source for source in ready if isinstance(source, Connection))
+
+    def _advance(self) -> None:
+        """Do all that can be done now."""
+        if self._trouble is not None:
+            raise self._trouble
+        self._drain_inbox()
+        self._pump()
+        while self._unread:
+            connection = next(iter(self._unread))
+            del self._unread[connection]
+            if connection in self._connections.values() and not self._receive(connection):  # a view may have ended it
+                self._unread[connection] = None
             self._drain_inbox()
             self._pump()
-            if self._readiness is None:
-                self._readiness = Readiness([self._waker, *self._connections.values()])
-            idle_s = max(_TICK_S, next_heartbeat_s - self.now_s()) if self._session.idle else _TICK_S
-            for source in self._readiness.wait(idle_s):
-                if isinstance(source, Connection):
-                    if source in self._connections.values():  # a view may have ended it just now
-                        self._receive(source)
-                else:
-                    self._waker.clear()
-            now_s = self.now_s()
-            if now_s >= next_tick_s:
-                self._session.tick(now_s)
-                self._look_for_sharing()
-                next_tick_s = now_s + _TICK_S
-            if now_s >= next_heartbeat_s:
-                next_heartbeat_s = now_s + self._config.heartbeat_s
-                if self._joined:
-                    scheduler.send(m.Heartbeat(self._clock(), self._epoch))
 
     def _look_for_sharing(self) -> None:
         """Where payloads go through shared memory, waiting for room in a window costs more than the room."""
@@ -180,7 +236,8 @@ class Link:
             window_bytes = self._config.window_bytes
             self._session.widen(max(window_bytes, self._context.shared_limit_bytes) if shares else window_bytes)
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> bool:
+        """Read some messages; whether that was all there is."""
         for _ in range(_BATCH):
             try:
                 received = connection.recv()
@@ -191,7 +248,7 @@ class Link:
                 _log.warning("%s cannot read a message from %s: %s", self._name, connection.endpoint, error)
                 continue
             if received is None:
-                return
+                return True
             message = received[0]
             if isinstance(message, m.View) and message.epoch > self._epoch:
                 self._epoch = message.epoch
@@ -199,15 +256,20 @@ class Link:
             self._session.receive(*received)
             received = None  # payloads that nobody holds are given back with what is sent next
             self._pump()
+        return False
 
     def _pump(self) -> None:
         for peer, message, payloads in self._session.sendable(self.now_s()):
             if peer not in self._connections:
                 continue  # it is gone; whoever answers in its place is asked when the session knows
             try:
-                self._connections[peer].send(message, payloads)
+                self._send(self._connections[peer], message, payloads)
             except ProtocolError as error:
                 self._session.reject(getattr(message, "request", -1), error)
+
+    def _send(self, connection: Connection, message: m.Message, payloads: Sequence[Buffer] = ()) -> None:
+        self._unread[connection] = None  # sending may take the notice that something has come
+        connection.send(message, payloads)
 
 
 def choose(server: m.ServerInfo, config: Config) -> str:

@@ -320,6 +320,11 @@ class Connection:
     def raw(self) -> zmq.Socket[Any]:
         return self._socket
 
+    @property
+    def readable(self) -> bool:
+        """Whether ``recv`` has something to do."""
+        return any(int(handle.getsockopt(zmq.EVENTS)) & zmq.POLLIN for handle in self.handles)
+
     def close(self) -> None:
         if self._handshake is not None:
             self._handshake.close()
