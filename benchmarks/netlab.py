@@ -152,6 +152,13 @@ class NetLab:
             raise KVError("this NetLab has no hosts outside its with block")
         return self._keeper.pid
 
+    def configure(self, host: int | None, command: str) -> str:
+        """Run a command about the network, such as ``ip`` or ``tc``, on a host or (None) on the switch; what it says.
+
+        The switch has a port for each host, ``port0`` and so on; a host has ``lab0``.
+        """
+        return self._run(0 if host is None else self._place(host), command)
+
     def _place(self, host: int) -> int:
         if not 0 <= host < len(self.hosts):
             raise ConfigError(f"host {host} of a NetLab with hosts 0 to {len(self.hosts) - 1}")
@@ -196,7 +203,7 @@ class NetLab:
             limit = f"tbf rate {self.link} burst {burst_bytes} latency 200ms"
             self._run(place, f"tc qdisc add dev {interface} root {limit}")
 
-    def _run(self, place: int, command: str) -> None:
+    def _run(self, place: int, command: str) -> str:
         words = ["nsenter", f"--net={namespace_path(self._pid, place, 'net')}", *command.split()]
         done = subprocess.run(
             words, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -205,6 +212,7 @@ class NetLab:
             lacking = re.search("not permitted|not supported|denied|unknown", done.stderr, re.IGNORECASE)
             error = UnsupportedError if lacking else KVError
             raise error(f"`{command}` ended with exit status {done.returncode}: {done.stderr.strip()}; {NEEDS}")
+        return done.stdout
 
     def _close(self) -> None:
         if os.getpid() != self._owner:  # a forked child that leaves the with block must not end its parent's lab
