@@ -109,7 +109,7 @@ _SENT = {
     "client, server → scheduler": ("Register", "Heartbeat", "Leave"),
     "client → server, scheduler": ("Finish",),
     "server → scheduler": ("CaughtUp", "Drained", "SnapshotNews"),
-    "scheduler → server": ("TakeSnapshot",),
+    "scheduler → server": ("TakeSnapshot", "Heard"),
     "scheduler → client, server": ("View",),
     "scheduler → client": ("Dead",),
     "client → server": (

@@ -27,6 +27,9 @@ from kvmpi.wire import messages as m
 _BATCH = 16
 _POLL_S = 0.2
 _TICK_S = 0.1
+#: Of the time after which a silent server is lost: so long after a heartbeat that was heard it answers. The rest is for
+#: clocks that do not run alike.
+_LEASE = 0.9
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +156,7 @@ class ServerDaemon(Daemon):
                 raise ConfigError(f"server {self._rank} cannot import {module!r}: {error}") from None
         keep_large_buffers(32 << 20)
         self._context = context
-        scheduler = self._open(self._config.scheduler, "the scheduler")
+        scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
         listener = Listener(context, self._config.max_message_bytes, f"server {self._rank}")
         try:
             self._listen(listener)
@@ -169,8 +172,9 @@ class ServerDaemon(Daemon):
                 other.close()
             self._waker.close()
 
-    def _open(self, endpoint: str, peer: str) -> Connection:
-        return Connection(self._context, endpoint, self._config.max_message_bytes, f"server {self._rank}", peer)
+    def _open(self, endpoint: str, peer: str, silence_s: float | None = None) -> Connection:
+        limit, name = self._config.max_message_bytes, f"server {self._rank}"
+        return Connection(self._context, endpoint, limit, name, peer, silence_s)
 
     def _listen(self, listener: Listener) -> None:
         if self._config.job_dir:
@@ -185,6 +189,7 @@ class ServerDaemon(Daemon):
         register = m.Register(
             1, "server", self._rank, -1, self._config.num_servers, incarnation, host_name(), listener.endpoints
         )
+        self._extend_lease(time.monotonic())
         scheduler.send(register)
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
         next_tick_s = 0.0
@@ -216,16 +221,24 @@ class ServerDaemon(Daemon):
             for news in self._writer.step():
                 scheduler.send(news)
             if now_s >= next_heartbeat_s:
-                scheduler.send(m.Heartbeat(self._writer.round(), self._state.epoch))
+                beat = m.Heartbeat(self._writer.round(), self._state.epoch, int(time.monotonic() * 1e6))
+                # Without an answer to the first word, that may have been lost with a connection.
+                scheduler.send(register if self._state.epoch < 0 else beat)
                 next_heartbeat_s = now_s + self._config.heartbeat_s
         for news in self._writer.step():
             scheduler.send(news)
         scheduler.send(m.Leave(2))  # whoever needs this server learns at once that it is stopped
 
+    def _extend_lease(self, heard_s: float) -> None:
+        """The scheduler knows that this server was alive then."""
+        self._state.lease_ends_s = heard_s + _LEASE * self._config.heartbeat_timeout_s
+
     def _hear(self, listener: Listener, scheduler: Connection, message: m.Message, now_s: float) -> None:
         if isinstance(message, m.Failure):
             kind = ConfigError if message.error == "ConfigError" else ServerLostError
             raise kind(f"server {self._rank} is out of the job: {message.text}")
+        if isinstance(message, m.Heard):
+            self._extend_lease(message.sent_us / 1e6)
         if isinstance(message, m.TakeSnapshot) and self._state.snapshots is not None:
             self._state.snapshots.begin(message.number)
         if isinstance(message, m.View) and message.epoch > self._state.epoch:

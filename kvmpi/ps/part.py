@@ -77,6 +77,11 @@ class Part:
         return self.complete and self.chain.members[:1] == [self.server] and not self.chain.draining
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other servers have the part too, one of which may be made its head without this one's knowing."""
+        return len(self._line) > 1
+
+    @property
     def _line(self) -> list[int]:
         return [*self.chain.members, *([self.chain.joiner] if self.chain.joiner >= 0 else [])]
 

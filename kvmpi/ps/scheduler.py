@@ -56,6 +56,8 @@ class SchedulerState:
         replicas: how many servers more than one are to hold each part of the values.
         on_client_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
         book: of the snapshots of this job, if there are any, and of the one that it was resumed from.
+    A silence of all members is no loss: more likely the scheduler itself was cut off from them, or stopped.
+
     Attributes:
         complete: snapshots of which every part is written, for whoever writes their manifests.
     Raises:
@@ -83,6 +85,7 @@ class SchedulerState:
         self._stores: dict[int, _Store] = {}
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
+        self._heard_s: float | None = None  # when anybody was heard last
         self.rejected = 0
         self.changes = 0  # of what ``save`` tells
 
@@ -93,12 +96,18 @@ class SchedulerState:
             if isinstance(message, ProtocolError):
                 raise message
             if isinstance(message, m.Register):
+                self._hear_somebody(now_s)
                 return self._register(route, message, now_s)
             name = self._names.get(route)
             if name is None:
                 if isinstance(message, m.Leave):  # said again, because the answer was lost
                     return [Reply(route, m.Ack(message.request, 0))]
+                if isinstance(message, m.Heartbeat):  # it was told so, but that was lost with a connection
+                    return [
+                        Reply(route, m.Failure(-1, "PeerLostError", "was lost, or another process is in its place"))
+                    ]
                 raise ProtocolError(f"scheduler: begin with Register, not {type(message).__name__}")
+            self._hear_somebody(now_s)
             self.members[name].last_seen_s = now_s
             return self._from_member(name, route, message, now_s)
         except KVError as error:
@@ -112,14 +121,25 @@ class SchedulerState:
             text = f"the scheduler failed on a {type(message).__name__}: {type(error).__name__}: {error}"
             return [failure(route, request, KVError(text))]
 
+    def _hear_somebody(self, now_s: float) -> None:
+        """What nobody could be heard in, members need not answer for: they have their time again."""
+        silence_s = 0.0 if self._heard_s is None else now_s - self._heard_s
+        self._heard_s = now_s
+        if silence_s > self.heartbeat_timeout_s / 2:
+            _log.warning("scheduler: heard nobody for %.1f s", silence_s)
+            for member in self.members.values():
+                member.last_seen_s += silence_s
+
     def _from_member(self, name: MemberName, route: bytes, message: Message, now_s: float) -> list[Reply]:
         match message:
             case m.Heartbeat():
                 self.members[name].clock = message.clock
                 if name[0] == "server":
                     self.book.heartbeat(name[2], message.clock)
+                heard = [Reply(route, m.Heard(message.sent_us))] if message.sent_us else []
                 # A view may have been lost with a connection.
-                return [Reply(route, self._view())] if message.epoch < self.epoch and self._chains is not None else []
+                stale = message.epoch < self.epoch and self._chains is not None
+                return [*heard, Reply(route, self._view())] if stale else heard
             case m.CaughtUp() | m.Drained() if name[0] == "server" and self._chains is not None:
                 return self._hear_of_part(name[2], message)
             case m.Finish() if name[0] == "client":
@@ -325,7 +345,8 @@ class SchedulerState:
         """Declare silent members lost and tell everyone."""
         replies = self._take_snapshot(self.book.tick(now_s))
         for name, member in list(self.members.items()):
-            silence_s = now_s - member.last_seen_s
+            # Not from now: nobody is lost while nobody is heard.
+            silence_s = (self._heard_s or 0.0) - member.last_seen_s
             if silence_s > self.heartbeat_timeout_s:
                 replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
         return replies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ class ServerState:
         snapshot_every: take snapshots, and begin one after so many rounds (``ServerSnapshots``); None: take none.
     Attributes:
         empty: makes memory for values.
+        lease_ends_s: so long no other server is taken for the head of a part that this one answers for. It answers
+            nothing after that, since it could not know that it has been taken for lost.
     """
 
     def __init__(self, rank: int, on_client_loss: str = "fail", snapshot_every: int | None = None) -> None:
@@ -49,6 +52,7 @@ class ServerState:
         self._resumed_keys: dict[int, frozenset[Key]] = {}
         self.empty: Empty = new_buffer
         self.epoch = -1
+        self.lease_ends_s = math.inf
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._routes: dict[tuple[int, int], bytes] = {}
@@ -178,7 +182,7 @@ class ServerState:
     def _about_part(self, route: bytes, message: Message, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
         session = self._sessions.get(route)
         part = self.parts.get(message.part)  # type: ignore[attr-defined]
-        if session is None or part is None or not part.answers:
+        if session is None or part is None or not part.answers or (part.is_shared and now_s > self.lease_ends_s):
             # A client may have known the process before this one, whose place it has taken on the same address.
             return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
         store, client = session.who

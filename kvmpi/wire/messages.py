@@ -261,10 +261,20 @@ class View(Message, tag="view"):
 
 
 class Heartbeat(Message, tag="heartbeat"):
-    """The sender is alive; ``clock`` is its training clock, ``epoch`` that of the last View it has."""
+    """The sender is alive; ``clock`` is its training clock, ``epoch`` that of the last View it has.
+
+    ``sent_us``: when it was sent, on the sender's clock, if that wants to know that it was heard; or 0.
+    """
 
     clock: int
     epoch: int = -1
+    sent_us: int = 0
+
+
+class Heard(Message, tag="heard"):
+    """The heartbeat that a server sent at ``sent_us`` has come: the server is not taken for lost for some time yet."""
+
+    sent_us: int
 
 
 class Barrier(Message, tag="barrier"):
@@ -390,7 +400,7 @@ class Installed(Message, tag="installed"):
 _ANY = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
-    | Register | View | Heartbeat | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
+    | Register | View | Heartbeat | Heard | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | TakeSnapshot | SnapshotNews
     | Extend | Attach | Log | Committed | Install | Installed
 )  # fmt: skip

@@ -52,6 +52,12 @@ class Desk:
         self.now_s += seconds
         self.take(self.state.tick(self.now_s))
 
+    def live(self, seconds: float, *routes: str) -> None:
+        """Let time pass in which only these give signs of life."""
+        for _ in range(4):
+            self.tick(seconds / 4)
+            self.beat(*routes)
+
     def told(self, at: str) -> list[Message]:
         return self.inbox.pop(at, [])
 
@@ -154,8 +160,7 @@ def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
     desk.inbox.clear()
     desk.say("1/0", m.Barrier, 1)
     for _ in range(3):
-        desk.tick(0.9 * TIMEOUT_S)
-        desk.beat("server 0", "1/0", "1/2", "2/0")
+        desk.live(0.9 * TIMEOUT_S, "server 0", "1/0", "1/2", "2/0")
     (notice,) = desk.told("server 0")
     assert isinstance(notice, m.View)
     (lost,) = notice.lost
@@ -175,6 +180,46 @@ def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
     assert not [message for message in desk.told("2/0") if isinstance(message, m.Failure)]
 
 
+def test_one_that_was_lost_and_did_not_hear_of_it_is_told_again() -> None:
+    """A client would wait for ever for servers that have ended its sessions."""
+    desk = with_clients(2)
+    desk.live(1.5 * TIMEOUT_S, "1/0")
+    desk.inbox.clear()  # with the connection
+    desk.beat("1/1")
+    (failure,) = desk.told("1/1")
+    assert isinstance(failure, m.Failure)
+    assert (failure.request, failure.error) == (-1, "PeerLostError")
+
+
+@pytest.mark.parametrize("silence", [0.6, 3.0])
+def test_a_scheduler_that_hears_nobody_loses_nobody(silence: float) -> None:
+    """It was cut off from all, or stopped; what it hears then may come late as well."""
+    desk = Desk(2)
+    desk.server(0)
+    desk.server(1)
+    desk.client(0, 1)
+    desk.live(0.3 * TIMEOUT_S, "server 0", "server 1", "1/0")
+    desk.tick(silence * TIMEOUT_S)
+    desk.beat("server 1")
+    desk.inbox.clear()
+    desk.live(0.6 * TIMEOUT_S, "server 1")
+    desk.beat("server 0", "1/0")
+    assert not desk.inbox
+    desk.live(1.6 * TIMEOUT_S, "server 1", "1/0")
+    assert ("server", -1, 0) not in desk.state.members, "one of them is silent"
+
+
+def test_a_server_hears_which_of_its_heartbeats_have_come() -> None:
+    desk = Desk(1)
+    desk.server(0)
+    desk.client(0, 1)
+    desk.inbox.clear()
+    desk.take(desk.state.handle(b"server 0", m.Heartbeat(3, desk.state.epoch, 17), desk.now_s))
+    assert desk.told("server 0") == [m.Heard(17)]
+    desk.beat("1/0")
+    assert not desk.inbox, "clients do not ask"
+
+
 def test_any_message_is_a_sign_of_life() -> None:
     desk = with_clients(2)
     for i in range(5):
@@ -190,9 +235,7 @@ def test_a_lost_server_is_announced_to_clients_and_servers() -> None:
     desk.server(1)
     desk.client(0, 1)
     desk.inbox.clear()
-    desk.tick(0.9 * TIMEOUT_S)
-    desk.beat("server 1", "1/0")
-    desk.tick(0.2 * TIMEOUT_S)
+    desk.live(1.6 * TIMEOUT_S, "server 1", "1/0")
     for at in ("server 1", "1/0"):
         (notice,) = desk.told(at)
         assert isinstance(notice, m.View)
@@ -218,11 +261,8 @@ def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:
 def test_dead_clients_are_those_who_are_silent_or_lost_not_those_who_left() -> None:
     desk = with_clients(4)
     desk.say("1/1", m.Leave)
-    desk.tick(0.9 * TIMEOUT_S)
-    desk.beat("1/0", "1/3")
-    desk.tick(0.2 * TIMEOUT_S)  # client 2 is lost
-    desk.tick(0.3 * TIMEOUT_S)
-    desk.beat("1/0")
+    desk.live(0.9 * TIMEOUT_S, "1/0", "1/3")
+    desk.live(0.5 * TIMEOUT_S, "1/0")  # client 2 is lost
     desk.inbox.clear()
     request = desk.say("1/0", m.QueryDead, 0.4 * TIMEOUT_S)
     assert desk.told("1/0") == [m.Dead(request, [2, 3])]
@@ -254,9 +294,7 @@ def test_a_later_incarnation_takes_the_place_and_an_earlier_one_is_refused() -> 
 
 def test_a_client_that_was_lost_and_comes_back_can_pass_barriers() -> None:
     desk = with_clients(2)
-    desk.tick(0.9 * TIMEOUT_S)
-    desk.beat("1/0")
-    desk.tick(0.2 * TIMEOUT_S)
+    desk.live(1.6 * TIMEOUT_S, "1/0")
     desk.client(1, 2, at="reborn", incarnation=2)
     desk.inbox.clear()
     desk.say("1/0", m.Barrier, 1)

@@ -42,6 +42,8 @@ class SimulatedServer:
         if sender == "scheduler":
             if isinstance(message, m.Failure):
                 self._cluster.kill_server(self.rank)  # the process ends with that error
+            elif isinstance(message, m.Heard):
+                self._extend_lease(message.sent_us / 1e6)
             elif isinstance(message, m.View):
                 self._registered = True
                 if message.epoch > self.state.epoch:
@@ -67,9 +69,14 @@ class SimulatedServer:
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
             if self._registered:
-                self._network.send(self.name, "scheduler", m.Heartbeat(0, self.state.epoch), (), reliable=True)
+                beat = m.Heartbeat(0, self.state.epoch, int(now_s * 1e6))
+                self._network.send(self.name, "scheduler", beat, (), reliable=True)
             else:
+                self._extend_lease(now_s)
                 self.register()
+
+    def _extend_lease(self, heard_s: float) -> None:
+        self.state.lease_ends_s = heard_s + 0.9 * self._cluster.scheduler.heartbeat_timeout_s
 
     def register(self) -> None:
         """Say to the scheduler that it is here."""
@@ -136,8 +143,8 @@ class SimulatedLink:
     def _pump(self) -> None:
         for peer, message, payloads in self.session.sendable(self._network.now_s):
             if peer == SCHEDULER:
-                self._joined = self._joined or isinstance(message, m.Register)
-                self._network.send(self._name, "scheduler", message, payloads, reliable=isinstance(message, m.Register))
+                reliable = isinstance(message, m.Register | m.Leave)
+                self._network.send(self._name, "scheduler", message, payloads, reliable=reliable)
             elif peer in self._incarnations:
                 self._network.send(self._name, f"server {peer}.{self._incarnations[peer]}", message, payloads)
 

@@ -107,7 +107,7 @@ class Network:
         frames = [payload.tobytes() for payload in payloads]
         for _ in range(copies):
             at_s = self.now_s + self.random.uniform(0.0, delay_s)
-            if source.startswith("server") and target.startswith("server"):
+            if reliable or (source.startswith("server") and target.startswith("server")):
                 # What is lost with a connection is sent again in order; nothing overtakes on it.
                 at_s = max(at_s, self._last_arrival.get((source, target), 0.0))
             if at_s < self._last_arrival.get((source, target), 0.0):

@@ -134,12 +134,14 @@ class Job:
             yield [ps.finish(deadline())]
         yield [ps.barrier(deadline())]
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+        told = dict(self.done)
         yield [ps.pull(key, outs[key], deadline()) for key in KEYS]
         for key in KEYS:
-            self._check_read(rank, key, outs[key], self._last_step[rank], at_the_end=True)
+            self._check_read(rank, key, outs[key], self._last_step[rank], told, at_the_end=True)
         yield [ps.barrier(deadline())]
         self._leaving.add(rank)
         yield [ps._start("say good-bye", [Ask(server, m.Bye, ()) for server in ps._link.servers], deadline())]
+        ps._link.stop_heartbeats()
         yield [ps._start("leave", [Ask(SCHEDULER, m.Leave, ())], deadline())]
 
     def _exchange(self, ps: PsClient, rank: int, step: int) -> Program:
@@ -159,9 +161,10 @@ class Job:
         yield works
         for value in values.values():
             value[:] = np.nan  # what was pushed is ours again
+        told = dict(self.done)
         yield [ps.pull(key, outs[key], self.cluster.deadline()) for key in to_pull]
         for key in KEYS:
-            self._check_read(rank, key, outs[key], step)
+            self._check_read(rank, key, outs[key], step, told if key in to_pull else {})
 
     def _note_done(self, rank: int, key: Any, step: int) -> Callable[[Any], None]:
         def note(work: Any) -> None:
@@ -173,8 +176,10 @@ class Job:
 
     # ---- what must hold
 
-    def _check_read(self, rank: int, key: Any, value: np.ndarray, step: int, *, at_the_end: bool = False) -> None:
-        """What a client reads after its ``step``-th push."""
+    def _check_read(
+        self, rank: int, key: Any, value: np.ndarray, step: int, told: dict[Any, int], *, at_the_end: bool = False
+    ) -> None:
+        """What a client reads after its ``step``-th push, and after anybody was ``told`` of the end of some pushes."""
         where = f"client {rank} reads {key!r} after step {step}"
         if self._rule == "adam":
             if np.isnan(value).any():
@@ -192,6 +197,9 @@ class Job:
             return
         for client in range(self.num_clients):
             most = self.begun[client, key]
+            known = told.get((client, key), 0)
+            if (counts[client] < known).any():
+                raise Violation(f"{where}: {counts[client].tolist()} pushes of client {client}, who knew of {known}")
             least = step if client == rank else 0
             if ((counts[client] < least) | (counts[client] > most)).any():
                 raise Violation(
@@ -299,11 +307,13 @@ class Job:
             return
         victim = choose.choice(victims)
         self._touched.add((victim.rank, victim.incarnation))
-        how = choose.choice(["kill", "kill", "cut", "cut one way", "stop"])
+        how = choose.choice(["kill", "kill", "cut", "cut one way", "stop", "unnoticed"])
         if how == "kill":
             self.cluster.kill_server(victim.rank)
         elif how == "stop":
             self._stop(victim.name, choose.choice([0.4, 3.0]))
+        elif how == "unnoticed":
+            self._lose_unnoticed(f"server {victim.rank}")
         else:
             self._cut_off(f"server {victim.rank}", one_way=how == "cut one way")
 
@@ -369,6 +379,15 @@ class Job:
         self.network.faults.count("partition")
         until_s = self.network.now_s + choose.uniform(0.2, 3.0)
         self.network.at(until_s, lambda: self.network.cut.difference_update(pairs))
+
+    def _lose_unnoticed(self, name: str) -> None:
+        """A server is taken for lost, and neither it nor a client hears of that for a while."""
+        choose = self.network.random
+        deaf = [f"client {rank}" for rank in range(self.num_clients) if choose.random() < 0.5]
+        pairs = {(name, "scheduler"), *(("scheduler", other) for other in (name, *deaf))}
+        self.network.cut |= pairs
+        self.network.faults.count("unnoticed")
+        self.network.at(self.network.now_s + 3.0, lambda: self.network.cut.difference_update(pairs))
 
 
 def _digits(value: np.ndarray, num_clients: int) -> np.ndarray:

@@ -30,7 +30,7 @@ def test_jobs_survive_their_faults() -> None:
     fired: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         fired.update(Job(seed).run().fired)
-    faults = ("drop", "duplicate", "overtake", "kill", "add", "stopped", "stop", "partition", "cut")
+    faults = ("drop", "duplicate", "overtake", "kill", "add", "stopped", "stop", "partition", "unnoticed", "cut")
     assert min(fired[fault] for fault in faults) > NUM_SEEDS / 20, f"too few faults to prove anything: {fired}"
 
 
@@ -109,6 +109,10 @@ def _asks_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClientSession, "_send_again", lambda self, ask: None)
 
 
+def _answers_when_another_may_be_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "is_shared", False)
+
+
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
     "lost acknowledgement": (_acknowledges_before_others_have_it, "was told of"),
@@ -117,6 +121,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),
+    "value of a head that was replaced": (_answers_when_another_may_be_the_head, "who knew of"),
     "requests that are not sent again": (_asks_only_once, "still waiting"),
 }
 

@@ -89,6 +89,7 @@ EXAMPLES = [
     m.Installed(1, 2, 3),
     *(m.Log(1, 2, 9, 1, entry) for entry in ENTRIES),
     m.Heartbeat(4),
+    m.Heard(1 << 50),
     m.Barrier(1, 2),
     m.QueryDead(1, 2.5),
     m.Dead(1, [3]),
