@@ -98,8 +98,8 @@ class Link:
                 self._incarnations[server] = info.incarnation
         self._readiness = None
 
-    def _open(self, endpoint: str, peer: str) -> Connection:
-        return Connection(self._context, endpoint, self._config.max_message_bytes, self._name, peer)
+    def _open(self, endpoint: str, peer: str, silence_s: float | None = None) -> Connection:
+        return Connection(self._context, endpoint, self._config.max_message_bytes, self._name, peer, silence_s)
 
     def stop_heartbeats(self) -> None:
         """This client is about to leave: the scheduler would take a later sign of life for a stranger's."""
@@ -163,7 +163,8 @@ class Link:
         keep_large_buffers(2 * self._config.chunk_bytes)
         try:
             try:
-                scheduler = self._open(self._config.scheduler, "the scheduler")
+                # Words to the scheduler are said again. Silence must not last longer than the partition that was its cause.
+                scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
                 self._connections[SCHEDULER] = scheduler
             finally:
                 self._turn.release()

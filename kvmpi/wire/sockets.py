@@ -263,13 +263,15 @@ class Connection:
 
     Args:
         name, peer: what this process and the listener are, for errors and for peers of another version.
+        silence_s: after so long without a sign of life on TCP, the link is made anew. What was on its way is lost, but
+            TCP alone tries again ever more rarely: as long after the end of a partition as that has lasted.
     Raises:
         ConfigError: the endpoint is malformed, its folder is not private, or there are no keys for TCP.
     """
 
     def __init__(
         self, context: Context[Any], endpoint: str, max_message_bytes: int, name: str = "a process",
-        peer: str = "the listener",
+        peer: str = "the listener", silence_s: float | None = None,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
         self._name, self._peer = name, peer
@@ -277,6 +279,9 @@ class Connection:
         self._handshake: Handshake | None = None
         self._partner: Partner | None = None
         self._socket = _open(context, zmq.DEALER, max_message_bytes)
+        if silence_s is not None and endpoint.startswith("tcp://"):
+            self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = max(1, int(500 * silence_s))
+            self._socket.connect_timeout = max(1, int(1000 * silence_s))
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
         try:
