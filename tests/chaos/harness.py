@@ -70,15 +70,14 @@ class Chaos:
                 job = self._start(notes, out)
                 report = Report(0, "")
                 try:
-                    self._wait(lambda: min(self._steps(notes), default=0) > 3, 60.0, job)
+                    self._wait(lambda: min(steps_of(notes), default=0) > 3, 60.0, job)
                     for environ in self._environs().values():
                         if "KVMPI_JOB_DIR" in environ:
                             self._folders |= {Path(environ["KVMPI_JOB_DIR"])}
                             self._folders |= {Path("/dev/shm", f"kvmpi-{environ['KVMPI_JOB_ID']}")}
                     for _ in range(self._kills):
                         self._kill_one(notes, report, job)
-                    (notes / "new").write_text(str(max(self._steps(notes)) + 50))
-                    os.replace(notes / "new", notes / "rounds")
+                    finish(notes, 50)
                     report.status = job.wait(timeout_s)
                 finally:
                     job.kill()
@@ -107,11 +106,11 @@ class Chaos:
         victims = self._victims(role)
         if not victims:
             return self._kill_one(notes, report, job)
-        before, started_s = self._steps(notes), time.monotonic()
+        before, started_s = steps_of(notes), time.monotonic()
         os.kill(self._choose.choice(victims), signal.SIGKILL)
         report.killed[role] += 1
         # A round that was under way may still end; the next one but one needs everybody.
-        self._wait(lambda: all(now > then + 2 for now, then in zip(self._steps(notes), before, strict=True)), 60.0, job)
+        self._wait(lambda: all(now > then + 2 for now, then in zip(steps_of(notes), before, strict=True)), 60.0, job)
         report.recovery_s.append(time.monotonic() - started_s)
 
     def _victims(self, role: str) -> list[int]:
@@ -123,19 +122,8 @@ class Chaos:
         return found
 
     def _is_healthy(self) -> bool:
-        """Whether every part has its replica, as the scheduler knows."""
         folder = next((env["KVMPI_JOB_DIR"] for env in self._environs().values() if "KVMPI_JOB_DIR" in env), "")
-        try:
-            saved = scheduler_file.read(os.path.join(folder, "scheduler-state"))
-        except ConfigError:
-            return False
-        if saved is None or len(saved.alive) < 3 or len(self._victims("server")) < 3:
-            return False
-        return all(len(c.members) == 2 and c.joiner < 0 and not c.draining for c in saved.chains)
-
-    def _steps(self, notes: Path) -> list[int]:
-        texts = [path.read_text() for path in sorted(notes.glob("worker-*"))]
-        return [int(text or 0) for text in texts] if len(texts) == 4 else [0] * 4
+        return len(self._victims("server")) == 3 and is_healthy(folder)
 
     def _environs(self) -> dict[int, dict[str, str]]:
         """The environment of each living process of the job, by pid."""
@@ -143,10 +131,41 @@ class Chaos:
 
     @staticmethod
     def _wait(condition: Callable[[], bool], timeout_s: float, job: subprocess.Popen[bytes] | None) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline or (job is not None and job.poll() is not None):
-                raise TimeoutError(
-                    "the job does not get on" if job is None or job.poll() is None else "the job has ended"
-                )
-            time.sleep(0.01)
+        wait_for(condition, timeout_s, lambda: job is not None and job.poll() is not None)
+
+
+def steps_of(notes: Path) -> list[int]:
+    """How far each of the four workers is; zeros until all have begun."""
+    texts = [path.read_text() for path in sorted(notes.glob("worker-*"))]
+    return [int(text or 0) for text in texts] if len(texts) == 4 else [0] * 4
+
+
+def finish(notes: Path, further: int) -> None:
+    """Let the training end, ``further`` rounds from where it is."""
+    (notes / "new").write_text(str(max(steps_of(notes)) + further))
+    os.replace(notes / "new", notes / "rounds")
+
+
+def is_healthy(job_dir: str) -> bool:
+    """Whether all three servers are there and every part has its replica, as the scheduler knows."""
+    try:
+        saved = scheduler_file.read(os.path.join(job_dir, "scheduler-state"))
+    except ConfigError:
+        return False
+    if saved is None or len(saved.alive) < 3:
+        return False
+    return all(len(c.members) == 2 and c.joiner < 0 and not c.draining for c in saved.chains)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, ended: Callable[[], bool] = lambda: False) -> None:
+    """Look until something is so.
+
+    Raises:
+        TimeoutError: it does not come in time, or ``ended`` says that it never will.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        over = ended()
+        if over or time.monotonic() > deadline:
+            raise TimeoutError("the job has ended" if over else "the job does not get on")
+        time.sleep(0.01)
