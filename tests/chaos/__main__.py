@@ -1,6 +1,6 @@
 """What a real job survives, and how long it takes to go on.
 
-``python tests/chaos --kills 50`` kills its processes; ``--partitions 20`` cuts its hosts off from each other (Linux, root).
+``python tests/chaos --kills 50`` kills its processes; ``--partitions 20`` cuts its hosts off (Linux, root).
 """
 
 from __future__ import annotations

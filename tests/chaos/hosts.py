@@ -57,7 +57,7 @@ class Cut:
         return counts["rx"]["packets"], counts["tx"]["packets"]
 
     def has_fired(self) -> bool:
-        """Whether it has kept anything from getting through; to be asked before ``end``, a while after the beginning."""
+        """Whether it has kept anything from getting through; to be asked before ``end``, after a while."""
         if self.kind == "down":
             state = json.loads(self._lab.configure(self.host, f"ip -j link show {INTERFACE}"))[0]["operstate"]
             return state == "DOWN" and self._received() == self._before
