@@ -8,13 +8,14 @@ change that could still be lost. A log is kept as far as that is not known, and 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.errors import ProtocolError
 from kvmpi.ps import replay
 from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
@@ -60,6 +61,9 @@ class Part:
         self.on_update: Callable[[int, Shard, Slot], None] | None = None
         self._log: deque[_Record] = deque()
         self._held: deque[tuple[int, list[Reply]]] = deque()
+        self.held_bytes: Counter[bytes] = Counter()  # by route
+        # Pushes that not every server of the chain has: by store, client and chunk, their entry.
+        self._under_way: dict[tuple[int, int, Key, int], int] = {}
         self._before: bytes | None = None  # route of the server before this one
         # The way to the successor: None until it has said what it has.
         self._sent: int | None = None
@@ -117,6 +121,8 @@ class Part:
         self.shards.clear()
         self._log.clear()
         self._held.clear()
+        self.held_bytes.clear()
+        self._under_way.clear()
 
     def _step_down(self) -> None:
         """Another server is to answer: what is in open rounds goes there, who waits will ask there."""
@@ -180,7 +186,35 @@ class Part:
         if self.committed == self.seq:
             return [*out, *replies]
         self._held.append((self.seq, list(replies)))
+        for reply in replies:
+            self.held_bytes[reply.route] += _kept_bytes(reply)
         return out
+
+    def request(
+        self, store: int, client: int, route: bytes, message: Message, payloads: list[memoryview]
+    ) -> list[Reply]:
+        """What a client's request brings about.
+
+        Raises:
+            KVError: it is invalid.
+        """
+        if not isinstance(message, m.Push) or self._successor is None:
+            return self.shards[store].handle(client, route, message, payloads)
+        where = (store, client, message.key, message.chunk)
+        if self._under_way.get(where, 0) > self.committed:
+            slot = self.shards[store].slots.get((message.key, message.chunk))
+            if slot is not None and message.step > slot.steps.get(client, 0):
+                # The log must not grow with what a client sends without waiting.
+                raise ProtocolError(
+                    f"push of key {message.key!r} by client {client}: step {message.step} comes before the answer to "
+                    f"step {message.step - 1}"
+                )
+        before = self.seq
+        try:
+            return self.shards[store].handle(client, route, message, payloads)
+        finally:
+            if self.seq > before:
+                self._under_way[where] = self.seq
 
     def _commit(self, seq: int) -> list[Outgoing]:
         """All servers from here on have the log up to ``seq``."""
@@ -189,7 +223,13 @@ class Part:
             self._log.popleft()
         out: list[Outgoing] = []
         while self._held and self._held[0][0] <= self.committed:
-            out += self._held.popleft()[1]
+            out += (released := self._held.popleft()[1])
+            for reply in released:
+                self.held_bytes[reply.route] -= _kept_bytes(reply)
+                if self.held_bytes[reply.route] <= 0:
+                    del self.held_bytes[reply.route]
+        if self.committed == self.seq:
+            self._under_way.clear()
         if self._before is not None:
             out.append(Reply(self._before, m.Committed(self.number, self.chain.version, self.committed)))
         return out
@@ -334,6 +374,10 @@ class Part:
         else:
             replay.apply(self.shards[store], entry, payloads, keep=self._successor is not None)
             self.drop_deserted()
+
+
+def _kept_bytes(reply: Reply) -> int:
+    return 512 + sum(payload.nbytes for payload in reply.payloads)
 
 
 def _nbytes(record: _Record) -> int:

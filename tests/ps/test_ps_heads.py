@@ -1,4 +1,4 @@
-"""A server that may have been taken for lost, without knowing it, answers nobody."""
+"""What the head of a chain owes the others: not to answer when it may have been replaced, not to run ahead of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Head:
     def __init__(self, length: int) -> None:
         self.state = ServerState(0)
         self.state.lease_ends_s = LEASE_ENDS_S
+        self.others_have_all = True
+        self.last_seq = 0
         members = list(range(length))
         view = m.View(1, length - 1, [m.Chain(1, members)], [m.ServerInfo(rank, 1, "h", []) for rank in members], [])
         self.replies: list[Message] = []
@@ -33,13 +35,12 @@ class Head:
         self.ask(0.0, m.Init(2, "k", 0, 1, COUNT, [COUNT], "float32"), whole_numbers(COUNT))
         self.ask(0.0, m.SetRule(3, 1, "test", optim.Test(lr=-1.0).hyperparams()))
 
-    def ask(self, now_s: float, message: Message, *payloads: np.ndarray) -> Message:
-        """The answer."""
+    def ask(self, now_s: float, message: Message, *payloads: np.ndarray) -> Message | None:
+        """The answer, if there is one by now."""
         frames = [memoryview(bytearray(payload.tobytes())) for payload in payloads]
         self.replies.clear()
         self._take(self.state.handle(route(0), message, frames, now_s), now_s)
-        (answer,) = self.replies
-        return answer
+        return self.replies[0] if self.replies else None
 
     def _take(self, outgoing: Sequence[Any], now_s: float) -> None:
         for one in outgoing:
@@ -49,7 +50,13 @@ class Head:
                 case Forward(message=m.Extend()):
                     self._take(self.state.hear(1, m.Attach(0, 1, 0), now_s), now_s)
                 case Forward(message=m.Log() as log):
-                    self._take(self.state.hear(1, m.Committed(0, 1, log.seq), now_s), now_s)
+                    self.last_seq = log.seq
+                    if self.others_have_all:
+                        self.commit(now_s)
+
+    def commit(self, now_s: float = 0.0) -> None:
+        """The others have all that they were sent."""
+        self._take(self.state.hear(1, m.Committed(0, 1, self.last_seq), now_s), now_s)
 
 
 @pytest.mark.parametrize("request_", [
@@ -65,3 +72,22 @@ def test_after_its_lease_a_head_answers_nobody(request_: Any) -> None:
 
 def test_nobody_can_take_the_place_of_a_server_that_is_alone() -> None:
     assert isinstance(Head(1).ask(LEASE_ENDS_S + 100.0, m.Pull(9, "k", 0, 0)), m.Value)
+
+
+def test_a_client_that_does_not_wait_for_answers_cannot_fill_the_log() -> None:
+    head = Head(2)
+    head.others_have_all = False
+    first = m.Push(10, "k", 0, 1, "none", True)
+    assert head.ask(0.0, first, whole_numbers(COUNT)) is None
+    kept = len(head.state.parts[0]._log)
+    refused = head.ask(0.0, m.Push(11, "k", 0, 2, "none", True), whole_numbers(COUNT))
+    assert refused is None, "in the order of the answers"
+    assert head.ask(0.0, first, whole_numbers(COUNT)) is None, "a repetition is none"
+    assert len(head.state.parts[0]._log) == kept
+    assert head.state.held_bytes(route(0)) > 2 * 4 * COUNT
+    head.replies.clear()
+    head.commit()
+    assert [type(reply) for reply in head.replies] == [m.Value, m.Failure, m.Value]
+    assert head.state.held_bytes(route(0)) == 0
+    assert head.ask(0.0, m.Push(12, "k", 0, 2, "none", True), whole_numbers(COUNT)) is None
+    assert len(head.state.parts[0]._log) == 1
