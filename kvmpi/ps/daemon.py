@@ -30,6 +30,11 @@ _TICK_S = 0.1
 #: Of the time after which a silent server is lost: so long after a heartbeat that was heard it answers. The rest is for
 #: clocks that do not run alike.
 _LEASE = 0.9
+#: A client that does not read is heard until so many windows, and so many times the values of its store here, wait
+#: for it.
+_WINDOWS, _VALUES = 4, 3
+#: How often a listener looks for peers that are gone.
+_SWEEP_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +163,7 @@ class ServerDaemon(Daemon):
         self._context = context
         scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
         listener = Listener(context, self._config.max_message_bytes, f"server {self._rank}")
+        listener.hears = self._hears
         try:
             self._listen(listener)
             on_listening()
@@ -183,6 +189,13 @@ class ServerDaemon(Daemon):
         if not self._config.scheduler.startswith("ipc://"):
             listener.bind_tcp(self._config.host)
 
+    def _hears(self, route: bytes, unread_bytes: int) -> bool:
+        """Whether a client has read enough. Of one that keeps to the protocol no more can be under way."""
+        kept_bytes = unread_bytes + self._state.held_bytes(route)
+        windows_bytes = max(_WINDOWS * self._config.window_bytes, self._config.shared_bytes)
+        # Each chunk's answer once, another one that the client still uses in place, and a chunk's state.
+        return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)
+
     def _serve(self, listener: Listener, scheduler: Connection) -> None:
         # A later process in this one's place has a later time.
         incarnation = time.time_ns()
@@ -192,7 +205,7 @@ class ServerDaemon(Daemon):
         self._extend_lease(time.monotonic())
         scheduler.send(register)
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
-        next_tick_s = 0.0
+        next_tick_s = next_sweep_s = 0.0
         readiness: Readiness | None = None
         while not self._stopped or self._writer.busy(time.monotonic()):
             if self._readiness_changed or readiness is None:
@@ -218,6 +231,9 @@ class ServerDaemon(Daemon):
                 for report in self._state.reports():
                     scheduler.send(report)
                 next_tick_s = now_s + _TICK_S
+            if now_s >= next_sweep_s:
+                listener.forget_gone()
+                next_sweep_s = now_s + _SWEEP_S
             for news in self._writer.step():
                 scheduler.send(news)
             if now_s >= next_heartbeat_s:

@@ -126,7 +126,7 @@ class SchedulerState:
         silence_s = 0.0 if self._heard_s is None else now_s - self._heard_s
         self._heard_s = now_s
         if silence_s > self.heartbeat_timeout_s / 2:
-            _log.warning("scheduler: heard nobody for %.1f s", silence_s)
+            _log.info("scheduler: heard nobody for %.1f s", silence_s)
             for member in self.members.values():
                 member.last_seen_s += silence_s
 

@@ -187,10 +187,22 @@ class ServerState:
             return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
         store, client = session.who
         try:
-            replies = part.shards[store].handle(client, route, message, payloads)
+            replies = part.request(store, client, route, message, payloads)
         except Exception as error:  # it may have changed the state before, and that is to be passed on all the same
             replies = [self._refuse(route, message, error)]
         return part.hold(replies, now_s)
+
+    def held_bytes(self, route: bytes) -> int:
+        """Answers to a client that wait until other servers have what they speak of."""
+        return sum(part.held_bytes[route] for part in self.parts.values() if part.held_bytes)
+
+    def value_bytes(self, route: bytes) -> int:
+        """The values here of the store of a client; 0 for whoever is none."""
+        session = self._sessions.get(route)
+        if session is None:
+            return 0
+        shards = [part.shards.get(session.hello.store) for part in self.parts.values()]
+        return sum(slot.value.nbytes for shard in shards if shard is not None for slot in shard.slots.values())
 
     def _hello(self, route: bytes, hello: m.Hello, now_s: float) -> list[Outgoing]:
         if not 0 <= hello.client < hello.num_clients <= MAX_CLIENTS:

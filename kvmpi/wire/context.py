@@ -121,6 +121,13 @@ class Context(zmq.Context[_S_co]):
         array = None if arena is None else arena.empty(count, dtype)
         return np.empty(count, dtype) if array is None else array
 
+    def give_back(self) -> None:
+        """Let the system have memory that peers can read and nobody uses."""
+        with self._lock:
+            arena = self._arena
+        if arena is not None:
+            arena.give_back()
+
     def term(self) -> None:
         self._arena = None  # once nobody refers to it, peers see that nothing of theirs is read here any more
         self._close_gate()

@@ -130,11 +130,20 @@ class Arena:
         for _ in range(freed):
             self._pool.give(self._dropped.popleft())
         self._arrays -= freed
-        if freed and not self._arrays and hasattr(mmap, "MADV_REMOVE"):
-            for start, stop in self._pool.free_ranges:
-                first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-                if first < last:
-                    self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+        if freed and not self._arrays:
+            self._give_back()
+
+    def give_back(self) -> None:
+        """Let the system have what is free, though it may be wanted again."""
+        with self._lock:
+            self._absorb()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for start, stop in self._pool.free_ranges if hasattr(mmap, "MADV_REMOVE") else ():
+            first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                self._map.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
 def _map(fd: int, size_bytes: int, prot: int) -> mmap.mmap:

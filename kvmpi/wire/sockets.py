@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvmpi.wire.messages import Message, decode, encode
 from kvmpi.wire.partner import Partner
 from kvmpi.wire.private import check_folder
 from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
+from kvmpi.wire.unread import Unread
 
 Payload = npt.NDArray[Any]
 #: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
@@ -35,6 +36,10 @@ _LAST = int(zmq.NOBLOCK)
 _KERNEL_BUFFER_BYTES = 1 << 20
 #: Connections that the kernel holds until they are accepted; a thousand strangers at once must not fill it.
 _BACKLOG = 4096
+#: Messages of one peer that wait at a listener; the peer's others stay where they are.
+_INBOX_MESSAGES = 32
+#: So much may wait for a peer that does not read, where nobody says more.
+_UNREAD_BYTES = 16 << 20
 #: Messages taken from one of a listener's sockets before the other gets its turn.
 _TURN = 8
 _TCP, _IPC = b"t", b"i"
@@ -55,14 +60,27 @@ def _open(context: Context[Any], kind: int, max_message_bytes: int) -> zmq.Socke
     return opened
 
 
-def _send(to: zmq.Socket[Any], frames: list[bytes], payloads: Sequence[Payload]) -> None:
+def _send(
+    to: zmq.Socket[Any], frames: list[bytes], payloads: Sequence[Payload], *, follow: bool = False, mark: bool = False
+) -> zmq.MessageTracker | None:
+    """Send a message. ``follow``: say when a payload that is lent has left; ``mark``: follow the header if need be."""
     send, last = to.send, len(frames) + len(payloads) - 1
+    tracker = None
     for i, frame in enumerate(frames):
-        send(frame, _LAST if i == last else _MORE)
+        how = _LAST if i == last else _MORE
+        if mark and i == len(frames) - 1:
+            tracker = send(zmq.Frame(frame, track=True, copy=False, copy_threshold=0), how, copy=False, track=True)
+        else:
+            send(frame, how)
     for i, payload in enumerate(payloads, len(frames)):
         # An array of length 0 has no memory to lend.
         lend = payload.nbytes >= _LEND_FROM_BYTES
-        send(payload.data if payload.nbytes else b"", _LAST if i == last else _MORE, copy=not lend)
+        data, how = payload.data if payload.nbytes else b"", _LAST if i == last else _MORE
+        if lend and follow:
+            tracker = send(data, how, copy=False, track=True)
+        else:
+            send(data, how, copy=not lend)
+    return tracker
 
 
 def _recv(source: zmq.Socket[Any]) -> list[zmq.Frame] | None:
@@ -87,11 +105,19 @@ class Listener:
     private folder: encryption there would cost time and protect nothing. A route begins with the socket that it is of.
     Peers at Unix sockets may hand large payloads over in shared memory, and get them so.
 
+    A peer that does not read its answers is not heard while many of them wait for it: it says again what matters.
+
     Args:
         name: what this process tells peers of another version that it is, for example "server 0".
+    Attributes:
+        hears: whether a peer, of whose answers so many bytes are here, is heard.
     """
 
     def __init__(self, context: Context[Any], max_message_bytes: int, name: str = "a process") -> None:
+        self.hears: Callable[[bytes, int], bool] = lambda route, unread_bytes: unread_bytes <= _UNREAD_BYTES
+        self._unread = Unread()
+        self._unheard = 0
+        self._flooded: set[bytes] = set()  # peers that were not heard, and still have not read
         self._context, self._max_message_bytes, self._name = context, max_message_bytes, name
         self._refused = {False: 0, True: 0}  # messages of another version, refusals
         self._sockets: dict[bytes, zmq.Socket[Any]] = {}
@@ -139,6 +165,7 @@ class Listener:
             # A peer whose link broke comes back under the same name, maybe before this side has noticed.
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             router.backlog = _BACKLOG
+            router.rcvhwm = _INBOX_MESSAGES
             if kind == _TCP:
                 try:
                     self._context.secure_listener(router)
@@ -160,7 +187,9 @@ class Listener:
         if router is not None:
             if partner is not None:
                 header, payloads = partner.pack(header, payloads)
-            _send(router, [route[1:], header], payloads)
+            nbytes = len(header) + sum(payload.nbytes for payload in payloads)
+            tracker = _send(router, [route[1:], header], payloads, follow=True, mark=self._unread.wants_mark(route))
+            self._unread.add(route, nbytes, 1 + len(payloads), tracker)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
         """The next message and where it came from, or None. What is no message comes as a ``ProtocolError``.
@@ -179,6 +208,9 @@ class Listener:
                     payloads = self._take(route, slip, payloads)
                     if not header:
                         continue
+                if not self.hears(route, self.unread_bytes(route)):
+                    self._ignore(route)
+                    continue
                 return route, decode(header), payloads
             except OtherVersionError as other:
                 self._refuse(route, other)
@@ -186,6 +218,31 @@ class Listener:
             except ProtocolError as error:
                 return route, error, []
         return None
+
+    def unread_bytes(self, route: bytes) -> int:
+        """What a peer has been sent and not read."""
+        partner = self._partners.get(route)
+        return self._unread.of(route) + (0 if partner is None else partner.lent_bytes)
+
+    def _ignore(self, route: bytes) -> None:
+        self._unheard += 1
+        self._flooded.add(route)
+        if self._unheard <= 10 or self._unheard % 10_000 == 0:  # a flood must not fill a disk
+            _log.warning(
+                "%s: too many answers wait for a peer, %d bytes here; its requests are dropped (%d so far)",
+                self._name, self.unread_bytes(route), self._unheard,
+            )  # fmt: skip
+
+    def forget_gone(self) -> None:
+        """Let go what was kept for peers that have ended; to be called now and then."""
+        self._unread.forget_idle()
+        for route in [route for route, partner in self._partners.items() if partner.gone()]:
+            self._partners.pop(route).part()
+        read = {route for route in self._flooded if not self.unread_bytes(route)}
+        if read:
+            self._flooded -= read
+            self._context.give_back()
+            give_memory_back()
 
     def _take(self, route: bytes, slip: slips.Slip, frames: list[memoryview]) -> list[memoryview]:
         """What a peer says about shared memory; the payloads of its message."""
@@ -429,13 +486,27 @@ def keep_large_buffers(largest_bytes: int) -> None:
 
     ZeroMQ allocates every received message; without this, page faults cost more than the transfer.
     """
-    if not sys.platform.startswith("linux"):
+    libc = _glibc()
+    if libc is None:
         return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return  # musl has no mallopt, and no such threshold
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
-    mallopt(m_mmap_threshold, min(largest_bytes, 32 << 20))
-    mallopt(m_trim_threshold, 32 << 20)
-    mallopt(m_top_pad, 4 << 20)
+    libc.mallopt(m_mmap_threshold, min(largest_bytes, 32 << 20))
+    libc.mallopt(m_trim_threshold, 32 << 20)
+    libc.mallopt(m_top_pad, 4 << 20)
+
+
+def give_memory_back() -> None:
+    """Let the system have what malloc keeps free (glibc only). It takes some milliseconds."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if libc.mallopt and libc.malloc_trim else None
+    except (OSError, AttributeError):
+        return None  # musl has neither, and no such threshold

@@ -1,0 +1,124 @@
+"""A peer that does not read is not heard while much waits for it, and nothing is kept once it has read, or gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvmpi.config import Config
+from kvmpi.wire import Context, Listener, encode, new_context
+from kvmpi.wire import messages as m
+
+LIMIT = 4 << 20
+LARGE = np.zeros(1 << 20, "u1")
+
+
+@pytest.fixture
+def context() -> Iterator[Context[Any]]:
+    context = new_context(Config())
+    yield context
+    context.destroy(linger=0)
+
+
+def listener_at(context: Context[Any], folder: Path) -> Listener:
+    folder.chmod(0o700)
+    listener = Listener(context, 1 << 30)
+    listener.bind_ipc(str(folder / "listener"))
+    listener.hears = lambda route, unread_bytes: unread_bytes <= LIMIT
+    return listener
+
+
+def peer_of(context: Context[Any], listener: Listener) -> zmq.Socket[Any]:
+    """One that takes nothing but what its kernel does."""
+    peer = context.socket(zmq.DEALER)
+    peer.rcvhwm, peer.linger = 1, 0
+    peer.connect(listener.endpoints[0])
+    return peer
+
+
+def heard(listener: Listener, timeout_s: float = 5.0) -> bytes | None:
+    """Where the next message is from; None if none comes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        received = listener.recv()
+        if received is not None:
+            return received[0]
+        time.sleep(0.001)
+    return None
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def heard_of_late(listener: Listener, route: bytes) -> bool:
+    """Whether the kernel had room for some of it."""
+    time.sleep(0.1)
+    return listener.unread_bytes(route) <= LIMIT
+
+
+@pytest.mark.parametrize("payload", [LARGE, np.zeros(3000, "u1"), None], ids=["lent", "copied", "header"])
+def test_who_does_not_read_is_not_heard_until_it_has_read(
+    context: Context[Any], tmp_path: Path, payload: np.ndarray | None
+) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer, peer_of(context, listener) as other:
+        peer.send(encode(m.Bye(1)))
+        route = heard(listener)
+        assert route is not None
+        sent = 0
+        while listener.unread_bytes(route) <= LIMIT or heard_of_late(listener, route):
+            listener.send(route, m.Failure(1, "KVError", "x" * 4000), [] if payload is None else [payload])
+            sent += 1
+            assert sent < 10_000
+        peer.send(encode(m.Bye(2)))
+        assert heard(listener, 0.3) is None
+        other.send(encode(m.Bye(3)))
+        assert heard(listener) not in (None, route), "others are heard"
+        for _ in range(sent):
+            peer.recv_multipart()
+        until(lambda: listener.unread_bytes(route) <= 128 << 10)
+        peer.send(encode(m.Bye(4)))
+        assert heard(listener) == route
+    listener.close()
+
+
+def test_nothing_is_kept_for_one_that_has_gone(context: Context[Any], tmp_path: Path) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer:
+        peer.send(encode(m.Bye(1)))
+        route = heard(listener)
+        assert route is not None
+        for _ in range(20):
+            listener.send(route, m.Value(1, 1), [LARGE])
+        assert listener.unread_bytes(route) > LIMIT
+    until(lambda: listener.recv() is None and listener.unread_bytes(route) == 0)
+    listener.forget_gone()
+    assert not listener._unread._peers
+    listener.close()
+
+
+def test_messages_of_one_peer_stay_with_it_until_they_are_wanted(context: Context[Any], tmp_path: Path) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer:
+        peer.sndhwm, peer.sndtimeo = 1, 500
+        peer.disconnect(listener.endpoints[0])
+        peer.connect(listener.endpoints[0])
+        sent = 0
+        while sent < 1000:
+            try:
+                peer.send_multipart([encode(m.Bye(1)), LARGE.data])
+                sent += 1
+            except zmq.Again:
+                break
+        assert 32 <= sent < 64, "and what kernels hold"
+    listener.close()
