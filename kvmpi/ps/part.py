@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,13 +22,16 @@ from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Empty, Slot, new_buffer
 from kvmpi.ps.snapshots import PartCopy, restore
-from kvmpi.wire import Message, as_array, entries
+from kvmpi.wire import Message, as_array, encode, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
+from kvmpi.wire.messages import MAX_HEADER_BYTES
 
 Buffer = npt.NDArray[Any]
 
 _RETRY_S = 1.0
+#: What keys, shapes, names and hyperparameters of clients are part of, and seldom enough to be looked at.
+_OF_ANY_LENGTH = (entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored)
 #: Bytes of a state that are on their way to a joiner.
 _INSTALL_WINDOW_BYTES = 8 << 20
 
@@ -172,13 +176,29 @@ class Part:
         self.shards = {store: shard for store, shard in self.shards.items() if not shard.clients.deserted}
 
     def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
-        """Log a change; whether the payloads are still to be sent, so that their memory must not change."""
+        """Log a change; whether the payloads are still to be sent, so that their memory must not change.
+
+        Raises:
+            ProtocolError: a client has made it so long that other servers could not be told; nothing is logged.
+        """
+        if isinstance(entry, _OF_ANY_LENGTH) and self.answers:
+            self._check_length(entry)
         self.seq += 1
         if self._successor is None:
             self.committed = self.seq
             return False
         self._log.append(_Record(self.seq, store, entry, payloads))
         return True
+
+    def _check_length(self, entry: entries.Entry) -> None:
+        if isinstance(entry, entries.RuleCall | entries.HyperCall) and not self.is_shared:
+            entry = msgspec.structs.replace(entry, ahead=[])  # which no other server will need
+        # Half of a header: a state that is sent as a whole says more about a chunk than what has made it.
+        length, limit = len(encode(m.Log(self.number, self.chain.version, self.seq, 0, entry))), MAX_HEADER_BYTES // 2
+        if length > limit:
+            raise ProtocolError(
+                f"a {type(entry).__name__} of {length} bytes is too long to be handed on, limit {limit}"
+            )
 
     def hold(self, replies: Sequence[Reply], now_s: float) -> list[Outgoing]:
         """``replies``, or what may be sent of them now; and what they have brought into the log."""

@@ -70,7 +70,7 @@ def dump(shard: Shard) -> list[Record]:
     for slot in shard.slots.values():
         names, arrays = slot.dump()
         if slot.met is not None:
-            names, arrays = [*names, "met"], [*arrays, slot.met.copy()]
+            names, arrays = [*names, slot.OLD_VALUE], [*arrays, slot.met.copy()]
         layout = shard.layouts[slot.key]
         steps = {client: min(step, slot.rounds) for client, step in slot.steps.items()}
         records.append((
@@ -104,7 +104,7 @@ def _set_open(slot: Slot, payload: memoryview, cursor: int, clients: list[int]) 
 
 
 def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:
-    own = ("value", "met")
+    own = ("value", Slot.OLD_VALUE)
     dtypes = [slot.dtype if name in own else host.ACCUMULATE[slot.dtype] for name in names]
     return {
         name: as_array(payload, DTYPES[dtype])
@@ -115,7 +115,7 @@ def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str
 def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryview], *, keep: bool) -> None:
     slot = _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
     arrays = _named(slot, entry.names, payloads)
-    met = arrays.pop("met", None)
+    met = arrays.pop(Slot.OLD_VALUE, None)
     del arrays["value"]  # it is there
     slot.restore(entry.updates, arrays)
     slot.met = None if met is None else met.copy()

@@ -70,6 +70,8 @@ class ServerState:
                 return self._about_part(route, message, payloads, now_s)
             match message:
                 case m.Extend() | m.Log() | m.Install():
+                    if route in self._sessions:
+                        raise ProtocolError(f"server {self.rank}: a client speaks like a server")
                     part = self.parts.get(message.part)
                     return [] if part is None else part.follow(route, message, payloads, now_s)
                 case m.Hello():

@@ -10,6 +10,7 @@ What an open round holds does not last: its senders keep it until the round is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -39,6 +40,11 @@ from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
+
+
+_WITH_PAYLOADS = (m.Push, m.Init, m.PutState)
+#: More updates than any chunk will ever have; each can still be counted, and said in a message.
+_MAX_UPDATES = 1 << 53
 
 
 def _nothing(_: Slot) -> None:
@@ -85,6 +91,8 @@ class Shard:
         Raises:
             KVError: the request is invalid; nothing was changed, and only this client needs to know.
         """
+        if payloads and not isinstance(message, _WITH_PAYLOADS):
+            raise ProtocolError(f"a {type(message).__name__} has no payload, {len(payloads)} frames came with it")
         match message:
             case m.Push():
                 return self._push(client, route, message, payloads)
@@ -232,6 +240,7 @@ class Shard:
             known = (message.chunk, client) in early
             early[message.chunk, client] = (route, message)
             return [Reply(route, m.Waiting(message.request, [0]))] if known else []
+        self._check_shape(message)
         value = self._array(key, payloads, message.dtype, message.count, "init")
         made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
         keep = self._log(entries.Created(*made), (value,))
@@ -265,6 +274,17 @@ class Shard:
         if early:
             self._early[key] = early
         return replies
+
+    @staticmethod
+    def _check_shape(message: m.Init) -> None:
+        """What a key is said to be must be possible, since snapshots and other servers take it as it is."""
+        elements = math.prod(message.shape)
+        fits = message.count == elements if message.num_chunks == 1 else 0 <= message.count <= elements
+        if min(message.shape, default=0) < 0 or not fits or message.num_chunks > max(1, elements):
+            raise ProtocolError(
+                f"init of key {message.key!r}: {message.count} elements in chunk {message.chunk} of "
+                f"{message.num_chunks} cannot be of shape {tuple(message.shape[:16])}"
+            )
 
     def _check_same(self, client: int, message: m.Init) -> None:
         mine = self.layouts[message.key]
@@ -436,7 +456,8 @@ class Shard:
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        if len(message.names) != len(payloads) or len(set(message.names)) != len(message.names) or message.updates < 0:
+        named = len(message.names) == len(payloads) == len(set(message.names) - {slot.OLD_VALUE})
+        if not named or not 0 <= message.updates <= _MAX_UPDATES:
             raise ProtocolError(
                 f"state of key {message.key!r}: {len(payloads)} payloads for the names {message.names} "
                 f"after {message.updates} updates"

@@ -80,6 +80,9 @@ class Slot:
         empty: makes memory for values, such that they can be sent without a copy.
     """
 
+    #: Among the names of a chunk's arrays in a log, that of ``met``; no rule's state is called so.
+    OLD_VALUE = "met"
+
     def __init__(
         self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
         empty: Empty | None = None,

@@ -23,6 +23,7 @@ from kvmpi.errors import (
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import encode, entries
 from kvmpi.wire import messages as m
+from kvmpi.wire.messages import MAX_HEADER_BYTES
 
 COUNT = 5
 
@@ -144,6 +145,96 @@ def test_a_bad_push_is_refused_and_leaves_no_trace(name: str, mode: str, fused: 
     machine.push(0, "k", 1, whole_numbers(COUNT, 0))
     machine.push(1, "k", 1, whole_numbers(COUNT, 1))
     np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "other number of elements": {"shape": [COUNT + 2]},
+    "negative": {"shape": [-COUNT]},
+    "negative twice": {"shape": [-1, -COUNT]},
+    "too large a chunk": {"shape": [COUNT - 1], "num_chunks": 2},
+    "more chunks than elements": {"num_chunks": 1 << 62},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_impossible_shape_is_refused(name: str) -> None:
+    machine = Machine("sync", 2)
+    assert isinstance(machine.error(machine.init(0, "k", whole_numbers(COUNT), **SHAPES[name])), ProtocolError)
+    machine.init_all("k", whole_numbers(COUNT))
+    pushes_still_work(machine)
+
+
+STATES: dict[str, tuple[int, list[str]]] = {
+    "negative": (-1, ["value"]),
+    "so many updates that the next one could not be counted": ((1 << 64) - 1, ["value"]),
+    "a name twice": (0, ["value", "value"]),
+    "what only servers keep": (0, ["value", "met"]),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_impossible_states_are_refused(name: str) -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    updates, names = STATES[name]
+    request = machine.send(1, m.PutState, "k", 0, updates, names, payloads=[whole_numbers(COUNT)] * len(names))
+    assert isinstance(machine.error(request), ProtocolError)
+    pushes_still_work(machine)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    (m.Pull, ("k", 0, 0)), (m.Query, ("k", 0, 0)), (m.GetState, ("k", 0)), (m.SetRule, (1, "sgd", {"lr": 1.0})),
+    (m.Finish, ()),
+])  # fmt: skip
+def test_payloads_where_none_belong_are_refused(kind: Any, fields: tuple[Any, ...]) -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    error = machine.error(machine.send(0, kind, *fields, payloads=[b"1234"] * 3))
+    assert isinstance(error, ProtocolError)
+    assert "3 frames" in str(error)
+    pushes_still_work(machine)
+
+
+LONG = "x" * (MAX_HEADER_BYTES - 1000)
+
+
+@pytest.mark.parametrize(("kind", "fields", "payloads"), [
+    (m.Init, (LONG, 0, 1, COUNT, [COUNT], "float32"), 1),
+    (m.SetRule, (1, "sgd", {"lr": 1.0, "momentum": [0.5] * (len(LONG) // 9)}), 0),
+    (m.PutState, ("k", 0, 0, [LONG]), 1),
+])  # fmt: skip
+def test_what_could_not_be_handed_on_to_other_servers_is_refused(kind: Any, fields: Any, payloads: int) -> None:
+    """It would be sent again and again, and hold up every answer behind it."""
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    seq = machine.state.parts[0].seq
+    encode(kind(99, *fields))
+    error = machine.error(machine.send(0, kind, *fields, payloads=[whole_numbers(COUNT)] * payloads))
+    assert isinstance(error, ProtocolError | ConfigError)
+    assert machine.state.parts[0].seq == seq
+    pushes_still_work(machine)
+
+
+def test_a_server_that_is_alone_has_nobody_to_tell_which_chunks_are_ahead() -> None:
+    machine = Machine("sync", 2)
+    machine.rule(optim.SGD(lr=1.0))
+    for i in range(80):
+        machine.init_all(key := f"{i} {'x' * 4000}", whole_numbers(COUNT))
+        assert machine.ok(machine.push(0, key, 1, whole_numbers(COUNT)))
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": 2.0}, 0))
+
+
+@pytest.mark.parametrize("message", [
+    m.Extend(0, 1), m.Log(0, 1, 5, STORE, entries.Gone(0, "so they say")),
+    m.Install(0, 1, 0, 1, 5, STORE, entries.Begin()),
+])  # fmt: skip
+def test_a_client_cannot_speak_like_a_server(message: Any) -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    (reply,) = machine.state.handle(route(1), message, [])
+    assert isinstance(reply.message, m.Failure)
+    assert machine.state.parts[0]._before is None
+    pushes_still_work(machine)
 
 
 @pytest.mark.parametrize("payloads", [[], [bytes(4 * COUNT)] * 2])
