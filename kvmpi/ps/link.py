@@ -163,7 +163,7 @@ class Link:
         keep_large_buffers(2 * self._config.chunk_bytes)
         try:
             try:
-                # Words to the scheduler are said again. Silence must not last longer than the partition that was its cause.
+                # Words to the scheduler are said again; silence must not last longer than the partition that caused it.
                 scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
                 self._connections[SCHEDULER] = scheduler
             finally:
