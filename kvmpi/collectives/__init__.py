@@ -1,8 +1,19 @@
 """Tensor collectives: sums and broadcasts of groups of vectors over the workers of one client."""
 
-from kvmpi.collectives.agreement import Call, Entry
+from kvmpi.collectives.agreement import JOIN, Call, Entry, Verdict
 from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.tensor import ALGORITHMS, Collectives
 
-__all__ = ["ALGORITHMS", "Call", "Collectives", "Comm", "Entry", "Request", "SoloComm", "load_figures"]
+__all__ = [
+    "ALGORITHMS",
+    "JOIN",
+    "Call",
+    "Collectives",
+    "Comm",
+    "Entry",
+    "Request",
+    "SoloComm",
+    "Verdict",
+    "load_figures",
+]

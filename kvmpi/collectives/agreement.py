@@ -3,21 +3,26 @@
 Every rank sends a digest of its call to rank 0 and waits for the verdict. Equal digests cost one short message each
 way. If they differ, or a rank reports that its own call is invalid, rank 0 asks for the full texts, finds the first
 difference, and every rank raises the same error. The communicator stays in order in either case.
+
+A rank that has joined, ``Call(JOIN)``, sends a digest of its own. If all others make the same call, rank 0 says so; one
+of them describes the call to those that have joined, and all ranks agree once more, now on that call. So a rank that
+joins costs the others nothing before and one more message each way from then on, and it cannot come at a wrong moment:
+the next agreement is where its peers hear of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.waiting import Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import (
     BY_NAME,
@@ -37,7 +42,10 @@ _TAG = 1
 _TAG_ROLL_CALL = 6
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
-_AGREED, _EXPLAIN, _LATE = 0, 1, 2
+_AGREED, _EXPLAIN, _LATE, _FOLLOW = 0, 1, 2, 3
+#: What a rank does that has joined: whatever the others do next.
+JOIN = "join"
+_JOINED = b"\xff" * _DIGEST_BYTES
 #: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
 _GRACE_S = 5.0
 
@@ -53,53 +61,88 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank is about to do; ``failure`` is why it cannot."""
+    """What one rank is about to do; ``failure`` is why it cannot.
+
+    ``details`` are what else a rank needs to know in order to make the same call, as JSON carries it.
+    """
 
     op: str
     entries: tuple[Entry, ...] = ()
     failure: BaseException | None = None
+    details: Callable[[], Any] = lambda: None
 
     def text(self, settings: str = "") -> str:
         """The call, and the settings that it is made with, as JSON."""
         failure = None if self.failure is None else [type(self.failure).__name__, str(self.failure)]
         return json.dumps([self.op, [[e.key, e.shape, e.dtype] for e in self.entries], failure, settings])
 
+    def description(self) -> bytes:
+        """The call for ranks that have joined."""
+        return json.dumps([self.op, [e.key for e in self.entries], self.details()]).encode()
+
+
+class Verdict(NamedTuple):
+    """What came of an agreement; the communicator is in order.
+
+    Attributes:
+        error: what this rank has to raise, if there is something.
+        num_joined: how many ranks make the call, or do not, because they have joined.
+        description: on a rank that has joined, the call that its peers make and wait for it to make; empty if all
+            ranks have joined.
+    """
+
+    error: BaseException | None = None
+    num_joined: int = 0
+    description: bytes = b""
+
 
 def agree(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> None:
-    """Return when every rank has made the same call; raise what ``verdict`` returns."""
-    error = verdict(comm, call, deadline, settings)
+    """Return when every rank has made the same call; raise the error of ``verdict``."""
+    error = verdict(comm, call, deadline, settings).error
     if error is not None:
         raise error
 
 
-def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> BaseException | None:
-    """None when every rank has made the same call, with the same ``settings``.
+def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> Verdict:
+    """Of no error when every rank has made the same call, with the same ``settings``, or has joined.
+
+    A rank that has joined waits until its peers make a call, for as long as ``deadline`` gives, and for those that come
+    late as long again.
 
     Returns:
-        What this rank has to raise otherwise; the communicator is in order. If a rank reported that its call is
-        invalid: its own error there, one of the same class elsewhere. If the calls differ: ``OrderMismatchError``,
-        ``ShapeMismatchError`` or ``DTypeMismatchError``, naming the first difference, and ``ConfigError`` if only the
-        settings do.
+        If a rank reported that its call is invalid: its own error there, one of the same class elsewhere. If the calls
+        differ: ``OrderMismatchError``, ``ShapeMismatchError`` or ``DTypeMismatchError``, naming the first difference,
+        and ``ConfigError`` if only the settings do.
     Raises:
         KVTimeoutError: a rank did not come; names it. The communicator is then unusable.
         PeerLostError: the transport says that a rank is gone. The communicator is then unusable.
     """
     if comm.size == 1:
-        return call.failure
+        return Verdict(call.failure, int(call.op == JOIN))
     text = call.text(settings).encode()
     # All zero for a call that failed, so that it never agrees.
     digest = bytes(_DIGEST_BYTES)
-    if call.failure is None:
+    if call.op == JOIN:
+        digest = _JOINED
+    elif call.failure is None:
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    error = (_judge if comm.rank == 0 else _ask)(comm, call, text, digest, deadline)
-    return error if error is None or call.failure is None else call.failure
+    decide = _judge if comm.rank == 0 else _ask
+    found = decide(comm, call, text, digest, deadline)
+    num_joined = found.num_joined
+    while found.num_joined and call.op != JOIN:
+        # Those who have joined know the call by now, and make it.
+        found = decide(comm, call, text, digest, deadline)
+    error = found.error if found.error is None or call.failure is None else call.failure
+    return Verdict(error, num_joined, found.description)
 
 
-def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) -> KVError | None:
+def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) -> Verdict:
     others = range(1, comm.size)
     digests = np.empty((comm.size, _DIGEST_BYTES), dtype=np.uint8)
     requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
     try:
+        if call.op == JOIN:
+            deadline = _await_a_call(requests, digests, deadline)
         wait_all(requests.values(), deadline, lambda: "")
     except KVTimeoutError:
         missing = [rank for rank in others if not requests[rank].test()]
@@ -107,21 +150,46 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
         raise _late(comm, call, missing, deadline) from None
     digests[0] = np.frombuffer(own, dtype=np.uint8)
     agreed = any(own) and bool((digests == digests[0]).all())
-    answer = np.array([_AGREED if agreed else _EXPLAIN, 0], dtype=np.int64)
+    kind, active = _AGREED, [0]
+    joined: list[int] = []
+    if not agreed:
+        joined = [rank for rank in range(comm.size) if digests[rank].tobytes() == _JOINED]
+        active = [rank for rank in range(comm.size) if rank not in joined]
+        usual = digests[active[0]]
+        kind = _FOLLOW if joined and usual.any() and (digests[active] == usual).all() else _EXPLAIN
+    answer = np.array([kind, len(joined), active[0]], dtype=np.int64)
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
     wait_all([comm.isend(answer, rank, _TAG) for rank in others], grace, lambda: what)
     if agreed:
-        return None
+        return Verdict()
+    if kind == _FOLLOW:
+        speaks = active[0] == 0
+        description = call.description() if speaks else _receive_texts(comm, active[:1], grace, what)[active[0]]
+        _send_text(comm, [rank for rank in joined if rank != 0], description, grace, what)
+        return Verdict(None, len(joined), b"" if speaks else description)
     texts = _receive_texts(comm, others, grace, what)
     error = first_difference([text.decode(), *(texts[rank].decode() for rank in others)])
     _send_text(comm, others, json.dumps([type(error).__name__, str(error)]).encode(), grace, what)
-    return error
+    return Verdict(error)
+
+
+def _await_a_call(requests: Mapping[int, Request], digests: Buffer, deadline: Deadline) -> Deadline:
+    """Return when a rank makes a call that is no join, or all have joined: until when the others may take for it.
+
+    From there on as much time as that rank gives them, which came later than this one.
+    """
+    patience = Patience(deadline, lambda: "")
+    while True:
+        came = [rank for rank, request in requests.items() if request.test()]
+        if len(came) == len(requests) or any(digests[rank].tobytes() != _JOINED for rank in came):
+            return Deadline(deadline.timeout_s)
+        patience.pause()
 
 
 def _report_missing(comm: Comm, ranks: Sequence[int], missing: Sequence[int], deadline: Deadline) -> None:
     """Tell those who came who did not; in vain where they gave up before."""
-    answer = np.array([_LATE, len(missing)], dtype=np.int64)
+    answer = np.array([_LATE, len(missing), 0], dtype=np.int64)
     names = np.array(missing, dtype=np.int64)
     sends = [comm.isend(part, rank, _TAG) for rank in ranks for part in (answer, names)]
     try:
@@ -130,10 +198,12 @@ def _report_missing(comm: Comm, ranks: Sequence[int], missing: Sequence[int], de
         pass
 
 
-def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline) -> KVError | None:
-    answer = np.empty(2, dtype=np.int64)
+def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline) -> Verdict:
+    answer = np.empty(3, dtype=np.int64)
     receive = comm.irecv(answer, 0, _TAG)
     send = comm.isend(np.frombuffer(digest, dtype=np.uint8), 0, _TAG)
+    if call.op == JOIN:  # rank 0 may come just in time, and wait for others then
+        deadline = Deadline(2 * deadline.timeout_s)
     # Rank 0 names who is missing when its own deadline passes, which may be a little after ours.
     grace = Deadline(deadline.remaining_s() + max(0.1 * deadline.timeout_s, min(0.5, 0.5 * deadline.timeout_s)))
     what = f"{_at(comm, call)}: rank 0 does not explain its verdict; was it stopped?"
@@ -145,17 +215,22 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
             "is it in another call, stopped, or dead? Look at rank 0, or raise KVMPI_TIMEOUT_S"
         ),
     )
-    kind, count = answer.tolist()
+    kind, count, speaker = answer.tolist()
     if kind == _AGREED:
-        return None
+        return Verdict()
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
+    if kind == _FOLLOW:
+        if comm.rank == speaker:
+            _send_text(comm, [0], call.description(), grace, what)
+        joined = call.op == JOIN
+        return Verdict(None, count, _receive_texts(comm, [0], grace, what)[0] if joined else b"")
     if kind == _LATE:
         missing = np.empty(count, dtype=np.int64)
         wait_all([comm.irecv(missing, 0, _TAG)], grace, lambda: what)
         raise _late(comm, call, missing.tolist(), deadline)
     _send_text(comm, [0], text, grace, what)
     name, message = json.loads(_receive_texts(comm, [0], grace, what)[0])
-    return rebuild(name, message)
+    return Verdict(rebuild(name, message))
 
 
 def roll_call(comm: Comm, deadline: Deadline) -> list[int]:
@@ -194,14 +269,18 @@ def _at(comm: Comm, call: Call) -> str:
 
 def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) -> KVTimeoutError:
     names = ", ".join(map(str, missing))
+    did_not = "made no call" if call.op == JOIN else "did not make the call"
     return KVTimeoutError(
-        f"{_at(comm, call)}: MPI rank {names} of this client did not make the call within "
+        f"{_at(comm, call)}: MPI rank {names} of this client {did_not} within "
         f"{deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
     )
 
 
 def first_difference(calls: Sequence[str]) -> KVError:
-    """The error for calls that differ, given each rank's text: an invalid call first, else the first difference."""
+    """The error for calls that differ, given each rank's text: an invalid call first, else the first difference.
+
+    Ranks that have joined are no part of that.
+    """
     parsed = [json.loads(text) for text in calls]
     for rank, (op, _, failure, _) in enumerate(parsed):
         if failure is not None:
@@ -209,22 +288,23 @@ def first_difference(calls: Sequence[str]) -> KVError:
             if name not in BY_NAME:
                 name, reason = "KVError", f"{name}: {reason}"
             return rebuild(name, f"MPI rank {rank} of this client cannot {op}: {reason}")
-    op, entries, _, settings = parsed[0]
-    for rank in range(1, len(parsed)):
+    first, *rest = [rank for rank, (op, *_) in enumerate(parsed) if op != JOIN]
+    op, entries, _, settings = parsed[first]
+    for rank in rest:
         other_op, other_entries, _, other_settings = parsed[rank]
         if other_op != op:
             return OrderMismatchError(
-                f"workers of one client make different calls: MPI rank 0 {_brief(op, entries)}, "
+                f"workers of one client make different calls: MPI rank {first} {_brief(op, entries)}, "
                 f"MPI rank {rank} {_brief(other_op, other_entries)}; all must make the same calls in the same order"
             )
         for i in range(max(len(entries), len(other_entries))):
             mine = entries[i] if i < len(entries) else None
             theirs = other_entries[i] if i < len(other_entries) else None
             if mine != theirs:
-                return _entry_difference(op, i, rank, mine, theirs)
+                return _entry_difference(op, i, (first, rank), mine, theirs)
         if other_settings != settings:
             return ConfigError(
-                f"workers of one client have different settings: {settings} on MPI rank 0, {other_settings} on "
+                f"workers of one client have different settings: {settings} on MPI rank {first}, {other_settings} on "
                 f"MPI rank {rank}; give all of them the same KVMPI_* environment and arguments"
             )
     return OrderMismatchError("the calls of the ranks differed in their digests but not in their texts")
@@ -236,17 +316,18 @@ def _brief(op: str, entries: Sequence[Sequence[object]]) -> str:
 
 
 def _entry_difference(
-    op: str, index: int, rank: int, mine: Sequence[Any] | None, theirs: Sequence[Any] | None
+    op: str, index: int, ranks: tuple[int, int], mine: Sequence[Any] | None, theirs: Sequence[Any] | None
 ) -> KVError:
     where = f"{op}: the first difference between workers of one client is at position {index}: "
+    first, rank = ranks
     if mine is None or theirs is None or mine[0] != theirs[0]:
         names = [("no key" if entry is None else f"key {entry[0]!r}") for entry in (mine, theirs)]
-        return OrderMismatchError(f"{where}MPI rank 0 has {names[0]}, MPI rank {rank} has {names[1]}")
+        return OrderMismatchError(f"{where}MPI rank {first} has {names[0]}, MPI rank {rank} has {names[1]}")
     if mine[1] != theirs[1]:
         shapes = tuple(mine[1]), tuple(theirs[1])
         return ShapeMismatchError(
-            f"{where}key {mine[0]!r} has shape {shapes[0]} on MPI rank 0 and {shapes[1]} on MPI rank {rank}"
+            f"{where}key {mine[0]!r} has shape {shapes[0]} on MPI rank {first} and {shapes[1]} on MPI rank {rank}"
         )
     return DTypeMismatchError(
-        f"{where}key {mine[0]!r} has dtype {mine[2]} on MPI rank 0 and {theirs[2]} on MPI rank {rank}"
+        f"{where}key {mine[0]!r} has dtype {mine[2]} on MPI rank {first} and {theirs[2]} on MPI rank {rank}"
     )

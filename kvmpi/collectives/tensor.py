@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector
 from kvmpi.collectives import arena
-from kvmpi.collectives.agreement import Call, roll_call, verdict
+from kvmpi.collectives.agreement import Call, Verdict, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures, costs
@@ -131,8 +131,8 @@ class Collectives:
 
     # ---- before and after the collectives
 
-    def agree(self, call: Call, deadline: Deadline, settings: str = "") -> None:
-        """Return when every rank has made the same call; raises what ``agreement.verdict`` returns or raises.
+    def agree(self, call: Call, deadline: Deadline, settings: str = "") -> Verdict:
+        """``agreement.verdict`` when every rank has made the same call or has joined; raises its error otherwise.
 
         ``settings`` are the caller's that must be equal on all ranks, too.
         """
@@ -141,9 +141,10 @@ class Collectives:
             f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
         ).strip()
         with self._recorder.timed("wait"):
-            error = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
-        if error is not None:
-            raise error
+            found: Verdict = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
+        if found.error is not None:
+            raise found.error
+        return found
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:
