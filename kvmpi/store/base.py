@@ -14,8 +14,9 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
 from kvmpi.store import checkpoint
-from kvmpi.store.core import Invocation, KeyState, Part, StoreCore, check_array
+from kvmpi.store.core import Invocation, KeyState, Part, check_array
 from kvmpi.store.grammar import Group, Key, groups
+from kvmpi.store.joining import Joining
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
@@ -23,7 +24,7 @@ Updater = Callable[[Key, Any, Any], None]
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class KVStore(StoreCore, ABC):
+class KVStore(Joining, ABC):
     """A key-value store on arrays. Made by ``kvmpi.create``; also a context manager that closes it.
 
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
@@ -200,7 +201,10 @@ class KVStore(StoreCore, ABC):
             UnsupportedError: a torch optimizer, or an option of it, that has no equivalent.
         """
         call = self._call("set_optimizer")
-        rule = self._enter(call, lambda: optim.from_any(optimizer), lambda rule: [Entry(repr(rule))])
+        rule = self._enter(
+            call, lambda: optim.from_any(optimizer), lambda rule: [Entry(repr(rule))],
+            lambda rule: [rule.name, rule.hyperparams()],
+        )  # fmt: skip
         self._start_set_rule(rule, call).wait()
         self._rule = rule
 
@@ -219,7 +223,10 @@ class KVStore(StoreCore, ABC):
                 raise ConfigError("set_hyperparams: there is no optimizer yet; call kv.set_optimizer first")
             return self._rule.with_hyperparams(**hyperparams)
 
-        rule = self._enter(call, prepare, lambda rule: [Entry(repr(rule))])
+        def changed(rule: optim.Rule) -> dict[str, Any]:
+            return {name: rule.hyperparams()[name] for name in hyperparams}
+
+        rule = self._enter(call, prepare, lambda rule: [Entry(repr(rule))], changed)
         self._settle(call.deadline)
         self._start_set_hyperparams(rule, hyperparams, call).wait()
         self._rule = rule
@@ -259,7 +266,7 @@ class KVStore(StoreCore, ABC):
 
     def _save(self, path: str, *, with_values: bool) -> None:
         call = self._call("save")
-        self._enter(call, lambda: None)
+        self._enter(call, lambda: None, details=lambda _: [path, with_values])
         self._settle(call.deadline)
         self._barrier(call)
 
@@ -282,7 +289,9 @@ class KVStore(StoreCore, ABC):
             self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
             return found
 
-        found = self._enter(call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys])
+        found = self._enter(
+            call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
+        )
         self._barrier(call)
         missing = [saved for saved in found.keys if saved.key not in self._keys]
         if missing:
@@ -303,21 +312,6 @@ class KVStore(StoreCore, ABC):
         self._settle(call.deadline)
         self._barrier(call)
 
-    def join(self) -> None:
-        """This worker has no more batches: rounds and barriers go on without it. It may pull and close, not push.
-
-        So that the last epoch ends for all when some have fewer batches. Collective over the workers of a client, which
-        join together: within a client every sum needs everybody.
-
-        Raises:
-            UnsupportedError: several workers of an ``mpi`` store.
-        """
-        call = self._call("join")
-        self._enter(call, self._check_joinable)
-        self._settle(call.deadline)
-        self._joined = True
-        self._announce_join(call)
-
     def wait_all(self) -> None:
         """Return when everything that this worker started is done; raise the first error that nobody has seen."""
         self._check_open()
@@ -325,8 +319,11 @@ class KVStore(StoreCore, ABC):
 
     def clock(self) -> int:
         """One iteration is done; returns how many that makes."""
-        self._clock += 1
+        self._set_clock(self._clock + 1)
         return self._clock
+
+    def _set_clock(self, clock: int) -> None:
+        self._clock = clock
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
         """Clients of which nothing was heard for ``timeout_s`` seconds. Collective over the workers of a client."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays, optim
@@ -31,7 +30,6 @@ from kvmpi.errors import (
     KeyNotInitializedError,
     KVError,
     ShapeMismatchError,
-    UnsupportedError,
     rebuild,
 )
 from kvmpi.kernels import host
@@ -90,6 +88,7 @@ class Invocation:
     """One public call under way.
 
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
+    ``num_joined`` of them make it because they have joined.
     """
 
     op: str
@@ -98,6 +97,7 @@ class Invocation:
     async_op: bool = False
     done: list[Variable] = field(default_factory=list)
     error: BaseException | None = None
+    num_joined: int = 0
 
     def check(self) -> None:
         """Raise the error that every rank of the client raises."""
@@ -201,9 +201,13 @@ class StoreCore:
         return Invocation(op, Deadline(self._config.timeout_s), priority, async_op)
 
     def _enter(
-        self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: ()
-    ) -> T:
-        """Run ``prepare``; make sure that every worker of the client succeeded in the same call."""
+        self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: (),
+        details: Callable[[T], Any] = lambda _: None,
+    ) -> T:  # fmt: skip
+        """Run ``prepare``; make sure that every worker of the client succeeded in the same call.
+
+        ``details`` is what ``joining`` needs to know to make the call in the place of a worker that has joined.
+        """
         failure: Exception | None = None
         described: Sequence[Entry] = ()
         try:
@@ -216,12 +220,13 @@ class StoreCore:
             failure = error
         if self._reduce.size == 1:
             return prepared
-        signature = Call(call.op, tuple(described), failure)
+        signature = Call(call.op, tuple(described), failure, lambda: [self._clock, details(prepared)])
         call.done.append(self._engine.variable(f"agreement on {call.op}"))
 
         def run(cause: BaseException | None) -> None:
             try:
-                self._reduce.agree(signature, call.deadline, f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}")
+                found = self._reduce.agree(signature, call.deadline, f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}")
+                call.num_joined += found.num_joined
             except BaseException as error:
                 call.error = error
                 raise
@@ -236,6 +241,8 @@ class StoreCore:
         """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""
         pushes, pulls = call.op != "pull", call.op != "push"
         in_place = pushes and pulls and out is value
+        if pushes and self._joined:  # the others expect no such call, so they need not hear of it
+            raise KVError(f"{call.op} of key {key!r} on worker {self.rank}: it has called join, and pushes no more")
 
         def prepare() -> list[Part]:
             parts: dict[Key, Part] = {}
@@ -251,14 +258,17 @@ class StoreCore:
                 for array in part.outs:
                     arrays.check_writable(array)
             for part in parts.values():
-                self._engine.raise_pending(part.state.sent)
-                self._engine.raise_pending(part.state.value)
+                self._raise_pending(part.state)
             return sorted(parts.values(), key=lambda part: _processing_order(part.state))
 
-        def entries(parts: list[Part]) -> list[Entry]:
-            return [Entry(part.state.key, part.state.shape, part.state.dtype) for part in parts]
+        return self._enter(
+            call, prepare, entries_of, lambda parts: [call.async_op, [len(part.vectors) for part in parts]]
+        )
 
-        return self._enter(call, prepare, entries)
+    def _raise_pending(self, state: KeyState) -> None:
+        """Raise what an earlier call on the key has left, if nobody has seen it yet."""
+        self._engine.raise_pending(state.sent)
+        self._engine.raise_pending(state.value)
 
     def _match(self, group: Group, op: str) -> KeyState:
         self._check_kind([group], op)
@@ -290,19 +300,6 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
-        if self._joined:
-            raise KVError(f"{op} of key {state.key!r} on worker {self.rank}: it has called join, and pushes no more")
-
-    def _check_joinable(self) -> None:
-        """Raise if others cannot go on without this worker."""
-        if self.mpi_size > 1:
-            raise UnsupportedError(
-                f"join on worker {self.rank}: a store of type {self.type!r} sums over all workers of a client; "
-                "let each have as many batches, or make every worker a client (dist_sync)"
-            )
-
-    def _announce_join(self, call: Invocation) -> None:
-        """Tell whoever waits for this worker's pushes."""
 
     # ---- pieces of operations
 
@@ -398,11 +395,14 @@ class StoreCore:
         self._enter(call, run)
         self._settle(call.deadline)
 
-    def _mean_factor(self, vectors: Sequence[Vector]) -> float:
-        """What a sum over the client is multiplied by: Elastic and Outer take the mean over workers and devices."""
+    def _mean_factor(self, vectors: Sequence[Vector], call: Invocation) -> float:
+        """What a sum over the client is multiplied by: Elastic and Outer take the mean over workers and devices.
+
+        A worker that has joined has no weights to push: it does not count.
+        """
         if self._rule is None or not self._rule.averages:
             return 1.0
-        return 1.0 / (self.mpi_size * len(vectors))
+        return 1.0 / ((self.mpi_size - call.num_joined) * len(vectors))
 
 
 class _JoinedWork(Work):
@@ -431,6 +431,11 @@ def _processing_order(state: KeyState) -> tuple[int, int]:
     return (state.key, 0) if isinstance(state.key, int) else (0, state.index)
 
 
+def entries_of(parts: Sequence[Part]) -> list[Entry]:
+    """What has to be equal on all workers of a client."""
+    return [Entry(part.state.key, part.state.shape, part.state.dtype) for part in parts]
+
+
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:
     """Raise unless ``array`` has this shape and dtype."""
     if arrays.shape_of(array) != shape:
@@ -443,12 +448,3 @@ def scaled(buffer: Buffer, factor: float, dtype: str) -> None:
     """Multiply ``buffer`` in place, unless ``factor`` is 1."""
     if factor != 1.0:
         host.scale(buffer, factor, dtype)
-
-
-def as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
-    """``buffer`` in the dtype in which rules compute; itself where that is its own."""
-    if dtype not in host.HALF:
-        return buffer
-    wide = np.empty(buffer.size, dtype=np.float32)
-    host.widen(buffer, dtype, wide)
-    return wide

@@ -138,9 +138,6 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.forget_keys([state.key for state in states])
 
-    def _check_joinable(self) -> None:
-        pass  # the workers of a client join together
-
     def _announce_join(self, call: Invocation) -> None:
         self._command(lambda ps: ps.finish(call.deadline), call).wait()
 
@@ -271,7 +268,7 @@ class DistStore(KVStore):
 
     def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
         def scale(part: Part) -> None:
-            scaled(part.state.host_buffer(), self._mean_factor(part.vectors), part.state.dtype)
+            scaled(part.state.host_buffer(), self._mean_factor(part.vectors, call), part.state.dtype)
 
         return self._reduce_op(bucket, call, None if self._ps is None else scale)
 
@@ -344,7 +341,7 @@ class DistStore(KVStore):
                 )
             return name
 
-        name = self._enter(call, prepare, lambda name: [Entry(name)])
+        name = self._enter(call, prepare, lambda name: [Entry(name)], lambda name: name)
         self._settle(call.deadline)
         if self._ps is not None:
             self._ps.set_codec(name)
@@ -353,15 +350,14 @@ class DistStore(KVStore):
     def _barrier(self, call: Invocation) -> None:
         self._command(lambda ps: ps.barrier(call.deadline), call).wait()
 
-    def clock(self) -> int:
-        super().clock()
+    def _set_clock(self, clock: int) -> None:
+        super()._set_clock(clock)
         if self._ps is not None:
-            self._ps.clock = self._clock
-        return self._clock
+            self._ps.clock = clock
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
         call = self._call("num_dead")
-        self._enter(call, lambda: None)
+        self._enter(call, lambda: None, details=lambda _: timeout_s)
         result = ["0"]
 
         def ask(ps: PsClient) -> Work:

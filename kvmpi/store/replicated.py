@@ -18,7 +18,7 @@ from kvmpi.errors import KeyNotInitializedError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import Invocation, KeyState, Part, as_accumulated, scaled
+from kvmpi.store.core import Invocation, KeyState, Part, scaled
 from kvmpi.store.grammar import normal_key
 
 Buffer = npt.NDArray[Any]
@@ -109,7 +109,7 @@ class ReplicatedStore(KVStore):
             state, replica = part.state, self._replicas[part.state.key]
             met = replica.value.copy() if rule is not None and rule.replies_old and part.outs else None
             if not replica.common:
-                scaled(state.host_buffer(), self._mean_factor(part.vectors), state.dtype)
+                scaled(state.host_buffer(), self._mean_factor(part.vectors, call), state.dtype)
                 with self._recorder.timed("update"):
                     self._apply(state)
             for out in part.outs:
@@ -134,7 +134,7 @@ class ReplicatedStore(KVStore):
             if rule.multi_precision and state.dtype in host.HALF and replica.master is None:
                 replica.master = optim.make_master(replica.value, state.dtype)
             optim.update(
-                rule, replica.value, state.dtype, as_accumulated(pushed, state.dtype), replica.state, replica.updates,
+                rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state, replica.updates,
                 master=replica.master,
             )  # fmt: skip
         else:
@@ -218,6 +218,15 @@ def _copy_to_host(vector: Vector, out: Buffer) -> None:
         from kvmpi.kernels import gpu
 
         gpu.sum_vectors_to_host(out, [vector.buffer], vector.dtype)
+
+
+def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
+    """``buffer`` in the dtype in which rules compute; itself where that is its own."""
+    if dtype not in host.HALF:
+        return buffer
+    wide = np.empty(buffer.size, dtype=np.float32)
+    host.widen(buffer, dtype, wide)
+    return wide
 
 
 def _choose_direct(bucket: Sequence[Part]) -> None:

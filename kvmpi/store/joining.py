@@ -1,0 +1,247 @@
+"""``join``: a worker without batches goes along with its client's other workers until they have none left either.
+
+Within a client every sum needs everybody. So a worker that has joined makes each call that its peers make, with zeros
+for what it would push and without arrays to pull into; how it hears of the calls says ``collectives.agreement``. When
+all workers of a client have joined, the master tells servers and scheduler to go on without the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmpi import optim
+from kvmpi.arrays import Vector
+from kvmpi.collectives import JOIN, Call, Verdict
+from kvmpi.deadline import Deadline
+from kvmpi.engine import Work
+from kvmpi.errors import KVError, PeerLostError, UnsupportedError
+from kvmpi.kernels import host
+from kvmpi.store.core import Invocation, KeyState, Part, StoreCore, entries_of
+from kvmpi.store.grammar import Key
+
+if TYPE_CHECKING:
+    from kvmpi.store.base import KVStore
+
+
+class Joining(StoreCore):
+    """The part of a store that ends for a worker before it ends for others."""
+
+    _follower: Follower | None = None
+    _all_joined = False
+
+    def join(self) -> None:
+        """This worker has no more batches: rounds and barriers go on without it. It may pull and close, not push.
+
+        So that the last epoch ends for all when some have fewer batches. To be called once by every worker, when it has
+        pushed its last. Returns when all workers of the client have joined. Until then this worker takes part in what
+        the others of its client do: it contributes nothing to sums, holds no weights that would enter a mean over
+        workers (``Elastic``, ``Outer``), and updates values as they do, so that after ``join`` it pulls what they pull.
+        A divisor of the user's own (``rescale_grad``, a batch size) stays what it is. ``kv.client`` is joined as well.
+
+        The others may push, pull, change optimizer and hyperparameters, save, load and meet at barriers. Keys and
+        ``kv.client`` are made before anybody joins. A call that this worker cannot make for them is an error here and
+        there, and so is a mistake of theirs; after either, ``join`` goes on if it is called again.
+
+        Raises:
+            KVTimeoutError: the others made no call for ``KVMPI_TIMEOUT_S``, or did not finish one.
+            UnsupportedError: they made a call that a worker which has joined cannot make, as ``init`` or ``close``.
+        """
+        self._check_open()
+        if self._all_joined:
+            return
+        self._settle(Deadline(self._config.timeout_s))
+        self._joined = True
+        if self.mpi_size > 1:
+            if self._follower is None:
+                self._follower = Follower(cast("KVStore", self))
+            self._follower.run()
+        call = self._call(JOIN)
+        error: Exception | None = None
+        try:
+            if self._follower is not None:
+                self._follower.finish()
+            self._settle(call.deadline)
+        except Exception as first:  # the others wait for the announcement all the same
+            error = first
+        self._announce_join(call)
+        self._all_joined = True
+        if error is not None:
+            raise error
+
+    def _announce_join(self, call: Invocation) -> None:
+        """Tell whoever waits for this client's pushes."""
+
+
+class Follower:
+    """Makes the calls of a worker's peers in its place."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._zeros: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._inner: _JoinInThread | None = None
+
+    def run(self) -> None:
+        """Return when all workers of the client have joined; raise what a call raises on all of them."""
+        self._join_client_store()
+        while (heard := self._hear()).description:
+            op, keys, (clock, details) = json.loads(heard.description)
+            self._store._set_clock(clock)
+            if op in _STARTS:
+                self._exchange(op, keys, details[0], details[1], heard.num_joined)
+            else:
+                self._command(op, details)
+
+    def finish(self) -> None:
+        """Return when the client's own store is joined as well; raise the first error on the way to that."""
+        if self._inner is not None:
+            self._inner.finish()
+
+    def _join_client_store(self) -> None:
+        """Peers use both stores, in an order that this worker need not know: each is followed by itself."""
+        inner = self._store._client_store
+        if inner is not None and not inner.closed and (self._inner is None or not self._inner.is_alive()):
+            self._inner = _JoinInThread(inner)
+
+    def _hear(self) -> Verdict:
+        """What the peers do next."""
+        store, found = self._store, list[Verdict]()
+
+        def run() -> None:
+            found.append(store._reduce.agree(Call(JOIN), Deadline(store._config.timeout_s)))
+
+        try:
+            store._engine.push(run, lane="reduce", name=JOIN).wait()
+        except PeerLostError:
+            for state in store._keys.values():  # what was lost in an exchange says more
+                store._raise_pending(state)
+            raise
+        return found[0]
+
+    def _exchange(self, op: str, keys: list[Key], async_op: bool, vectors: list[int], num_joined: int) -> None:
+        """Push nothing, or pull for nobody.
+
+        Args:
+            async_op: whether the peers go on at once. They may have to: what they wait for can need their next call.
+            vectors: how many a peer pushes to each key; a mean divides by that.
+        """
+        store = self._store
+        call = store._call(op, async_op=async_op)
+        call.num_joined = num_joined
+
+        def prepare() -> list[Part]:
+            states = [store._keys[key] for key in keys]
+            for state in states:
+                store._raise_pending(state)
+            return [Part(state, [self._nothing(state)] * n) for state, n in zip(states, vectors, strict=True)]
+
+        parts = store._enter(call, prepare, entries_of)
+        works = _STARTS[op](store, parts, call)
+        if async_op and op != "push":
+            for work in works:
+                work.add_done_callback(self._leave_to_peers)
+        store._complete(works, call)
+
+    def _leave_to_peers(self, work: Work) -> None:
+        """All workers hear how a pull went: an error is raised where they wait for it, and means nothing here."""
+        if work.error() is not None and not self._store.broken:
+            with contextlib.suppress(Exception):
+                work.wait()
+
+    def _nothing(self, state: KeyState) -> Vector:
+        """Zeros: pages that nobody writes to take no memory."""
+        dtype = host.STORAGE[state.dtype]
+        nbytes = state.count * dtype.itemsize
+        if nbytes > self._zeros.size:
+            self._zeros = np.zeros(nbytes, np.uint8)
+            self._zeros.flags.writeable = False
+        return Vector(self._zeros[:nbytes].view(dtype), state.dtype, "cpu", shared=False)
+
+    def _command(self, op: str, details: Any) -> None:
+        store, make = self._store, _COMMANDS.get(op)
+        if make is None:
+            text = (
+                f"worker {store.rank} has joined, which {op} cannot do without; make keys and kv.client before the "
+                "first worker joins, and let all workers join before one closes the store"
+            )
+            _refuse(store, op, UnsupportedError(text))
+        else:
+            make(store, details)
+        self._join_client_store()
+
+
+class _JoinInThread(threading.Thread):
+    """``join`` of another store meanwhile, to its end: nobody could call it again after a mistake of the peers."""
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__(name="kvmpi-join", daemon=True)
+        self._store, self._errors = store, list[BaseException]()
+        self.start()
+
+    def run(self) -> None:
+        while not self._store._all_joined:
+            try:
+                self._store.join()
+            except BaseException as error:
+                self._errors.append(error)
+                if self._store.broken or self._store.closed:
+                    return
+
+    def finish(self) -> None:
+        """Return when the store is joined; raise the first error on the way."""
+        self.join()
+        if self._errors:
+            first, self._errors = self._errors[0], []
+            raise first
+
+
+def _refuse(store: KVStore, op: str, error: KVError) -> None:
+    """Raise ``error`` on all workers of the client, which make the call."""
+
+    def fail() -> None:
+        raise error
+
+    store._enter(store._call(op), fail)
+
+
+def _set_optimizer(store: KVStore, details: Any) -> None:
+    name, hyperparams = details
+    try:
+        rule = optim.create(name, hyperparams)
+    except KVError as error:
+        _refuse(store, "set_optimizer", error)
+    else:
+        store.set_optimizer(rule)
+
+
+def _pull(store: KVStore, parts: list[Part], call: Invocation) -> list[Work]:
+    return [store._start_pull(part.state, [], call) for part in parts]
+
+
+_Start = Callable[["KVStore", list[Part], Invocation], list[Work]]
+_STARTS: Mapping[str, _Start] = MappingProxyType(
+    {
+        "push": lambda store, parts, call: store._start_push(parts, call),
+        "pull": _pull,
+        "pushpull": lambda store, parts, call: store._start_pushpull(parts, call),
+    }
+)
+#: Other calls that need nothing of a worker but what all workers give, by what ``StoreCore._enter`` is told of them.
+_COMMANDS: Mapping[str, Callable[[KVStore, Any], object]] = MappingProxyType(
+    {
+        "barrier": lambda store, _: store.barrier(),
+        "set_optimizer": _set_optimizer,
+        "set_hyperparams": lambda store, changed: store.set_hyperparams(**changed),
+        "set_gradient_compression": lambda store, name: store.set_gradient_compression({"type": name}),
+        "save": lambda store, details: store._save(details[0], with_values=details[1]),
+        "load": lambda store, details: store._load(details[0], with_values=details[1]),
+        "num_dead": lambda store, timeout_s: store.num_dead(timeout_s),
+    }
+)
