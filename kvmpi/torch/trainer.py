@@ -335,6 +335,20 @@ class Trainer:
             for gradient in gradients:
                 gradient.mul_(factor)
 
+    def join(self) -> None:
+        """This worker has no more batches: the others go on without it, and ``step`` is no more. See ``KVStore.join``.
+
+        To be called once by every worker, after its last ``step``. Returns when all workers of the client have joined.
+        Where the store updates, the weights are then those that it holds. Where the torch optimizer steps in the
+        worker, they stay what they are: take those of a worker with the most batches.
+        """
+        if self._kv is None:
+            return
+        self._kv.join()
+        active = self._active()
+        if self._update_on_kvstore and active:
+            self._kv.pull(active, [self._params.data[i] for i in active])
+
     # ---- states
 
     def save_states(self, path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
 
 
-def plain_torch() -> nn.Module:
-    """One process with the samples of all workers, from worker 0's first weights."""
+def plain_torch(batches: Sequence[int] = [STEPS] * NUM_WORKERS) -> nn.Module:
+    """One process with the samples of all workers, which have so many batches, from worker 0's first weights."""
     model = make_model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    for step in range(STEPS):
-        parts = [samples(step, rank) for rank in range(NUM_WORKERS)]
+    for step in range(max(batches)):
+        parts = [samples(step, rank) for rank in range(NUM_WORKERS) if batches[rank] > step]
         backward(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
         for p in model.parameters():
             p.grad /= NUM_WORKERS * BATCH
@@ -56,6 +57,21 @@ def synchronous_training(store: str, update: bool) -> None:
             trainer.step(NUM_WORKERS * BATCH)
         difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
         assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
+
+
+def uneven_batches(store: str, batches: Sequence[int]) -> None:
+    """Some workers join early; all end with the weights of one process that had the same samples."""
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        trainer = Trainer(model.parameters(), optimizer, kv, update_on_kvstore=True)
+        for step in range(batches[kv.rank]):
+            backward(model, *samples(step, kv.rank))
+            trainer.step(NUM_WORKERS * BATCH)
+        trainer.join()
+        if kv.client_rank == 0:  # the client with the most batches
+            difference = (flat(model.parameters()) - flat(plain_torch(batches).parameters())).abs().max()
+            assert difference < 1e-6, f"{store}, batches {batches}: {difference}"
 
 
 def gradient_of_one_worker(store: str) -> None:
@@ -126,6 +142,8 @@ def main() -> None:
         synchronous_training(store, update=True)
         synchronous_training(store, update=False)
         diloco_that_averages(store)
+    uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
+    uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
     for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):
         gradient_of_one_worker(store)
     for store in ("dist_async", "dist_async_mpi"):
