@@ -96,6 +96,10 @@ class Verdict(NamedTuple):
     description: bytes = b""
 
 
+#: All make the same call. One object for all calls: small sums notice what is made anew for each.
+_AGREEMENT = Verdict()
+
+
 def agree(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> None:
     """Return when every rank has made the same call; raise the error of ``verdict``."""
     error = verdict(comm, call, deadline, settings).error
@@ -128,6 +132,8 @@ def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> V
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     decide = _judge if comm.rank == 0 else _ask
     found = decide(comm, call, text, digest, deadline)
+    if found is _AGREEMENT:
+        return found
     num_joined = found.num_joined
     while found.num_joined and call.op != JOIN:
         # Those who have joined know the call by now, and make it.
@@ -148,21 +154,16 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
         missing = [rank for rank in others if not requests[rank].test()]
         _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
         raise _late(comm, call, missing, deadline) from None
-    digests[0] = np.frombuffer(own, dtype=np.uint8)
-    agreed = any(own) and bool((digests == digests[0]).all())
-    kind, active = _AGREED, [0]
-    joined: list[int] = []
-    if not agreed:
-        joined = [rank for rank in range(comm.size) if digests[rank].tobytes() == _JOINED]
-        active = [rank for rank in range(comm.size) if rank not in joined]
-        usual = digests[active[0]]
-        kind = _FOLLOW if joined and usual.any() and (digests[active] == usual).all() else _EXPLAIN
-    answer = np.array([kind, len(joined), active[0]], dtype=np.int64)
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
-    what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
-    wait_all([comm.isend(answer, rank, _TAG) for rank in others], grace, lambda: what)
-    if agreed:
-        return Verdict()
+    if any(own) and digests[1:].tobytes() == own * len(others):
+        _send_verdict(comm, call, [_AGREED, 0, 0], grace)
+        return _AGREEMENT
+    digests[0] = np.frombuffer(own, dtype=np.uint8)
+    joined = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _JOINED]
+    active = [rank for rank in range(comm.size) if rank not in joined]
+    usual = digests[active[0]]
+    kind = _FOLLOW if joined and usual.any() and (digests[active] == usual).all() else _EXPLAIN
+    what = _send_verdict(comm, call, [kind, len(joined), active[0]], grace)
     if kind == _FOLLOW:
         speaks = active[0] == 0
         description = call.description() if speaks else _receive_texts(comm, active[:1], grace, what)[active[0]]
@@ -172,6 +173,15 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     error = first_difference([text.decode(), *(texts[rank].decode() for rank in others)])
     _send_text(comm, others, json.dumps([type(error).__name__, str(error)]).encode(), grace, what)
     return Verdict(error)
+
+
+def _send_verdict(comm: Comm, call: Call, words: list[int], deadline: Deadline) -> str:
+    """To all; returns what an error says if they do not listen."""
+    answer = np.array(words, dtype=np.int64)
+    sends = [comm.isend(answer, rank, _TAG) for rank in range(1, comm.size)]
+    what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
+    wait_all(sends, deadline, lambda: what)
+    return what
 
 
 def _await_a_call(requests: Mapping[int, Request], digests: Buffer, deadline: Deadline) -> Deadline:
@@ -217,7 +227,7 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
     )
     kind, count, speaker = answer.tolist()
     if kind == _AGREED:
-        return Verdict()
+        return _AGREEMENT
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     if kind == _FOLLOW:
         if comm.rank == speaker:
