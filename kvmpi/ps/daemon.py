@@ -191,7 +191,7 @@ class ServerDaemon(Daemon):
 
     def _hears(self, route: bytes, unread_bytes: int) -> bool:
         """Whether a client has read enough. Of one that keeps to the protocol no more can be under way."""
-        kept_bytes = unread_bytes + self._state.held_bytes(route)
+        kept_bytes = unread_bytes + (self._state.held_bytes(route) if self._config.replicas else 0)
         windows_bytes = max(_WINDOWS * self._config.window_bytes, self._config.shared_bytes)
         # Each chunk's answer once, another one that the client still uses in place, and a chunk's state.
         return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)

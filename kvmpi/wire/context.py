@@ -14,7 +14,7 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
-from kvmpi.wire.partner import Partner
+from kvmpi.wire.partner import SHARE_FROM_BYTES, Partner
 from kvmpi.wire.shared_memory import Arena
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,8 @@ class Context(zmq.Context[_S_co]):
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Uninitialised memory, from which peers on this host can read payloads without a copy if that is possible."""
-        arena = None if self.config.shared_payloads == "off" else self.arena()
+        shared = count * dtype.itemsize >= SHARE_FROM_BYTES and self.config.shared_payloads != "off"
+        arena = self.arena() if shared else None
         array = None if arena is None else arena.empty(count, dtype)
         return np.empty(count, dtype) if array is None else array
 

@@ -40,6 +40,9 @@ class Handshake:
         Raises:
             AuthenticationError: the listener has refused this process, or cannot be talked to.
         """
+        if self.done:
+            self.events.getsockopt(zmq.EVENTS)  # takes the notice that it has come to its end; else that stays for ever
+            return
         while (event := self._next()) is not None:
             kind, value = event
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -440,7 +440,7 @@ class Connection:
                 self._refuse()
                 why = explain(self._name, messages.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
                 raise OtherVersionError(why, other.version, other.who, refused=other.refused) from None
-        if self._handshake is not None and not self._handshake.done:
+        if self._handshake is not None:
             self._handshake.check()
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kvmpi.errors import (
 )
 from kvmpi.ps import PsClient
 from kvmpi.trace import Recorder
+from kvmpi.wire import Readiness
 from kvmpi.wire import messages as m
 
 StartJob = Callable[..., Any]  # see conftest.ThreadJob
@@ -215,6 +217,23 @@ def test_a_push_that_timed_out_may_be_tried_again_and_counts_once(start_job: Sta
     clients[2].push("k", values[2], deadline()).wait()
     again.wait()
     np.testing.assert_array_equal(out, np.sum([whole_numbers(200_000), *values], axis=0, dtype="f8"))
+
+
+def test_an_idle_master_sleeps(start_job: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    (client,) = start_job(2).connect(1)
+    initialise([client], {"k": 100})
+    client.pushpull("k", np.ones(100, "f4"), np.empty(100, "f4"), deadline()).wait()
+    time.sleep(0.2)
+    num_waits, wait = 0, Readiness.wait
+
+    def counted(readiness: Readiness, timeout_s: float) -> list[Any]:
+        nonlocal num_waits
+        num_waits += threading.current_thread().name.startswith("kvmpi-io-client")
+        return wait(readiness, timeout_s)
+
+    monkeypatch.setattr(Readiness, "wait", counted)
+    time.sleep(1.0)
+    assert 1 <= num_waits <= 30, "20 times a second for the clock"
 
 
 def test_a_barrier_that_timed_out_may_be_tried_again(start_job: StartJob) -> None:
