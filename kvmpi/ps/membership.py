@@ -26,6 +26,8 @@ class Membership:
         self.num_clients, self._in_rounds, self._on_loss = num_clients, in_rounds, on_loss
         self.incarnations: dict[int, int] = {}
         self.gone: dict[int, str] = {}
+        # By client: the last process of it that is gone, which never comes back.
+        self._ended: dict[int, int] = {}
         self.finished: set[int] = set()
 
     @property
@@ -51,7 +53,7 @@ class Membership:
         return client in self.gone and self.is_needed(client) and not self._returns(client)
 
     def knows(self, client: int, incarnation: int) -> bool:
-        """Whether this very process is here already.
+        """Whether this very process is here already, or has been.
 
         Raises:
             ProtocolError: a later one of this client is.
@@ -59,16 +61,30 @@ class Membership:
         before = self.incarnations.get(client, -1)
         if incarnation < before:
             raise ProtocolError(f"client {client} has a later incarnation already")
-        return incarnation == before and (self._in_rounds or client not in self.gone)
+        return incarnation == before or self.has_ended(client, incarnation)
+
+    def has_ended(self, client: int, incarnation: int) -> bool:
+        """Whether this process of a client is known to be gone."""
+        return client in self._ended and incarnation <= self._ended[client]
+
+    def lose(self, client: int, why: str, incarnation: int) -> None:
+        """A process of a client, and those before it, will push no more."""
+        self.gone[client] = why
+        self._ended[client] = incarnation
+
+    def losses(self) -> list[tuple[int, str, int]]:
+        """What has to be said to ``lose`` to make this of nothing."""
+        return [(client, why, self._ended[client]) for client, why in self.gone.items()]
 
     def take_in(self, client: int, incarnation: int) -> bool:
         """A process takes the client's part; whether it takes the place of another that counts no more."""
-        replaces = incarnation > self.incarnations.get(client, incarnation)
+        before = self.incarnations.get(client, incarnation)
+        replaces = incarnation > before
         self.incarnations[client] = incarnation
         if client in self.gone and (not self._in_rounds or self._returns(client)):
             del self.gone[client]
         elif replaces and self._in_rounds and self._on_loss != "wait" and client not in self.gone:
-            self.gone[client] = "was lost and started again"
+            self.lose(client, "was lost and started again", before)
         return replaces
 
     def refusal(self, client: int) -> ClientLostError | None:

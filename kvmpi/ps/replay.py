@@ -26,7 +26,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Joined():
             shard.take_in(entry.client, entry.incarnation)
         case entries.Gone():
-            shard.clients.gone[entry.client] = entry.text
+            shard.clients.lose(entry.client, entry.text, entry.incarnation)
         case entries.RuleCall() | entries.HyperCall():
             shard.rulebook.apply(entry, shard.slots, shard.clients.present)
         case entries.Finished():
@@ -64,7 +64,7 @@ def dump(shard: Shard) -> list[Record]:
     """Entries that make ``shard`` as it is, but for what its open rounds hold. Values are copied."""
     records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
     records += [(entries.Joined(client, number), ()) for client, number in shard.clients.incarnations.items()]
-    records += [(entries.Gone(client, text), ()) for client, text in shard.clients.gone.items()]
+    records += [(entries.Gone(*loss), ()) for loss in shard.clients.losses()]
     records += [(entries.Finished(client), ()) for client in sorted(shard.clients.finished)]
     records.append((shard.rulebook.dump(), ()))
     for slot in shard.slots.values():

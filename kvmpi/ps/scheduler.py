@@ -102,10 +102,10 @@ class SchedulerState:
             if name is None:
                 if isinstance(message, m.Leave):  # said again, because the answer was lost
                     return [Reply(route, m.Ack(message.request, 0))]
-                if isinstance(message, m.Heartbeat):  # it was told so, but that was lost with a connection
-                    return [
-                        Reply(route, m.Failure(-1, "PeerLostError", "was lost, or another process is in its place"))
-                    ]
+                if isinstance(message, m.Heartbeat | m.Barrier | m.QueryDead | m.Finish):
+                    # It was told that it is lost, but that went under with a connection: it must not wait for ever.
+                    text = "this process counts as lost: it was silent for too long, or another is in its place"
+                    return [Reply(route, m.Failure(-1, "PeerLostError", text))]
                 raise ProtocolError(f"scheduler: begin with Register, not {type(message).__name__}")
             self._hear_somebody(now_s)
             self.members[name].last_seen_s = now_s

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
@@ -57,6 +57,8 @@ class ServerState:
         self._sessions: dict[bytes, _Session] = {}
         self._routes: dict[tuple[int, int], bytes] = {}
         self._lost: dict[int, list[m.Lost]] = {}
+        # By store and client: the last process that is known to be lost, whatever comes of it still.
+        self._ended: dict[tuple[int, int], int] = {}
         self.rejected = 0
 
     def handle(
@@ -137,6 +139,8 @@ class ServerState:
         self._lost = {}
         for lost in view.lost:
             self._lost.setdefault(lost.store, []).append(lost)
+            who = (lost.store, lost.rank)
+            self._ended[who] = max(lost.incarnation, self._ended.get(who, -1))
             out += self._lose(lost, now_s)
         return out
 
@@ -215,6 +219,11 @@ class ServerState:
                 f"server {self.rank}: client {here.who[1]} of store {here.who[0]} says it is "
                 f"client {hello.client} of store {hello.store}"
             )
+        there = self._routes.get((hello.store, hello.client))
+        if there is not None and self._sessions[there].hello.incarnation > hello.incarnation:
+            raise ProtocolError(f"client {hello.client} has a later incarnation already")
+        if hello.incarnation <= self._ended.get((hello.store, hello.client), -1):
+            raise ClientLostError(f"client {hello.client} was lost, and its process cannot take part any more")
         out: list[Outgoing] = []
         refusal: KVError | None = None
         for part in self._answering():
@@ -242,7 +251,7 @@ class ServerState:
             )
         for lost in self._lost.get(hello.store, []) if new else []:
             if 0 <= lost.rank < shard.num_clients:
-                shard.lose(lost.rank, lost.text)
+                shard.lose(lost.rank, lost.text, lost.incarnation)
         return shard
 
     def _bye(self, route: bytes, message: m.Bye, now_s: float) -> list[Outgoing]:
@@ -250,6 +259,7 @@ class ServerState:
         out: list[Outgoing] = []
         if session is not None:  # else it is said again, because the answer was lost
             store, client = session.who
+            self._ended[session.who] = session.hello.incarnation
             for part in self._answering():
                 if store in part.shards:
                     out += part.hold(part.shards[store].lose(client, CLOSED), now_s)

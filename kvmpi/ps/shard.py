@@ -149,11 +149,12 @@ class Shard:
 
     def lose(self, client: int, why: str, incarnation: int | None = None) -> list[Reply]:
         """``client`` will push no more: whoever waits for it is told. Not if a later ``incarnation`` of it is here."""
-        later = incarnation is not None and self.clients.incarnations.get(client, -1) > incarnation
-        if client in self.clients.gone or later:
+        here = self.clients.incarnations.get(client, -1)
+        incarnation = here if incarnation is None else incarnation
+        if here > incarnation or (client in self.clients.gone and self.clients.has_ended(client, incarnation)):
             return []
-        self._log(entries.Gone(client, why), ())
-        self.clients.gone[client] = why
+        self._log(entries.Gone(client, why, incarnation), ())
+        self.clients.lose(client, why, incarnation)
         return self._forget_requests(client)
 
     def _finish(self, client: int) -> list[Reply]:

@@ -34,10 +34,11 @@ class Joined(_Entry, tag="joined"):
 
 
 class Gone(_Entry, tag="gone"):
-    """A client will push no more."""
+    """The processes of a client up to ``incarnation`` will push no more."""
 
     client: int
     text: str
+    incarnation: int
 
 
 class Created(_Entry, tag="created"):

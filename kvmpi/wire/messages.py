@@ -15,7 +15,7 @@ from kvmpi.errors import ProtocolError
 from kvmpi.wire.entries import Entry, Key, Number
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 256 << 10
 _BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 

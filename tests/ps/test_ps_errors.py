@@ -225,7 +225,7 @@ def test_a_server_that_is_alone_has_nobody_to_tell_which_chunks_are_ahead() -> N
 
 
 @pytest.mark.parametrize("message", [
-    m.Extend(0, 1), m.Log(0, 1, 5, STORE, entries.Gone(0, "so they say")),
+    m.Extend(0, 1), m.Log(0, 1, 5, STORE, entries.Gone(0, "so they say", 1)),
     m.Install(0, 1, 0, 1, 5, STORE, entries.Begin()),
 ])  # fmt: skip
 def test_a_client_cannot_speak_like_a_server(message: Any) -> None:
@@ -347,7 +347,7 @@ REQUESTS = st.one_of(
     st.builds(m.Ack, INTS, INTS),
     st.builds(m.View, INTS, INTS, st.just([]), st.just([]), st.lists(st.builds(m.Lost, INTS, INTS, INTS, st.just("")))),
     st.builds(m.Extend, INTS, INTS),
-    st.builds(m.Log, INTS, INTS, INTS, INTS, st.just(entries.Gone(0, "so they say"))),
+    st.builds(m.Log, INTS, INTS, INTS, INTS, st.just(entries.Gone(0, "so they say", 1))),
     st.builds(m.Install, INTS, INTS, INTS, INTS, INTS, INTS, st.just(entries.Begin())),
     st.just(ProtocolError("no message")),
 )

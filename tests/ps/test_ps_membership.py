@@ -81,6 +81,7 @@ def test_a_new_incarnation_of_an_async_client_counts_from_the_beginning() -> Non
     for step in (1, 2):
         machine.push(0, "k", step, np.ones(COUNT, "f4"))
     assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+    assert isinstance(machine.error(machine.hello(0, 1)), ProtocolError)
     machine.lose(0, incarnation=1)  # the news of the old one comes late
     assert machine.ok(machine.send(b"reborn", m.SetRule, 1, rule.name, rule.hyperparams()))
     assert machine.ok(

@@ -176,7 +176,7 @@ def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
     desk.say("1/2", m.Barrier, 1)
     assert isinstance(desk.error("1/2"), ClientLostError)
     desk.say("1/1", m.Barrier, 1)
-    assert isinstance(desk.error("1/1"), ProtocolError), "the lost one is no member any more"
+    assert isinstance(desk.error("1/1"), PeerLostError), "the lost one is no member any more"
     assert not [message for message in desk.told("2/0") if isinstance(message, m.Failure)]
 
 
@@ -285,7 +285,7 @@ def test_a_later_incarnation_takes_the_place_and_an_earlier_one_is_refused() -> 
     desk.client(1, 2, at="late", incarnation=1)
     assert isinstance(desk.error("late"), ProtocolError)
     desk.say("1/1", m.Barrier, 1)
-    assert isinstance(desk.error("1/1"), ProtocolError)
+    assert isinstance(desk.error("1/1"), PeerLostError)
     desk.say("1/0", m.Barrier, 1)
     desk.say("reborn", m.Barrier, 1)
     assert isinstance(desk.told("1/0")[0], m.Ack)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from simulation.network import Network
+from simulation.network import Network, Violation
 
 from kvmpi.config import Config
 from kvmpi.errors import ServerLostError
@@ -21,6 +21,7 @@ from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 HEARTBEAT_S = 0.25
+OnVersion = Callable[[int, int, tuple[Any, int], int], None]
 _TO_PREDECESSOR = (m.Attach, m.Committed, m.Installed)
 
 
@@ -35,6 +36,8 @@ class SimulatedServer:
         self._found: dict[int, int] = {}
         self._next_heartbeat_s = 0.0
         self._registered = False
+        # By client: its last process of which this server has been told that it is dead.
+        self._dead: dict[int, int] = {}
         self._network.attach(self.name, self._receive, self._tick)
 
     def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
@@ -47,12 +50,33 @@ class SimulatedServer:
             elif isinstance(message, m.View):
                 self._registered = True
                 if message.epoch > self.state.epoch:
+                    for lost in message.lost:
+                        self._dead[lost.rank] = max(lost.incarnation, self._dead.get(lost.rank, 0))
                     self._found = {info.rank: info.incarnation for info in message.servers}
                 self._send(self.state.adopt(message, now_s))
         elif isinstance(message, _TO_PREDECESSOR):
             self._send(self.state.hear(int(sender.split()[1].split(".")[0]), message, now_s))
         else:
-            self._send(self.state.handle(sender.encode(), message, payloads, now_s))
+            self._hear_client(sender, message, payloads)
+
+    def _hear_client(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
+        """What a client says counts only as long as nobody has told this server that the process is dead."""
+        client, incarnation = map(int, sender.split()[1].split("."))
+        if isinstance(message, m.Hello):
+            self._dead[client] = max(self._dead.get(client, 0), incarnation - 1)
+        before = self._held_of(client) if incarnation <= self._dead.get(client, 0) else None
+        self._send(self.state.handle(sender.encode(), message, payloads, self._network.now_s))
+        if before is not None:
+            self._network.faults.count("words of the dead")
+            if self._held_of(client) != before:
+                raise Violation(f"{self.name} takes a {type(message).__name__} of {sender}, which is dead")
+
+    def _held_of(self, client: int) -> list[Any]:
+        """Everything that a client could have changed in the parts that this server answers for."""
+        return [
+            (part.seq, [(slot.steps.get(client), slot.held.get(client)) for slot in shard.slots.values()])
+            for part in self.state.parts.values() if part.answers for shard in part.shards.values()
+        ]  # fmt: skip
 
     def _send(self, outgoing: Sequence[Any]) -> None:
         for one in outgoing:
@@ -88,8 +112,9 @@ class SimulatedServer:
 class SimulatedLink:
     """What ``Link`` is to a PsClient, without threads and sockets."""
 
-    def __init__(self, network: Network, name: str, config: Config) -> None:
-        self._network, self._name = network, name
+    def __init__(self, network: Network, name: str, config: Config, on_version: OnVersion) -> None:
+        self._network, self._name, self._on_version = network, name, on_version
+        self._who = tuple(map(int, name.split()[1].split(".")))
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
         self.shares = False
@@ -128,6 +153,9 @@ class SimulatedLink:
         if isinstance(message, m.View) and message.epoch > self._epoch:
             self._epoch = message.epoch
             self._incarnations = {info.rank: info.incarnation for info in message.servers}
+        ask = self.session._outstanding.get(getattr(message, "request", -1))
+        if isinstance(message, m.Value) and ask is not None:
+            self._on_version(*self._who, ask.fields[:2], message.version)
         self.session.receive(message, payloads)
         self._pump()
 
@@ -164,6 +192,8 @@ class Cluster:
 
     Args:
         restart_s: after so long a server that has ended is started again, without its memory; None: never.
+    Attributes:
+        on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
     """
 
     def __init__(
@@ -171,6 +201,7 @@ class Cluster:
         restart_s: float | None = None,
     ) -> None:  # fmt: skip
         self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
+        self.on_version: OnVersion = lambda client, incarnation, where, version: None
         self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas, config.on_client_loss)
         self._saved = msgspec.msgpack.encode(self.scheduler.save())
         self._changes = 0
@@ -233,7 +264,9 @@ class Cluster:
         """A process of a client that is not connected yet."""
         return PsClient(
             self.config, store=1, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
-            link=SimulatedLink(self.network, f"client {rank}.{incarnation}", self.config),  # type: ignore[arg-type]
+            link=SimulatedLink(  # type: ignore[arg-type]
+                self.network, f"client {rank}.{incarnation}", self.config, self.on_version
+            ),
         )  # fmt: skip
 
     def deadline(self, timeout_s: float = 1e6) -> Any:

@@ -46,6 +46,7 @@ class Network:
     Attributes:
         cut: directions, (from, to) as names without incarnations, in which nothing passes.
         stopped: until when a process does nothing; what comes meanwhile waits.
+        slow: until when a process is slow, and for how many seconds at most a message waits until it is taken.
         after_each_step: called with the name of the process that something has happened to.
     """
 
@@ -55,6 +56,7 @@ class Network:
         self.random = random.Random(seed)
         self.cut: set[tuple[str, str]] = set()
         self.stopped: dict[str, float] = {}
+        self.slow: dict[str, tuple[float, float]] = {}
         self.after_each_step: Callable[[str], None] = lambda name: None
         self._sequence = itertools.count()
         self._events: list[tuple[float, int, str, Callable[[], None]]] = []
@@ -74,6 +76,10 @@ class Network:
         self._inboxes.pop(name, None)
         self._ticks.pop(name, None)
         self.stopped.pop(name, None)
+
+    def was_stopped(self, name: str) -> bool:
+        """Whether a process that is there has been stopped at least once."""
+        return name in self.stopped
 
     def kill(self, name: str, programs: dict[str, Program]) -> None:
         """End a process that runs a program, where it is."""
@@ -106,7 +112,8 @@ class Network:
                 copies = 2
         frames = [payload.tobytes() for payload in payloads]
         for _ in range(copies):
-            at_s = self.now_s + self.random.uniform(0.0, delay_s)
+            until_s, slow_s = self.slow.get(target, (0.0, 0.0))
+            at_s = self.now_s + self.random.uniform(0.0, delay_s + (slow_s if self.now_s < until_s else 0.0))
             if reliable or (source.startswith("server") and target.startswith("server")):
                 # What is lost with a connection is sent again in order; nothing overtakes on it.
                 at_s = max(at_s, self._last_arrival.get((source, target), 0.0))
@@ -135,6 +142,12 @@ class Network:
     def at(self, at_s: float, event: Callable[[], None], name: str = "") -> None:
         """Call ``event``, which is something that happens to process ``name``, at that time."""
         heapq.heappush(self._events, (at_s, next(self._sequence), name, event))
+
+    def pause(self, seconds: float) -> Work:
+        """What a program waits for that does nothing for so long."""
+        work = Work("a pause")
+        self.at(self.now_s + seconds, work.finish)
+        return work
 
     def run(self, programs: dict[str, Program], limit_s: float) -> None:
         """Run all programs to their ends. A program yields the Works that it waits for; their errors are thrown in it.

@@ -16,7 +16,7 @@ ENTRIES = [
     entries.Begin(),
     entries.Opened("sync", 3),
     entries.Joined(1, 5),
-    entries.Gone(1, "was lost"),
+    entries.Gone(1, "was lost", 3),
     entries.Created("k", 0, 1, 5, [5], "float32"),
     entries.Finished(2),
     entries.Round("k", 3),

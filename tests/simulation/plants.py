@@ -1,0 +1,134 @@
+"""Mistakes that are planted into the code: each breaks one of the invariants that simulated jobs are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvmpi.ps import consistency
+from kvmpi.ps.membership import Membership
+from kvmpi.ps.part import Part
+from kvmpi.ps.server import ServerState
+from kvmpi.ps.session import ClientSession
+from kvmpi.ps.shard import Shard
+from kvmpi.wire import messages as m
+
+
+def _applies_what_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Shard._push
+
+    def push(self: Shard, client: int, route: bytes, message: Any, payloads: Any) -> Any:
+        slot = self._slot(message.key, message.chunk, client)
+        slot.steps[client] = min(slot.steps.get(client, 0), message.step - 1)
+        return real(self, client, route, message, payloads)
+
+    monkeypatch.setattr(Shard, "_push", push)
+
+
+def _acknowledges_before_others_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "hold", lambda self, replies, now_s: [*self._stream(now_s), *replies])
+
+
+def _reads_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency.Synchronous, "readable", lambda self, rounds, min_round: True)
+
+
+def _closes_rounds_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_round(slot: Any, *, keep: bool) -> None:
+        count, slot.cursor = slot.cursor, 0
+        pushed = slot.accumulator
+        slot.close_round(count, keep=True)
+        slot.accumulator = pushed
+        slot.close_round(count, keep=True)
+        slot.rounds -= 1
+
+    monkeypatch.setattr(Shard, "end_round", staticmethod(end_round))
+
+
+def _replays_what_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Part.follow
+
+    def follow(self: Part, route: bytes, message: Any, payloads: Any, now_s: float) -> Any:
+        if hasattr(message, "seq") and not hasattr(message, "index") and message.seq <= self.seq:
+            message.seq = self.seq + 1
+        return real(self, route, message, payloads, now_s)
+
+    monkeypatch.setattr(Part, "follow", follow)
+
+
+def _takes_a_part_over_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Part.report
+
+    def report(self: Part) -> Any:
+        self.complete = self.complete or self.chain.joiner == self.server
+        return real(self)
+
+    monkeypatch.setattr(Part, "report", report)
+
+
+def _forgets_open_rounds_when_it_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shard, "hand_over", lambda self: None)
+
+
+def _asks_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClientSession, "_send_again", lambda self, ask: None)
+
+
+def _answers_when_another_may_be_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "is_shared", False)
+
+
+def _leaves_out_who_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Membership.is_needed
+    monkeypatch.setattr(
+        Membership, "is_needed", lambda self, client: real(self, client) and client + 1 < self.num_clients
+    )
+
+
+def _answers_with_an_old_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, old = Shard._read, {}
+
+    def read(self: Shard, slot: Any, reader: Any) -> Any:
+        now = real(self, slot, reader)
+        was = old.setdefault(slot, (now.message.version, now.payloads[0].copy()))
+        if now.message.version % 3:
+            return now
+        return now._replace(message=m.Value(reader.request, was[0]), payloads=(was[1],))
+
+    monkeypatch.setattr(Shard, "_read", read)
+
+
+def _hears_who_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerState, "_end", lambda self, route: None)
+
+
+def _hears_the_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ServerState._hello
+
+    def hello(self: ServerState, route: bytes, message: m.Hello, now_s: float) -> Any:
+        before = dict(self._sessions)
+        out = real(self, route, message, now_s)
+        self._sessions = {**before, **self._sessions}
+        return out
+
+    monkeypatch.setattr(ServerState, "_hello", hello)
+
+
+#: By name: what plants it, and words of the violation that has to be found.
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "double apply": (_applies_what_is_repeated, "pushes"),
+    "lost acknowledgement": (_acknowledges_before_others_have_it, "was told of"),
+    "stale read": (_reads_what_is_not_there_yet, "rounds hold"),
+    "round closed twice": (_closes_rounds_twice, "pushes"),
+    "live client left out": (_leaves_out_who_is_alive, "must be there"),
+    "old value": (_answers_with_an_old_value, "goes back"),
+    "resurrected client": (_hears_who_is_lost, "which is dead"),
+    "resurrected incarnation": (_hears_the_process_before, "which is dead"),
+    "log replayed twice": (_replays_what_is_sent_again, "other bits"),
+    "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
+    "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),
+    "value of a head that was replaced": (_answers_when_another_may_be_the_head, "who knew of"),
+    "requests that are not sent again": (_asks_only_once, "still waiting"),
+}
