@@ -124,6 +124,7 @@ class SchedulerDaemon(Daemon):
         if (before := self._before) is not None:
             _log.warning("scheduler: goes on where the one before it has ended, with %d members", len(before.members))
             self._state.restore(before, time.monotonic())
+            self._keeper.recall()
 
     def _save(self) -> None:
         """Before anyone hears of a change: a scheduler that dies now is started again with it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvmpi.config import Config
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.snapshots import Manifest, Taking
+from kvmpi.ps.snapshots import Manifest, PartCopy, Taking
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -42,6 +43,8 @@ def load_parts(config: Config, state: ServerState, rank: int, view: m.View, aliv
         KVError: a file is missing or damaged.
     """
     mine = [number for number, chain in enumerate(view.chains) if rank in chain.members]
+    if not mine:
+        return  # it is given all by others; the snapshot may have been replaced by newer ones, and be gone
     parts = {}
     for number in mine:
         parts[number] = files.read_part(config.resume, view.snapshot, number)
@@ -49,18 +52,57 @@ def load_parts(config: Config, state: ServerState, rank: int, view: m.View, aliv
     state.resume(parts, files.read_keys(config.resume, view.snapshot, len(view.chains)))
 
 
-class _Beside:
-    """What both daemons have: a thread for the files, made when there is something to write, and how they end."""
+class Disk(Protocol):
+    """Where snapshots are kept; ``kvmpi.ps.snapshot_files`` is one, with files."""
 
-    def __init__(self, config: Config, wake: Callable[[], None]) -> None:
-        self._directory = config.snapshot_dir
-        self._wake = wake
-        self._background: files.Background | None = None
+    def write_part(self, directory: str, number: int, part: int, copy: PartCopy) -> m.PartFile: ...
+
+    def write_manifest(self, directory: str, manifest: Manifest) -> None: ...
+
+    def numbers(self, directory: str) -> list[int]: ...
+
+    def complete(self, directory: str) -> list[int]: ...
+
+    def remove(self, directory: str, number: int) -> None: ...
+
+
+class Beside(Protocol):
+    """What runs work beside the loop of a daemon, in order; ``snapshot_files.Background`` does, with a thread."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def start(self, run: Callable[[], Any], then: Callable[[Any], None]) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _in_a_thread(wake: Callable[[], None]) -> Beside:
+    return files.Background("kvmpi-snapshots", wake)
+
+
+class _Files:
+    """What both daemons have: something that writes beside them, made when it is needed, and how they end.
+
+    Args:
+        wake: called when something is done, from any thread.
+        disk, beside: what writes, and what makes it run beside the daemon.
+    """
+
+    def __init__(
+        self, config: Config, wake: Callable[[], None], disk: Disk = files,
+        beside: Callable[[Callable[[], None]], Beside] = _in_a_thread,
+    ) -> None:  # fmt: skip
+        self._directory, self._disk = config.snapshot_dir, disk
+        self._wake, self._make = wake, beside
+        self._background: Beside | None = None
         self._until_s: float | None = None
 
-    def _thread(self) -> files.Background:
+    def _thread(self) -> Beside:
         if self._background is None:
-            self._background = files.Background("kvmpi-snapshots", self._wake)
+            self._background = self._make(self._wake)
         return self._background
 
     def busy(self, now_s: float) -> bool:
@@ -84,11 +126,11 @@ class _Beside:
             self._background.close()
 
 
-class SnapshotWriter(_Beside):
+class SnapshotWriter(_Files):
     """Writes what a server has copied."""
 
-    def __init__(self, config: Config, state: ServerState, wake: Callable[[], None]) -> None:
-        super().__init__(config, wake)
+    def __init__(self, config: Config, state: ServerState, wake: Callable[[], None], **how: Any) -> None:
+        super().__init__(config, wake, **how)
         self._snapshots = state.snapshots
 
     def round(self) -> int:
@@ -109,7 +151,9 @@ class SnapshotWriter(_Beside):
     def _write(self, taking: Taking) -> list[m.PartFile]:
         started_s = time.monotonic()
         assert taking.parts is not None
-        written = [files.write_part(self._directory, taking.number, part, copy) for part, copy in taking.parts.items()]
+        written = [
+            self._disk.write_part(self._directory, taking.number, part, copy) for part, copy in taking.parts.items()
+        ]
         _log.info("snapshot %d: written in %.2f s", taking.number, time.monotonic() - started_s)
         return written
 
@@ -127,12 +171,17 @@ class SnapshotWriter(_Beside):
         return self._background is not None and self._background.busy
 
 
-class SnapshotKeeper(_Beside):
+class SnapshotKeeper(_Files):
     """Completes snapshots of which all parts are written, and deletes old ones."""
 
-    def __init__(self, config: Config, state: SchedulerState, wake: Callable[[], None]) -> None:
-        super().__init__(config, wake)
+    def __init__(self, config: Config, state: SchedulerState, wake: Callable[[], None], **how: Any) -> None:
+        super().__init__(config, wake, **how)
         self._state = state
+
+    def recall(self) -> None:
+        """A scheduler before this one has completed snapshots, of which the last must not be deleted too soon."""
+        if self._directory:
+            self._state.book.recall(self._disk.complete(self._directory))
 
     def step(self) -> None:
         """Start and finish what there is. Called after every batch of messages."""
@@ -145,7 +194,7 @@ class SnapshotKeeper(_Beside):
         while self._state.complete:
             manifest = self._state.complete.pop(0)
             self._thread().start(
-                lambda manifest=manifest: files.write_manifest(self._directory, manifest),  # type: ignore[misc]
+                lambda manifest=manifest: self._disk.write_manifest(self._directory, manifest),  # type: ignore[misc]
                 lambda result, number=manifest.number: self._committed(number, result),  # type: ignore[misc]
             )
 
@@ -154,11 +203,13 @@ class SnapshotKeeper(_Beside):
             _log.error("scheduler: snapshot %d is given up: %s", number, _said(result))
             return
         self._state.book.committed(number)
-        self._thread().start(lambda: self._remove(self._state.book.obsolete(files.numbers(self._directory))), _nothing)
+        self._thread().start(
+            lambda: self._remove(self._state.book.obsolete(self._disk.numbers(self._directory))), _nothing
+        )
 
     def _remove(self, numbers: list[int]) -> None:
         for number in numbers:
-            files.remove(self._directory, number)
+            self._disk.remove(self._directory, number)
 
     def _end(self) -> None:
         self._state.book.close()

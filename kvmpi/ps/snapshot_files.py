@@ -215,6 +215,11 @@ def numbers(directory: str) -> list[int]:
         return []
 
 
+def complete(directory: str) -> list[int]:
+    """The snapshots that have a manifest, in ascending order."""
+    return [number for number in numbers(directory) if os.path.exists(_manifest_path(directory, number))]
+
+
 def choose(directory: str, num_parts: int, parts_per_server: int, complain: Callable[[str], None]) -> Manifest:
     """The newest snapshot that is whole; ``complain`` hears about newer ones.
 
@@ -257,7 +262,7 @@ def prepare(directory: str, resumed_from: str) -> None:
     except OSError as error:
         raise ConfigError(f"snapshots cannot be written to {directory}: {error.strerror}") from None
     mine = resumed_from and os.path.isdir(resumed_from) and os.path.samefile(directory, resumed_from)
-    found = [number for number in numbers(directory) if os.path.exists(_manifest_path(directory, number))]
+    found = complete(directory)
     if found and not mine:
         raise ConfigError(
             f"{directory} has snapshots of another job (the newest is {found[-1]}), which those of this one would "

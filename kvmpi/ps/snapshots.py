@@ -417,6 +417,10 @@ class SnapshotBook:
         self.complete = sorted({*self.complete, number})[-KEPT:]
         self._pending = {other: pending for other, pending in self._pending.items() if other > number}
 
+    def recall(self, complete: Iterable[int]) -> None:
+        """These were completed by a scheduler before this one."""
+        self.complete = sorted({*self.complete, *complete})[-KEPT:]
+
     def take_stale(self) -> list[int]:
         """Snapshots that were dropped and whose files can go, once: on a full disk they would keep the next out."""
         stale, self._stale = self._stale, []

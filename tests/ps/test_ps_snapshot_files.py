@@ -24,8 +24,9 @@ from kvmpi.errors import ConfigError
 from kvmpi.ps import PsClient
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.daemon import SchedulerDaemon
-from kvmpi.ps.durability import SnapshotKeeper
+from kvmpi.ps.durability import SnapshotKeeper, load_parts
 from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.server import ServerState
 from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, SnapshotBook, StoreCopy
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
@@ -241,6 +242,33 @@ def test_what_is_left_of_a_snapshot_that_was_given_up_goes_before_the_next(tmp_p
     keeper.step()
     wait_for(lambda: files.numbers(str(tmp_path)) == [], "the end of the first")
     keeper.close()
+
+
+def test_a_scheduler_that_is_started_again_keeps_the_last_two(tmp_path: Path) -> None:
+    """Of which the first was completed by the one before it: the second may turn out to be damaged."""
+    for number in (2, 4, 6):
+        files.write_part(str(tmp_path), number, 0, copy_of(number, 0))
+    for number in (2, 4):
+        files.write_manifest(str(tmp_path), Manifest(number, ((1, 1),) * PARTS, {}))
+    state = SchedulerState(1, 20.0, book=SnapshotBook(PARTS))
+    keeper = SnapshotKeeper(Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2), state, lambda: None)
+    keeper.recall()
+    state.complete.append(Manifest(6, ((1, 1),) * PARTS, {}))
+    keeper.step()
+    wait_for(lambda: keeper.step() or files.numbers(str(tmp_path)) == [4, 6], "the end of the oldest")
+    assert files.complete(str(tmp_path)) == [4, 6]
+    keeper.close()
+
+
+def test_a_server_that_is_started_again_reads_nothing(tmp_path: Path) -> None:
+    """Others give it all it needs, and the snapshot that the job began with may have been deleted by now."""
+    config = Config(num_servers=2, resume=str(tmp_path / "nothing"))
+    chains = [m.Chain(3, [0], joiner=1), m.Chain(2, [0])]
+    view = m.View(5, 1, chains, [m.ServerInfo(0, 1, "host", []), m.ServerInfo(1, 9, "host", [])], [], snapshot=7)
+    state = ServerState(1)
+    load_parts(config, state, 1, view, lambda: None)
+    state.adopt(view)
+    assert list(state.parts) == [0]
 
 
 def test_what_is_written_is_let_go() -> None:

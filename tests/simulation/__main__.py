@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
 from rich.progress import Progress
+from simulation.lives import play
 from simulation.network import Violation
-from simulation.scenario import Job
 
 _BLOCK = 50
 
@@ -28,7 +28,7 @@ def run_block(first: int) -> tuple[list[tuple[int, str]], Counter[str]]:
     failed, fired = [], Counter[str]()
     for seed in range(first, min(first + _BLOCK, arguments.seed + arguments.count)):
         try:
-            fired.update(Job(seed).run().fired)
+            fired.update(play(seed).fired)
         except Violation as violation:
             failed.append((seed, str(violation)))
     return failed, fired

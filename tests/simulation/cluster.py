@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from simulation.disk import SimulatedDisk, VirtualBackground
 from simulation.network import Network, Violation
 
 from kvmpi.config import Config
 from kvmpi.errors import ServerLostError
+from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.client import PsClient
+from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts
 from kvmpi.ps.reply import Reply
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -32,7 +36,10 @@ class SimulatedServer:
         self._cluster, self._network = cluster, cluster.network
         self.rank, self.incarnation = rank, incarnation
         self.name = f"server {rank}.{incarnation}"
-        self.state = ServerState(rank, cluster.config.on_client_loss)
+        config, disk = cluster.config, cluster.disk
+        self.state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
+        how = {} if disk is None else {"disk": disk, "beside": lambda _: cluster.beside(self.name)}
+        self._writer = SnapshotWriter(config, self.state, lambda: None, **how)
         self._found: dict[int, int] = {}
         self._next_heartbeat_s = 0.0
         self._registered = False
@@ -53,11 +60,21 @@ class SimulatedServer:
                     for lost in message.lost:
                         self._dead[lost.rank] = max(lost.incarnation, self._dead.get(lost.rank, 0))
                     self._found = {info.rank: info.incarnation for info in message.servers}
+                    if self.state.epoch < 0 and message.snapshot:
+                        load_parts(self._cluster.config, self.state, self.rank, message, lambda: None)
                 self._send(self.state.adopt(message, now_s))
+            elif isinstance(message, m.TakeSnapshot) and self.state.snapshots is not None:
+                self.state.snapshots.begin(message.number)
         elif isinstance(message, _TO_PREDECESSOR):
             self._send(self.state.hear(int(sender.split()[1].split(".")[0]), message, now_s))
         else:
             self._hear_client(sender, message, payloads)
+        self._report()
+
+    def _report(self) -> None:
+        """What the scheduler is to know about snapshots."""
+        for news in self._writer.step():
+            self._network.send(self.name, "scheduler", news, ())
 
     def _hear_client(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         """What a client says counts only as long as nobody has told this server that the process is dead."""
@@ -90,10 +107,11 @@ class SimulatedServer:
         self._send(self.state.tick(now_s))
         for report in self.state.reports():
             self._network.send(self.name, "scheduler", report, ())
+        self._report()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
             if self._registered:
-                beat = m.Heartbeat(0, self.state.epoch, int(now_s * 1e6))
+                beat = m.Heartbeat(self._writer.round(), self.state.epoch, int(now_s * 1e6))
                 self._network.send(self.name, "scheduler", beat, (), reliable=True)
             else:
                 self._extend_lease(now_s)
@@ -191,6 +209,8 @@ class Cluster:
     """A scheduler, servers and clients of one store on a network.
 
     Args:
+        disk: where snapshots are written, if ``config`` says so.
+        resumed: the snapshot that the job goes on from.
         restart_s: after so long a server that has ended is started again, without its memory; None: never.
     Attributes:
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
@@ -198,11 +218,13 @@ class Cluster:
 
     def __init__(
         self, config: Config, network: Network, mode: str, *, heartbeat_timeout_s: float = 1e9,
-        restart_s: float | None = None,
+        restart_s: float | None = None, disk: SimulatedDisk | None = None, resumed: Manifest | None = None,
     ) -> None:  # fmt: skip
         self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
+        self.disk = disk
         self.on_version: OnVersion = lambda client, incarnation, where, version: None
-        self.scheduler = SchedulerState(config.num_servers, heartbeat_timeout_s, config.replicas, config.on_client_loss)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_scheduler(resumed)
         self._saved = msgspec.msgpack.encode(self.scheduler.save())
         self._changes = 0
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
@@ -211,6 +233,20 @@ class Cluster:
         for rank in range(config.num_servers):
             self.start_server(rank)
 
+    def beside(self, name: str) -> VirtualBackground:
+        """What writes for a process."""
+        assert self.disk is not None
+        return VirtualBackground(self.network, name, self.disk.slow_s)
+
+    def _start_scheduler(self, resumed: Manifest | None) -> None:
+        config = self.config
+        book = SnapshotBook(config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed)
+        self.scheduler = SchedulerState(
+            config.num_servers, self._heartbeat_timeout_s, config.replicas, config.on_client_loss, book
+        )
+        how = {} if self.disk is None else {"disk": self.disk, "beside": lambda _: self.beside("scheduler")}
+        self._keeper = SnapshotKeeper(config, self.scheduler, lambda: None, **how)
+
     @property
     def servers(self) -> list[ServerState]:
         """The servers that are alive."""
@@ -218,9 +254,11 @@ class Cluster:
 
     def _at_scheduler(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         self._say(self.scheduler.handle(sender.encode(), message, self.network.now_s))
+        self._keeper.step()
 
     def _tick_scheduler(self, now_s: float) -> None:
         self._say(self.scheduler.tick(now_s))
+        self._keeper.step()
 
     def kill_scheduler(self) -> None:
         """End the scheduler; another goes on from what this one has saved."""
@@ -228,11 +266,10 @@ class Cluster:
         self.network.detach("scheduler")
 
         def start() -> None:
-            config, old = self.config, self.scheduler
-            self.scheduler = SchedulerState(
-                config.num_servers, old.heartbeat_timeout_s, config.replicas, config.on_client_loss
-            )
-            self.scheduler.restore(msgspec.msgpack.decode(self._saved, type=SavedScheduler), self.network.now_s)
+            saved = msgspec.msgpack.decode(self._saved, type=SavedScheduler)
+            self._start_scheduler(Manifest(saved.snapshot, (), saved.steps) if saved.snapshot else None)
+            self.scheduler.restore(saved, self.network.now_s)
+            self._keeper.recall()
             self._changes = 0
             self.network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
 

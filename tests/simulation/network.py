@@ -77,6 +77,10 @@ class Network:
         self._ticks.pop(name, None)
         self.stopped.pop(name, None)
 
+    def is_there(self, name: str) -> bool:
+        """Whether a process of that name is alive."""
+        return name in self._inboxes
+
     def was_stopped(self, name: str) -> bool:
         """Whether a process that is there has been stopped at least once."""
         return name in self.stopped

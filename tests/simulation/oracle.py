@@ -28,6 +28,7 @@ class Oracle:
 
     Args:
         last_steps: how often each client pushes each key.
+        resumed: rounds of the snapshot that the job goes on from; all pushes of those are in it.
         additive: values are sums of pushes; else only some of it can be checked.
     Attributes:
         gone: clients that rounds go on without, or may.
@@ -35,23 +36,26 @@ class Oracle:
     """
 
     def __init__(
-        self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool
-    ) -> None:
+        self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool,
+        resumed: int = 0,
+    ) -> None:  # fmt: skip
         self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
         self._sync, self._additive = sync, additive
         self._num_clients, self._replicas = len(last_steps), cluster.config.replicas
         pairs = [(client, key) for client in last_steps for key in self._keys]
-        self._begun = dict.fromkeys(pairs, 0)
-        self._done = dict.fromkeys(pairs, 0)
+        self._resumed = resumed
+        self._begun = {pair: _bits(1, min(resumed, last_steps[pair[0]])) for pair in pairs}
+        self._done = dict(self._begun)
         # In synchronous rounds: of which a client is a part for certain, by key.
         self._needed = {pair: _bits(1, last_steps[pair[0]]) for pair in pairs}
         self.gone: set[int] = set()
+        self.num_done = 0
         self._seen: dict[tuple[int, Any], np.ndarray] = {}
         # By client, key, chunk: which process of it was sent which version.
         self._versions: dict[tuple[int, Any, int], tuple[int, int]] = {}
         self._counted: weakref.WeakKeyDictionary[Slot, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self._looked_at: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
-        self.num_done = self._num_checked = 0
+        self._num_checked = 0
         cluster.on_version = self.check_version
 
     # ---- what clients do
@@ -169,7 +173,7 @@ class Oracle:
                 for client, count in enumerate(self._counts_of(slot)):
                     if self._sync:
                         # Without replicas a push is acknowledged in its round, which may still be open.
-                        least, most = self._bounds(client, slot.key, slot.rounds)
+                        least, most = self._bounds(client, slot.key, self._resumed + slot.rounds)
                         if self._replicas:
                             least = max(least, self._done[client, slot.key].bit_count())
                     else:

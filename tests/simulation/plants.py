@@ -13,6 +13,7 @@ from kvmpi.ps.part import Part
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.snapshots import ServerSnapshots, SnapshotBook
 from kvmpi.wire import messages as m
 
 
@@ -116,6 +117,27 @@ def _hears_the_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerState, "_hello", hello)
 
 
+def _copies_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ServerSnapshots.begin
+
+    def begin(self: ServerSnapshots, number: int) -> None:
+        consistency.Synchronous.in_rounds = False
+        try:
+            real(self, number)
+        finally:
+            consistency.Synchronous.in_rounds = True
+
+    monkeypatch.setattr(ServerSnapshots, "begin", begin)
+
+
+def _keeps_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SnapshotBook, "obsolete", lambda self, there: [n for n in there if n < self.complete[-1]])
+
+
+def _begins_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "resume", lambda self, copy, keys: None)
+
+
 #: By name: what plants it, and words of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -126,6 +148,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "old value": (_answers_with_an_old_value, "goes back"),
     "resurrected client": (_hears_who_is_lost, "which is dead"),
     "resurrected incarnation": (_hears_the_process_before, "which is dead"),
+    "snapshot of several rounds": (_copies_whatever_is_there, "after step"),
+    "one snapshot kept": (_keeps_one_snapshot, "was complete and whole"),
+    "snapshot not read": (_begins_without_the_snapshot, "must be there"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from simulation.cluster import Cluster
+from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
 from simulation.network import Faults, Network, Program, Violation
 from simulation.oracle import BASE, Oracle
@@ -15,6 +17,7 @@ from kvmpi.config import Config
 from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.session import SCHEDULER, Ask
+from kvmpi.ps.snapshots import Manifest
 from kvmpi.wire import messages as m
 
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
@@ -33,18 +36,30 @@ class Outcome:
     fired: dict[str, int] = field(default_factory=dict)
 
 
-class Job:
-    """The job of ``seed``: everything about it follows from that number."""
+class Killed(Exception):
+    """All processes of the job have been killed at once."""
 
-    def __init__(self, seed: int) -> None:
+
+class Job:
+    """The job of ``seed``: everything about it follows from that number.
+
+    Args:
+        disk: where its servers write snapshots; it is synchronous, and nobody is left out of a round.
+        resumed: the snapshot there that it goes on from.
+    Attributes:
+        killed_after: all its processes are killed when clients were told of the end of so many pushes.
+    """
+
+    def __init__(self, seed: int, disk: SimulatedDisk | None = None, resumed: Manifest | None = None) -> None:
         self.seed = seed
+        self.killed_after: int | None = None
         heal_s = 8.0
         self.network = Network(seed, Faults(heal_s=heal_s))
         choose = self.network.random
         faults = self.network.faults
         faults.drop, faults.duplicate = choose.choice([(0.0, 0.0), (0.05, 0.1), (0.15, 0.15)])
         faults.delay_s = choose.choice([0.001, 0.02, 0.3])
-        self.mode = choose.choice(["sync", "async"])
+        self.mode = choose.choice(["sync", "async"]) if disk is None else "sync"
         self.num_clients = 1 + choose.randrange(4)
         self.steps = 3 + choose.randrange(8)
         num_servers = 1 + choose.randrange(4)
@@ -53,11 +68,12 @@ class Job:
             replicas=choose.randrange(min(3, num_servers)), chunk_bytes=choose.choice([8, 20, 1 << 20]),
             window_bytes=choose.choice([1, 64, 1 << 20]), retry_s=0.7,
             placement=choose.choice(["uniform", "lpt", "hash", "round_robin"]),
-            on_client_loss=choose.choice(["fail", "wait", "shrink"]),
+            on_client_loss=choose.choice(["fail", "wait", "shrink" if disk is None else "wait"]),
+            **self._durable(disk, resumed),
         )  # fmt: skip
         self.cluster = Cluster(
             config, self.network, self.mode, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            restart_s=choose.choice([0.1, 2.0]),
+            restart_s=choose.choice([0.1, 2.0]), disk=disk, resumed=resumed,
         )  # fmt: skip
         self.limit_s = heal_s + GRACE_S
         self._policy = config.on_client_loss
@@ -70,8 +86,9 @@ class Job:
         self._slow = {client for client in range(self.num_clients) if self.mode == "async" and choose.random() < 0.5}
         self._rule = choose.choice(["test", "test", "adam"]) if self.mode == "sync" else "test"
         self.oracle = Oracle(
-            self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test"
-        )
+            self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
+            resumed=0 if resumed is None else resumed.number,
+        )  # fmt: skip
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
         self._programs: dict[str, Program] = {}
@@ -81,10 +98,18 @@ class Job:
             on_loss=self._on_loss, has_begun=lambda: self.oracle.num_done > 0,
         )  # fmt: skip
 
+    def _durable(self, disk: SimulatedDisk | None, resumed: Manifest | None) -> dict[str, Any]:
+        if disk is None:
+            return {}
+        folder = disk.directory
+        every = self.network.random.choice([1, 2, 3])
+        return {"snapshot_dir": folder, "snapshot_every": every, "resume": "" if resumed is None else folder}
+
     def run(self) -> Outcome:
         """Run it to the end.
 
         Raises:
+            Killed: that was the end.
             Violation: something that must never happen.
         """
         self.network.after_each_step = self._after_each_step
@@ -94,7 +119,7 @@ class Job:
             self.network.run(self._programs, self.limit_s)
             self._calm_down()
             self.oracle.check_chains()
-        except Violation:
+        except (Violation, Killed):
             raise
         except Exception as error:
             raise Violation(f"{type(error).__name__}: {error}") from error
@@ -103,6 +128,8 @@ class Job:
     def _after_each_step(self, name: str) -> None:
         self.oracle.check_servers(name)
         self._disturbances.step()
+        if self.killed_after is not None and self.oracle.num_done >= self.killed_after:
+            raise Killed
 
     def _calm_down(self) -> None:
         """Let everything that was broken come back; servers that were killed last are still to come."""
@@ -167,7 +194,9 @@ class Job:
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
         yield [ps.set_rule(rule, deadline())]
         yield [ps.barrier(deadline())]
-        first = 1 + ps.position
+        first = 1 + ps.resumed_step + ps.position
+        if self.cluster.config.resume and incarnation == 1 and first <= self._last_step[rank]:
+            yield from self._read_all(ps, rank, first - 1)
         if self.mode == "async" and incarnation > 1:
             first = 1 + self.oracle.last_begun(rank)
         for step in range(first, self._last_step[rank] + 1):

@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from simulation.lives import play
 from simulation.network import Violation
 from simulation.plants import PLANTS
-from simulation.scenario import Job
 
 #: ``make simulate`` tries far more.
 NUM_SEEDS = 120
@@ -23,10 +23,10 @@ NUM_SEEDS = 120
 def test_jobs_survive_their_faults() -> None:
     fired: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
-        fired.update(Job(seed).run().fired)
+        fired.update(play(seed).fired)
     faults = (
         "drop", "duplicate", "overtake", "kill", "add", "stopped", "stop", "slow", "partition", "unnoticed", "cut",
-        "kill client", "stop client", "words of the dead",
+        "kill client", "stop client", "words of the dead", "kill all", "resume",
     )  # fmt: skip
     assert min(fired[fault] for fault in faults) > NUM_SEEDS / 20, f"too few faults to prove anything: {fired}"
 
@@ -35,7 +35,7 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
     """So that what has failed once can be looked at."""
 
     def run(hash_seed: str) -> str:
-        code = "from simulation.scenario import Job; print([Job(seed).run() for seed in range(12)])"
+        code = "from simulation.lives import play; print([play(seed) for seed in range(12)])"
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONHASHSEED": hash_seed}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         return done.stdout
@@ -56,7 +56,7 @@ def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 def _violation_of(seed: int) -> str | None:
     try:
-        Job(seed).run()
+        play(seed)
     except Violation as violation:
         return str(violation)
     return None
