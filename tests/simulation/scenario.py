@@ -14,8 +14,8 @@ from simulation.oracle import BASE, Oracle
 
 from kvmpi import optim
 from kvmpi.config import Config
-from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.client import PsClient
+from kvmpi.errors import ClientLostError, KVError, ProtocolError
+from kvmpi.ps.client import _GOODBYE_S, PsClient
 from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.ps.snapshots import Manifest
 from kvmpi.wire import messages as m
@@ -218,11 +218,11 @@ class Job:
         yield from self._read_all(ps, rank, self._last_step[rank], at_the_end=True)
         yield [ps.barrier(deadline())]
         ps._link.stop_heartbeats()
-        try:
-            yield [ps._start("say good-bye", [Ask(server, m.Bye, ()) for server in ps._link.servers], deadline())]
-            yield [ps._start("leave", [Ask(SCHEDULER, m.Leave, ())], deadline())]
-        except ClientLostError:
-            pass  # as in PsClient.close: the job knows that it is gone
+        asks = [*(Ask(server, m.Bye, ()) for server in ps._link.servers), Ask(SCHEDULER, m.Leave, ())]
+        try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
+            yield [ps._start("say good-bye", asks, deadline(_GOODBYE_S))]
+        except KVError:
+            pass
 
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
