@@ -46,12 +46,20 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
 # ---- planted mistakes: each invariant can fail
 
 
+#: The first seeds that find a mistake, tried first to save time; a change of the scenario may move them.
+FOUND_BY = {
+    "resurrected incarnation": 613, "open rounds forgotten": 557, "one snapshot kept": 154,
+    "value of a head that was replaced": 125, "snapshot of several rounds": 67, "lost acknowledgement": 75,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1,000 seeds, and by the check that is meant for it."""
     plant, words = PLANTS[name]
     plant(monkeypatch)
-    assert any(words in (_violation_of(seed) or "nothing") for seed in range(1000))
+    seeds = [FOUND_BY.get(name, 0), *range(1000)]
+    assert any(words in (_violation_of(seed) or "nothing") for seed in seeds)
 
 
 def _violation_of(seed: int) -> str | None:
