@@ -33,7 +33,7 @@ class PsPlan:
 
     system: str
     cases: tuple[Case, ...]
-    rows: tuple[dict[str, str], ...]  # mode and compress
+    rows: tuple[dict[str, str], ...]  # mode, compress, memory
     num_ranks: int
     grouped: bool
 
@@ -44,10 +44,8 @@ class PsPlan:
 def spec(rows: Sequence[PsRow], layout: Layout, cases: Sequence[Case], mxnet: str | None) -> JobSpec:
     """The job of rows that can share one."""
     way = rows[0].way
-    plan = PsPlan(
-        way.system, tuple(cases), tuple({"mode": row.mode, "compress": row.way.compress} for row in rows),
-        layout.workers, layout.grouped,
-    )  # fmt: skip
+    told = [{"mode": row.mode, "compress": row.way.compress, "memory": row.way.memory} for row in rows]
+    plan = PsPlan(way.system, tuple(cases), tuple(told), layout.workers, layout.grouped)
     shape = [str(number) for number in (layout.workers, layout.clients, layout.servers)]
     if way.system == MXNET:
         assert mxnet is not None

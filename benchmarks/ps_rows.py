@@ -22,6 +22,7 @@ class Way:
         settings: ``KVMPI_*`` variables of all its processes.
         options: further options of ``kvmpi run``.
         compress: how pushes travel.
+        memory: where the arrays of workers are: "private", or "empty" for those of ``kv.empty``.
         worker: what every worker runs, before the folder of the job.
     """
 
@@ -29,13 +30,15 @@ class Way:
     settings: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
     compress: str = "none"
+    memory: str = "private"
     worker: tuple[str, ...] = ("-m", "kvmpi.benchmarks.ps_worker")
 
     def __or__(self, other: Way) -> Way:
         """This way, and what ``other`` adds to it."""
         compress = other.compress if other.compress != "none" else self.compress
+        memory = other.memory if other.memory != "private" else self.memory
         settings, options = self.settings + other.settings, self.options + other.options
-        return replace(self, settings=settings, options=options, compress=compress)
+        return replace(self, settings=settings, options=options, compress=compress, memory=memory)
 
 
 KINDS = {
@@ -47,7 +50,7 @@ KINDS = {
 }
 #: What may follow the name of a row of kvmpi, besides replicas=R, and SETTING=VALUE for the variable KVMPI_SETTING.
 MODIFIERS = {
-    "fp16": Way(compress="fp16"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),)),
+    "fp16": Way(compress="fp16"), "empty": Way(memory="empty"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),)),
     "shared": Way(settings=(("KVMPI_SHARED_PAYLOADS", "auto"),)),
     "plain": Way(settings=(("KVMPI_SHARED_PAYLOADS", "off"),)),
 }  # fmt: skip

@@ -66,6 +66,10 @@ class Kvmpi:
 
         return {"mpi": mpi_name(MPI.Get_library_version())}
 
+    def empty(self, count: int) -> Array:
+        """Memory of the store's own, for values."""
+        return self._kv.empty(count)  # type: ignore[no-any-return]
+
     def open(self, values: Sequence[Array], outs: Sequence[Array]) -> None:
         """Make a key for each of ``values``; collective."""
         keys = list(range(len(values)))
@@ -310,7 +314,7 @@ class Session:
         for number, row in enumerate(self._plan["rows"]):
             entrant = Entrant(self._store(row), row["mode"], self._plan["num_ranks"], self._rank)
             try:
-                entrant.open(values, outs)
+                entrant.open([entrant.store.empty(n) for n in counts] if row["memory"] == "empty" else values, outs)
             except CannotTakePart as refusal:
                 yield {"kind": "refused", "row": number, "text": str(refusal)}
                 continue

@@ -92,6 +92,14 @@ class PsClient:
         self.clock = 0
         self.resumed_step = 0  # how far the store was in the snapshot that the job was resumed from
 
+    def empty(self, count: int, dtype: str) -> Buffer:
+        """Uninitialised memory of shape ``(count,)`` in storage dtype; servers on this host read it where it is.
+
+        To be called when this client is connected. Whoever has such memory leaves it unchanged after a failed push too,
+        and repeats the push from it or gives it up: servers may be reading it still.
+        """
+        return self._link.empty(count, DTYPES[dtype])
+
     # ---- life
 
     def connect(self, deadline: Deadline) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.config import Config
@@ -55,7 +56,7 @@ class Link:
         self._trouble: Exception | None = None  # of a caller that had the turn
         self._joined = False
         self._epoch = -1
-        self._shares = False
+        self._shares = self._is_near = False
         self._stop = False
         self._failed: KVError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
@@ -85,6 +86,10 @@ class Link:
         """Whether all servers hand large payloads over in shared memory."""
         return self._shares
 
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Buffer:
+        """Uninitialised memory of shape ``(count,)``, which servers read where it is if all are on this host."""
+        return self._context.empty(count, dtype) if self._is_near else np.empty(count, dtype)
+
     def _connect(self, view: m.View) -> None:
         """Have a connection to every server of a view, and to no other."""
         found = {info.rank: info for info in view.servers}
@@ -96,6 +101,7 @@ class Link:
                 endpoint = choose(info, self._config)
                 self._connections[server] = self._open(endpoint, f"server {server}")
                 self._incarnations[server] = info.incarnation
+        self._is_near = all(connection.is_near for peer, connection in self._connections.items() if peer != SCHEDULER)
         self._readiness = None
 
     def _open(self, endpoint: str, peer: str, silence_s: float | None = None) -> Connection:

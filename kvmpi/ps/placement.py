@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmpi.errors import ConfigError
+from kvmpi.wire import ALIGN_BYTES
 
 Key = int | str
 
@@ -150,10 +152,20 @@ class Uniform(Placement):
 
     def split(self, size: KeySize) -> list[Part]:
         num_parts = max(1, min(self.num_servers, size.count * size.itemsize // self.min_part_bytes))
-        base, extra = divmod(size.count, num_parts)
-        starts = [i * base + min(i, extra) for i in range(num_parts + 1)]
+        ends = _near_equal(size.count, num_parts, _elements_apart(size.itemsize))
         home = _hashed(size.key, self.num_servers)
-        return [Part((home + i) % self.num_servers, starts[i], starts[i + 1]) for i in range(num_parts)]
+        return [Part((home + i) % self.num_servers, ends[i], ends[i + 1]) for i in range(num_parts)]
+
+
+def _elements_apart(itemsize: int) -> int:
+    """Parts and chunks begin where blocks of shared memory may: so they can be read where they are."""
+    return max(1, ALIGN_BYTES // itemsize)
+
+
+def _near_equal(count: int, num_pieces: int, apart: int) -> list[int]:
+    """Where ``num_pieces`` pieces of ``count`` elements begin and end: at multiples of ``apart``, but for the end."""
+    base, extra = divmod(-(-count // apart), num_pieces)
+    return [min(count, apart * (i * base + min(i, extra))) for i in range(num_pieces + 1)]
 
 
 def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:
@@ -163,13 +175,10 @@ def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:
     """
     chunks = []
     longest = max(1, chunk_bytes // itemsize)
+    apart = _elements_apart(itemsize) if longest >= _elements_apart(itemsize) else 1
+    longest -= longest % apart
     for part in parts:
         count = part.stop - part.start
-        num_chunks = max(1, -(-count // longest))
-        base, extra = divmod(count, num_chunks)
-        start = part.start
-        for i in range(num_chunks):
-            stop = start + base + (i < extra)
-            chunks.append(Part(part.server, start, stop))
-            start = stop
+        ends = _near_equal(count, max(1, -(-count // longest)), apart)
+        chunks += [Part(part.server, part.start + a, part.start + b) for a, b in itertools.pairwise(ends)]
     return chunks

@@ -183,12 +183,15 @@ class KVStore(Joining, ABC):
         self.barrier()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:
-        """An uninitialised array in memory that the collectives use without a copy: torch's for a torch dtype.
+        """An uninitialised array in memory that others use without a copy: torch's for a torch dtype.
 
-        The workers of one host read each other's arrays in it directly. It is freed with its last view. Where there is
-        more than one worker it is shared memory: a process that this one forks writes to the same.
+        The workers of one host read each other's arrays in it directly; of a client of one worker, the servers of its
+        host do. It is freed with its last view. It may be shared memory: a process that this one forks writes to the
+        same. After a call has failed, as when its time was over, others may be reading still: leave such an array
+        unchanged until the store is closed, unless the same call is made again with the same contents.
         """
-        return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, self._reduce.empty)
+        allocate = self._reduce.empty if self.mpi_size > 1 else self._empty
+        return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, allocate)
 
     # ---- update rules
 

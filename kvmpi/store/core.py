@@ -58,6 +58,7 @@ class KeyState:
     sent: Variable
     value: Variable
     buffer: Buffer | None = None
+    empty: Callable[[int, str], Buffer] = host.empty
 
     @property
     def count(self) -> int:
@@ -66,7 +67,7 @@ class KeyState:
     def host_buffer(self) -> Buffer:
         """The key's own host memory, made at first use; shape ``(count,)``, storage dtype."""
         if self.buffer is None:
-            self.buffer = host.empty(self.count, self.dtype)
+            self.buffer = self.empty(self.count, self.dtype)
         return self.buffer
 
 
@@ -192,9 +193,14 @@ class StoreCore:
             library=arrays.library_of(first),
             sent=self._engine.variable(f"buffer of key {group.key!r}"),
             value=self._engine.variable(f"key {group.key!r}"),
+            empty=self._empty,
         )
         self._keys[group.key] = state
         return state
+
+    def _empty(self, count: int, dtype: str) -> Buffer:
+        """Uninitialised memory of shape ``(count,)`` in storage dtype, for what this worker sends by itself."""
+        return host.empty(count, dtype)
 
     def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
         """A public call begins: from here its time runs."""

@@ -105,6 +105,9 @@ class DistStore(KVStore):
 
     # ---- operations
 
+    def _empty(self, count: int, dtype: str) -> Buffer:
+        return host.empty(count, dtype) if self._ps is None else self._ps.empty(count, dtype)
+
     def init(self, key: Any, value: Any) -> None:
         super().init(key, value)
         if self._mode == "sync" and self._config.on_client_loss == "wait":
@@ -280,9 +283,19 @@ class DistStore(KVStore):
         ps = self._ps
         if ps is None:
             return self._nothing()
+
+        def abandon(asked: Work) -> None:
+            if asked.error() is not None:
+                state.buffer = None  # a server may be reading it still
+
+        def run() -> Work:
+            asked = ask(ps)
+            asked.add_done_callback(abandon)
+            return asked
+
         return self._engine.push(
-            lambda: ask(ps), reads=[*call.done, *reads], writes=[state.value, *writes], lane="inline",
-            priority=call.priority, name=f"{call.op} of key {state.key!r}",
+            run, reads=[*call.done, *reads], writes=[state.value, *writes], lane="inline", priority=call.priority,
+            name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
     def _spread_op(self, state: KeyState, target: _Target, asked: Work, call: Invocation) -> Work:

@@ -3,11 +3,13 @@
 from kvmpi.wire.context import Context, new_context
 from kvmpi.wire.keys import create_keys
 from kvmpi.wire.messages import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
+from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError
 from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
 
 __all__ = [
+    "ALIGN_BYTES",
     "Connection",
     "Context",
     "Listener",

@@ -370,6 +370,11 @@ class Connection:
             _send(self._socket, [slips.encode(self._partner.offer(answer=True))], ())
 
     @property
+    def is_near(self) -> bool:
+        """Whether large payloads may go to the listener in shared memory, once it has agreed."""
+        return self._partner is not None
+
+    @property
     def shares(self) -> bool:
         """Whether large payloads go to the listener in shared memory."""
         return self._partner is not None and self._partner.shares

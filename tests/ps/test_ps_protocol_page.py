@@ -68,12 +68,16 @@ class PageClient:
         num_servers = len(self.chains) // 4
         digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
         num_ranges = min(num_servers, max(1, count * itemsize // 262144))
-        ranges = [((digest + i) % num_servers, *bounds) for i, bounds in enumerate(near_equal(0, count, num_ranges))]
+        grain = 64 // itemsize
+        cut = enumerate(near_equal(0, count, num_ranges, grain))
+        ranges = [((digest + i) % num_servers, *bounds) for i, bounds in cut]
         longest = max(1, chunk_bytes // itemsize)
+        grain = grain if longest >= grain else 1
+        longest = longest // grain * grain
         chunks = [
             (home, slice(*bounds))
             for home, start, stop in ranges
-            for bounds in near_equal(start, stop, max(1, -(-(stop - start) // longest)))
+            for bounds in near_equal(start, stop, max(1, -(-(stop - start) // longest)), grain)
         ]
         return [(home * 4 + (digest + i) % 4, where) for i, (home, where) in enumerate(chunks)]
 
@@ -91,10 +95,10 @@ class PageClient:
         self.context.destroy(linger=0)
 
 
-def near_equal(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
-    base, extra = divmod(stop - start, pieces)
-    lengths = [base + (i < extra) for i in range(pieces)]
-    return [(start + sum(lengths[:i]), start + sum(lengths[: i + 1])) for i in range(pieces)]
+def near_equal(start: int, stop: int, pieces: int, grain: int) -> list[tuple[int, int]]:
+    base, extra = divmod(-(-(stop - start) // grain), pieces)
+    lengths = [grain * (base + (i < extra)) for i in range(pieces)]
+    return [(start + sum(lengths[:i]), min(stop, start + sum(lengths[: i + 1]))) for i in range(pieces)]
 
 
 CHUNK_BYTES = 100_000

@@ -12,7 +12,8 @@ from ps_helpers import TIMEOUT_S
 from kvmpi import optim
 from kvmpi.deadline import Deadline
 from kvmpi.ps.landing import Landing
-from kvmpi.wire import partner
+from kvmpi.wire import context, partner
+from kvmpi.wire.shared_memory import Arena
 
 COUNT = 5000
 
@@ -20,6 +21,7 @@ COUNT = 5000
 @pytest.fixture(autouse=True)
 def _share_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partner, "SHARE_FROM_BYTES", 1)
+    monkeypatch.setattr(context, "SHARE_FROM_BYTES", 1)
 
 
 def _value(client: int, step: int) -> np.ndarray:
@@ -67,3 +69,33 @@ def test_an_update_does_not_reach_a_value_that_a_client_still_holds(start_job: C
     for step, landing in enumerate(landings, 1):
         expected = -sum(_value(0, before) for before in range(1, step + 1))
         np.testing.assert_array_equal(landing.buffer, expected, err_msg=f"step {step}")
+
+
+def test_what_lies_in_memory_of_the_client_is_read_there(
+    start_job: Callable[..., Any], in_threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may write to it again as soon as a push is done, whoever of the others is still to push."""
+    copied: list[int] = []
+    place = Arena.place
+    monkeypatch.setattr(Arena, "place", lambda arena, payload: copied.append(payload.nbytes) or place(arena, payload))
+    job = start_job(chunk_bytes=8192)
+    clients = job.connect(3)
+    deadline = Deadline(TIMEOUT_S)
+
+    def run(client: Any) -> list[np.ndarray]:
+        rank = clients.index(client)
+        client.add_keys([("k", (COUNT,), "float32")])
+        client.init("k", np.zeros(COUNT, "f4") if rank == 0 else None, deadline).wait()
+        mine, read = client.empty(COUNT, "float32"), []
+        for step in range(1, 8):
+            mine[:] = _value(rank, step)
+            client.push("k", mine, deadline).wait()
+            mine[:] = np.nan
+            read.append(np.empty(COUNT, "f4"))
+            client.pull("k", read[-1], deadline).wait()
+        return read
+
+    for read in in_threads(run, clients):
+        for step, out in enumerate(read, 1):
+            np.testing.assert_array_equal(out, sum(_value(client, step) for client in range(3)), err_msg=f"{step}")
+    assert sum(copied) <= COUNT * 4, "more than the first value was copied"

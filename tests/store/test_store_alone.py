@@ -133,12 +133,14 @@ def test_the_store_owns_its_copy(any_store):
     np.testing.assert_array_equal(gradient, np.full((2, 3), -1, "f4"))
 
 
+@pytest.mark.parametrize("memory", ["private", "of the store"])
 @pytest.mark.parametrize("count", [1, 70_000, 1_500_000])
-def test_buffers_are_free_when_a_call_returns(any_store, count):
+def test_buffers_are_free_when_a_call_returns(any_store, count, memory):
     any_store.init("w", np.zeros(count, "f4"))
     total = np.zeros(count)
+    buffer = np.empty(count, "f4") if memory == "private" else any_store.empty(count)
     for i in range(4):
-        buffer = array(i, count)
+        buffer[...] = array(i, count)
         total = total + buffer if "async" in any_store.type else buffer.astype("f8")
         any_store.push("w", buffer)
         buffer[...] = np.nan
@@ -387,6 +389,32 @@ def test_empty_arrays_in_collective_memory():
         assert kv.empty((1,), torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(errors.DTypeMismatchError):
             kv.empty(3, "complex64")
+
+
+def test_memory_of_a_failed_push_is_not_written_again(monkeypatch):
+    """A server may be reading there still, and would add what is half of the next push."""
+    with kvmpi.create("dist_sync", timeout_s=20) as kv:
+        kv.init("w", np.zeros(20_000, "f4"))
+        kv.push("w", np.ones(20_000, "f4"))
+        kv.wait_all()
+        state = kv._keys["w"]
+        used = state.buffer
+        assert used is not None
+
+        def fail(*_, **__):
+            work = kvmpi.engine.Work("push that nobody answers")
+            work.finish(errors.KVTimeoutError("nobody has answered"))
+            return work
+
+        with monkeypatch.context() as broken:
+            broken.setattr(kv._ps, "push", fail)
+            kv.push("w", np.full(20_000, 2, "f4"))
+            with pytest.raises(errors.KVTimeoutError):
+                kv.wait_all()
+        kv.push("w", np.full(20_000, 3, "f4"))
+        np.testing.assert_array_equal(pulled(kv, "w", np.empty(20_000, "f4")), np.full(20_000, 3))
+        assert not np.shares_memory(kv._keys["w"].buffer, used)
+        np.testing.assert_array_equal(used, np.full(20_000, 2))
 
 
 def test_statistics_count_what_was_done():
