@@ -100,6 +100,10 @@ class PsClient:
         """
         return self._link.empty(count, DTYPES[dtype])
 
+    def help(self, work: Work) -> None:
+        """What a caller does best that has nothing to do until ``work`` is done; it still has to wait for it."""
+        self._link.help(work)
+
     # ---- life
 
     def connect(self, deadline: Deadline) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.config import Config
+from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.wire import Connection, OtherVersionError, Readiness, Waker, keep_large_buffers, new_context
+from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
@@ -49,7 +50,8 @@ class Link:
         self._waker = Waker()
         self._connections: dict[int, Connection] = {}
         self._incarnations: dict[int, int] = {}
-        self._readiness: Readiness | None = None
+        self._watch: Watch[Connection] | None = None
+        self._helps = threading.Lock()  # held by the caller that does the thread's work
         self._turn = threading.Lock()  # guards the session, the connections and what is below
         self._unread: dict[Connection, None] = {}  # to be read until nothing is there before the thread may sleep
         self._dozes = False
@@ -102,7 +104,7 @@ class Link:
                 self._connections[server] = self._open(endpoint, f"server {server}")
                 self._incarnations[server] = info.incarnation
         self._is_near = all(connection.is_near for peer, connection in self._connections.items() if peer != SCHEDULER)
-        self._readiness = None
+        self._watch = None
 
     def _open(self, endpoint: str, peer: str, silence_s: float | None = None) -> Connection:
         return Connection(self._context, endpoint, self._config.max_message_bytes, self._name, peer, silence_s)
@@ -134,12 +136,62 @@ class Link:
                 news = [connection for connection in self._unread if connection.readable]
                 self._unread = dict.fromkeys(news)
                 wakes = self._dozes or bool(news)
-            except Exception as error:
-                self._trouble, wakes = error, True
+            except BaseException as error:
+                self._give_up(error)
+                if not isinstance(error, Exception):
+                    raise
+                return
             finally:
                 self._turn.release()
             if wakes:
                 self._waker.wake()
+
+    def _give_up(self, error: BaseException) -> None:
+        """A caller had the turn, and nobody knows how far it came: the thread ends the link."""
+        if not isinstance(error, Exception):
+            error = KVError(f"{self._name} was interrupted by {type(error).__name__} while it handled a message")
+        self._trouble = error
+        self._waker.wake()
+
+    def help(self, work: Work) -> None:
+        """Do the thread's part in the thread at hand, which waits for ``work`` and would be told by the other.
+
+        Returns when ``work`` is done, or at once if that is not possible.
+        """
+        watch = self._watch
+        if work.done() or watch is None or not self._helps.acquire(blocking=False):
+            return
+        try:
+            if watch.begin_to_stand_in():
+                me = threading.get_ident()
+                work.add_done_callback(lambda _: None if threading.get_ident() == me else watch.nudge())
+                try:
+                    while not work.done() and self._help_on(work, watch):
+                        pass
+                finally:
+                    watch.end_to_stand_in()
+        finally:
+            self._helps.release()
+
+    def _help_on(self, work: Work, watch: Watch[Connection]) -> bool:
+        """Read what is there, and wait for more; whether there may be more to do."""
+        with self._turn:
+            if self._stop or self._trouble is not None or watch is not self._watch:
+                self._waker.wake()
+                return False
+            try:
+                self._advance()
+            except BaseException as error:
+                self._give_up(error)
+                if not isinstance(error, Exception):
+                    raise
+                return False
+        if work.done() or self._inbox:
+            return not work.done()
+        ready = watch.stand_in(_AWAKE_S)
+        with self._turn:
+            self._unread |= dict.fromkeys(ready)
+        return True
 
     def stop(self) -> None:
         """End the thread without a word to the peers; what is under way fails. Idempotent."""
@@ -209,17 +261,17 @@ class Link:
                         self._send(scheduler, m.Heartbeat(self._clock(), self._epoch))
                 if not self._session.idle:
                     awake_until_s = now_s + _AWAKE_S
-                if self._readiness is None:
-                    self._readiness = Readiness([self._waker, *self._connections.values()], apart=True)
+                if self._watch is None:
+                    self._watch = Watch(self._waker, [*self._connections.values()])
                     self._unread = dict.fromkeys(self._connections.values())
-                self._dozes = now_s >= awake_until_s
+                self._dozes, watch = now_s >= awake_until_s, self._watch
             if self._inbox or self._unread:
                 continue
             idle_s = max(_TICK_S, next_heartbeat_s - now_s) if self._dozes else _TICK_S
-            ready = self._readiness.wait(idle_s)
+            ready = watch.wait(idle_s)
             self._waker.clear()
             with self._turn:
-                self._unread |= dict.fromkeys(source for source in ready if isinstance(source, Connection))
+                self._unread |= dict.fromkeys(ready)
 
     def _advance(self) -> None:
         """Do all that can be done now."""

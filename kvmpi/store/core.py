@@ -293,8 +293,12 @@ class StoreCore:
         work = self._join(works, call.op)
         if call.async_op:
             return work
+        self._help(work)
         work.wait()
         return None
+
+    def _help(self, work: Work) -> None:
+        """Do in the caller's thread what ``work`` waits for, as far as that is quicker."""
 
     def _join(self, works: Sequence[Work], op: str) -> Work:
         """One Work for several: finished when all are, with the first one's error."""

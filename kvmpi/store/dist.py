@@ -408,6 +408,10 @@ class DistStore(KVStore):
 
     # ---- the end
 
+    def _help(self, work: Work) -> None:
+        if self._ps is not None:
+            self._ps.help(work)
+
     def _disconnect(self) -> None:
         if self._ps is not None:
             if self.broken:

@@ -7,6 +7,7 @@ from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError
 from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
+from kvmpi.wire.watch import Watch
 
 __all__ = [
     "ALIGN_BYTES",
@@ -19,6 +20,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Readiness",
     "Waker",
+    "Watch",
     "as_array",
     "create_keys",
     "decode",

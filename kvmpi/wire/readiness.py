@@ -48,22 +48,15 @@ class Waker:
 
 
 class Readiness:
-    """A fixed set of sources to wait on.
+    """A fixed set of sources to wait on."""
 
-    Args:
-        apart: whoever waits leaves the sources themselves alone, so that other threads may use them meanwhile. It then
-            learns of news only once: whatever is sent to a source or read from it, it has to be read until nothing is
-            there before the next wait.
-    """
-
-    def __init__(self, sources: Sequence[Source], *, apart: bool = False) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[Any] | int, Source] = {}
         for source in sources:
             for handle in source.handles:
-                descriptor = handle.getsockopt(zmq.FD) if apart and isinstance(handle, zmq.Socket) else handle
-                self._sources[descriptor] = source  # type: ignore[index]
-                self._poller.register(descriptor, zmq.POLLIN)
+                self._sources[handle] = source
+                self._poller.register(handle, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> list[Source]:
         """Sleep until something can be read, at most ``timeout_s``; which of the sources can, maybe twice."""

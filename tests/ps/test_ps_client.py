@@ -28,7 +28,7 @@ from kvmpi.errors import (
 )
 from kvmpi.ps import PsClient
 from kvmpi.trace import Recorder
-from kvmpi.wire import Readiness
+from kvmpi.wire import Watch
 from kvmpi.wire import messages as m
 
 StartJob = Callable[..., Any]  # see conftest.ThreadJob
@@ -224,14 +224,14 @@ def test_an_idle_master_sleeps(start_job: StartJob, monkeypatch: pytest.MonkeyPa
     initialise([client], {"k": 100})
     client.pushpull("k", np.ones(100, "f4"), np.empty(100, "f4"), deadline()).wait()
     time.sleep(0.2)
-    num_waits, wait = 0, Readiness.wait
+    num_waits, wait = 0, Watch.wait
 
-    def counted(readiness: Readiness, timeout_s: float) -> list[Any]:
+    def counted(watch: Watch[Any], timeout_s: float) -> list[Any]:
         nonlocal num_waits
         num_waits += threading.current_thread().name.startswith("kvmpi-io-client")
-        return wait(readiness, timeout_s)
+        return wait(watch, timeout_s)
 
-    monkeypatch.setattr(Readiness, "wait", counted)
+    monkeypatch.setattr(Watch, "wait", counted)
     time.sleep(1.0)
     assert 1 <= num_waits <= 30, "20 times a second for the clock"
 
