@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import job as jobs
-from kvmpi.launchers import mpirun, processes, program
+from kvmpi.launchers import mpirun, processes, program, remote_exec, where
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="kvmpi run",
         usage="kvmpi run [options] [--] PROGRAM [ARG ...]\n       kvmpi run [options] [--] -m MODULE [ARG ...]",
-        description="Start the scheduler, servers and workers of a job on this machine, and end them together.",
+        description="Start the scheduler, servers and workers of a job, here or on several hosts, and end it.",
         allow_abbrev=False,
     )
     add = result.add_argument
@@ -38,7 +38,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("-s", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
     add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
-    add("--hostfile", metavar="F", help="not supported yet")
+    add("--hostfile", default="", metavar="F", help="hosts to run on, a line for each: NAME slots=N")
+    add("--hosts", default="", metavar="H:N,...", help="the same as a list: hosts and how many workers each takes")
+    add("--server-hosts", default="", metavar="H,...", help="hosts of the servers (default: those of the workers)")
+    add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")
+    add(
+        "--remote-shell", default="ssh", metavar="CMD",
+        help="takes HOST COMMAND and runs it there; without a password (default ssh)",
+    )  # fmt: skip
     add(
         "--replicas", type=int, default=0, metavar="R",
         help="further servers that hold each part of the values: so many may die, and nothing is lost (default 0)",
@@ -91,12 +98,17 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
 
 def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands | None) -> int:
     _refuse_unsupported(args)
-    client_bounds(args.workers, args.clients)
+    bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
     mpi = None
     if jobs.needs_mpi(args.workers, args.clients):
         mpi = mpirun.find(mpirun.clean(environ), args.workers)
+    places = where.find(
+        launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
+        remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,
+        environ=environ,
+    )  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def plan(job_id: str, job_dir: str, shm_dir: str) -> jobs.Job:
@@ -117,6 +129,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             cores=cores,
             tty=_tty(),
             imports=tuple(args.imports),
+            places=places,
             commands=commands,
         )
 
@@ -139,6 +152,17 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     try:
         for folder in filter(None, (job_dir, shm_dir)):
             os.mkdir(folder, 0o700)
+        if places is not None:
+            remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
+            reach = places.reach
+            watchdog.others = [
+                processes.Watchdog(
+                    job_id,
+                    [f"+{folder}" for folder in (job_dir, shm_dir) if folder],
+                    lambda words, host=host: reach.command(host, words),
+                )  # type: ignore[misc]
+                for host in places.others
+            ]
         return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()
     finally:
         signals.close()
@@ -147,9 +171,6 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:
     asked = {
-        "--launcher lsf": args.launcher == "lsf",
-        "--launcher slurm": args.launcher == "slurm",
-        "--hostfile": args.hostfile is not None,
         "--timeline": args.timeline is not None,
     }
     for option, given in asked.items():

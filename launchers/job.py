@@ -12,8 +12,11 @@ from pathlib import Path
 from kvmpi.config import Config, client_bounds, env_name
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
+from kvmpi.launchers.hosts import Layout
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
+from kvmpi.launchers.reach import Reach
+from kvmpi.launchers.remote import REMOTE_EXEC
 
 #: Settings that the launcher decides; what the user's environment says about them belongs to some other job.
 OWNED = {
@@ -26,6 +29,11 @@ OWNED = {
 
 #: By default, for a server whose values others hold too. A job that loses more has another trouble.
 _RESTARTS = 20
+
+#: What an mpirun starts its own helpers on other hosts by, in the job's folder.
+AGENT = "agent"
+#: Of the user's environment, for ranks that an mpirun starts on other hosts.
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 
 RANK_EXEC = str(Path(__file__).with_name("rank_exec.py"))
 RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
@@ -41,6 +49,7 @@ class Process:
     env: dict[str, str]
     workers: range = field(default=range(0))  # worker ranks that this process is or holds
     client_rank: int = -1
+    host: str = ""  # empty is this one
 
     @property
     def label(self) -> str:
@@ -54,6 +63,32 @@ class RoleCommands:
 
     scheduler: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "scheduler")
     server: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "server")
+
+
+@dataclass(frozen=True)
+class Places:
+    """A job on several hosts.
+
+    Attributes:
+        here: the name under which the layout has the host of the launcher and of the scheduler, or empty.
+        address: that of this host, for the others.
+        network: an interface or a network to talk over, or empty.
+    """
+
+    layout: Layout
+    reach: Reach
+    here: str
+    address: str
+    network: str = ""
+
+    def elsewhere(self, host: str) -> str:
+        """``host`` if it is another one, else nothing."""
+        return "" if host == self.here else host
+
+    @property
+    def others(self) -> list[str]:
+        """All hosts but this one."""
+        return [name for name in self.layout.names if name != self.here]
 
 
 @dataclass(frozen=True)
@@ -92,6 +127,13 @@ class Job:
     visible: tuple[str, ...]  # names in ``env`` that the plan has set; what --dry-run shows
     replicas: int = 0  # servers more than one that hold each part of the values
     restarts: int = 0  # how often a server may be started again
+    places: Places | None = None  # None: everything is on this host
+    shm_dir: str = ""
+
+    @property
+    def folders(self) -> list[str]:
+        """The private folders of the job, on each of its hosts."""
+        return [folder for folder in (self.job_dir, self.shm_dir) if folder]
 
     def of_role(self, *roles: str) -> list[Process]:
         """The processes of these roles, in start order."""
@@ -106,6 +148,9 @@ class Job:
             title = f"# {process.label}"
             if process.role == "client":
                 title += f": workers {process.workers[0]} to {process.workers[-1]}"
+            if process.host and self.places is not None:
+                through = shlex.join(self.places.reach.command(process.host, (sys.executable, "-I", "-S", REMOTE_EXEC)))
+                title += f", on {process.host}; what it runs is told to the standard input of\n# {through}"
             env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
             lines += [title, " ".join([*env, shlex.join(process.command)])]
         return "\n".join(lines)
@@ -134,6 +179,7 @@ def plan(
     cores: int = 1,
     tty: str = "",
     imports: tuple[str, ...] = (),
+    places: Places | None = None,
     commands: RoleCommands | None = None,
 ) -> Job:
     """Compute a job. Nothing is read but the arguments, and nothing is started.
@@ -149,6 +195,7 @@ def plan(
         local: all processes of an mpirun stay on this host.
         cores: cores of this host, to be shared by the workers.
         imports: modules that servers import, in addition to ``KVMPI_IMPORTS``.
+        places: for a job on several hosts.
     Raises:
         ConfigError: the shape of the job, or a ``KVMPI_*`` setting, makes no sense.
     """
@@ -194,32 +241,51 @@ def plan(
     config = Config.from_env({**base, **common, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
     if config.security == "curve":
         common["KVMPI_KEYS"] = f"{job_dir}/keys"  # the scheduler makes it before it says where it listens
+    elif places is not None and places.others:
+        raise ConfigError("KVMPI_SECURITY=off is for one host: on a network anybody could read and change values")
     env = {**base, **common}
 
     mpi_env = {} if mpi is None else mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
     processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
+    if places is not None:
+        processes[0].env["KVMPI_HOST"] = places.address
     for rank in range(num_servers):
-        processes.append(Process("server", rank, commands.server, {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank)}))
+        host = "" if places is None else places.elsewhere(places.layout.servers[rank])
+        role = {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank)}
+        if places is not None and not host:
+            role["KVMPI_HOST"] = places.address
+        processes.append(Process("server", rank, commands.server, role, host=host))
     for client_rank, (first, end) in enumerate(bounds):
-        processes.append(_client(program, client_rank, range(first, end), mpi, mpi_env, local))
+        processes.append(_client(program, client_rank, range(first, end), mpi, mpi_env, local, places, env))
     shape = (num_workers, num_clients, num_servers)
-    return Job(job_id, job_dir, *shape, tuple(processes), env, tuple(common), replicas, restarts)
+    return Job(job_id, job_dir, *shape, tuple(processes), env, tuple(common), replicas, restarts, places, shm_dir)
 
 
 def _client(
-    program: Program, client_rank: int, workers: range, mpi: MPI | None, mpi_env: dict[str, str], local: bool
-) -> Process:
+    program: Program, client_rank: int, workers: range, mpi: MPI | None, mpi_env: dict[str, str], local: bool,
+    places: Places | None, whole: Mapping[str, str],
+) -> Process:  # fmt: skip
     env = {"KVMPI_CLIENT_RANK": str(client_rank)}
+    hosts = None if places is None else places.layout.clients[client_rank]
+    host = places.elsewhere(hosts[0].name) if places is not None and hosts is not None else ""
     if len(workers) == 1:
         env.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(workers[0])})
-        return Process("worker", workers[0], program.command(), env, workers, client_rank)
+        return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
+    if places is None or hosts is None or len(hosts) == 1:
+        started = mpi.command(len(workers), local=local or places is not None)
+    else:
+        # Open MPI exports its own.
+        names = [name for name in (*env, *mpi_env) if not name.startswith(("OMPI_", "PRTE_"))]
+        names += [name for name in whole if name.startswith("KVMPI_") or name in _INHERITED]
+        agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
+        started = mpi.command_on(hosts, agent, places.network, dict.fromkeys([*names, "KVMPI_SCHEDULER"]))
     # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
     command = (
-        *mpi.command(len(workers), local=local),
+        *started,
         *(sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank), "--"),
         *program.command(runner=(RANK_MAIN,)),
     )
-    return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank)
+    return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host)

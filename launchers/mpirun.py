@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvmpi.errors import ConfigError
+from kvmpi.launchers.hosts import Host
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
@@ -30,6 +31,29 @@ class MPI:
     def litter(self) -> tuple[str, ...]:
         """Files that ranks leave behind when they are killed, for ``watchdog.remove``."""
         return ("/dev/shm/ucx_shm_posix_*", *(("/dev/shm/mpich_shm_*",) if self.kind == "mpich" else ()))
+
+    def command_on(self, hosts: Sequence[Host], agent: str, network: str, exported: Iterable[str]) -> tuple[str, ...]:
+        """The words before the program of a client whose ranks are on these hosts, as many as each has slots.
+
+        Args:
+            agent: a program that takes ``HOST WORDS...`` and runs the words there, as ssh does.
+            network: an interface or a network that ranks talk over, or empty.
+            exported: names of environment variables that ranks on other hosts get too.
+        """
+        places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        size = str(sum(host.slots for host in hosts))
+        if self.kind == "mpich":
+            interface = ("-iface", network) if network and "/" not in network else ()
+            reach = ("-launcher", "ssh", "-launcher-exec", agent)
+            return (self.path, *reach, *interface, "-hosts", places, "-bind-to", "none", "-n", size)
+        words = ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", size]
+        words += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
+        words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts do not have the agent
+        if network:
+            words += ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network]
+        for name in exported:
+            words += ["-x", name]
+        return (self.path, *words)
 
     def command(self, size: int, *, local: bool) -> tuple[str, ...]:
         """The words before the program of a client of ``size`` ranks; ``local`` keeps all of them on this host."""

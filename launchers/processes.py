@@ -51,16 +51,17 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def start(
-    command: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int, pass_fds: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start ``command`` as the leader of a session and process group of its own, with no standard input.
+    command: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int, pass_fds: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start ``command`` as the leader of a session and process group of its own, by default without standard input.
 
     A session of its own also keeps the terminal's Ctrl-C away: the launcher alone decides how the job ends.
     """
     return subprocess.Popen(
         list(command),
         env=dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         pass_fds=tuple(pass_fds),
@@ -79,17 +80,28 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 class Watchdog:
-    """The launcher's end of the watchdog process (see watchdog.py)."""
+    """The launcher's end of the watchdog process (see watchdog.py) of this host, or of another.
 
-    def __init__(self, job_id: str, paths: Sequence[str]) -> None:
-        self._job_id = job_id
+    Args:
+        paths: see ``watchdog.remove``.
+        reach: makes of a command one that runs it on another host.
+    Attributes:
+        others: those of other hosts, which end with this one.
+    """
+
+    def __init__(
+        self, job_id: str, paths: Sequence[str], reach: Callable[[Sequence[str]], Sequence[str]] | None = None
+    ) -> None:
+        self._job_id, self._here = job_id, reach is None
+        self.others: list[Watchdog] = []
         self._paths = tuple(paths)
         self._since_s = time.time()
         read_end, self._write_end = os.pipe()  # close-on-exec: no child holds the write end
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+        command = [sys.executable, "-I", "-S", WATCHDOG, job_id, *self._paths]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", WATCHDOG, job_id, *self._paths],
+                list(command if reach is None else reach(command)),
                 env=env,
                 cwd="/",
                 stdin=read_end,
@@ -114,15 +126,29 @@ class Watchdog:
         except OSError:  # it was killed; finish() does its work then
             pass
 
+    def release(self) -> None:
+        """Let it end what is left of the job."""
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            self._write_end = -1
+
     def finish(self, timeout_s: float = 60.0) -> None:
-        """Let it end what is left of the job, and wait for it."""
-        os.close(self._write_end)
+        """Let it, and the others, end what is left of the job, and wait for that."""
+        for watchdog in (self, *self.others):
+            watchdog.release()
+        self._await(timeout_s)
+        for watchdog in self.others:
+            watchdog._await(timeout_s)
+
+    def _await(self, timeout_s: float) -> None:
         try:
             if self._process.wait(timeout_s) == 0:
                 return
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if not self._here:
+            return  # the host is not to be reached any more, and what is there neither
         from kvmpi.launchers import watchdog
 
         watchdog.kill_all(self._job_id)

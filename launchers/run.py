@@ -6,15 +6,16 @@ import os
 import re
 import selectors
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvmpi.launchers import processes
-from kvmpi.launchers.job import Job, Process
+from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
+from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
 from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
 
@@ -69,7 +70,7 @@ class Runner:
         self._output = output
         self._watchdog = watchdog
         self._selector = selectors.DefaultSelector()
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: dict[str, Child] = {}
         self._plans = {process.label: process for process in job.processes}
         self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
         self._tails: dict[str, deque[bytes]] = {}
@@ -167,15 +168,11 @@ class Runner:
                 self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
         pipes = [os.pipe(), os.pipe()]
         try:
-            child = processes.start(
-                process.command,
-                {**self._env, **process.env, **(extra or {})},
-                stdout=pipes[0][1],
-                stderr=pipes[1][1],
-                pass_fds=pass_fds,
-            )
+            child = self._start_on(process, {**self._env, **process.env, **(extra or {})}, pipes, pass_fds)
         except OSError as error:
-            self._failure = Failure(process.label, 126, f"could not be started: {process.command[0]}: {error.strerror}")
+            where = f" on {process.host}" if process.host else ""
+            text = f"could not be started{where}: {process.command[0]}: {error.strerror}"
+            self._failure = Failure(process.label, 126, text)
             for read_end, _ in pipes:
                 os.close(read_end)
             return
@@ -186,6 +183,23 @@ class Runner:
             self._watch(read_end, Stream(process.label, target))
         self._children[process.label] = child
         self._watchdog.add(child.pid)
+
+    def _start_on(
+        self, process: Process, env: Mapping[str, str], pipes: list[tuple[int, int]], pass_fds: tuple[int, ...]
+    ) -> Child:
+        """Start a process where it belongs, writing into ``pipes``."""
+        out = {"stdout": pipes[0][1], "stderr": pipes[1][1]}
+        places = self._job.places
+        if places is None or not process.host:
+            return processes.start(process.command, env, pass_fds=pass_fds, **out)
+        files = {AGENT: places.reach.agent()} if process.role == "client" else {}
+        if "KVMPI_KEYS" in env:
+            files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
+        listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}
+        return RemoteProcess(
+            places.reach, process.host, process.command, env, local_env=self._env, folders=self._job.folders,
+            files=files, address=listens, **out,
+        )  # fmt: skip
 
     def _open_output(self, label: str) -> None:
         self._tails[label] = deque(maxlen=TAIL_LINES)
@@ -266,6 +280,9 @@ class Runner:
             for line in lines:
                 self._rank_report(stream.label, line.decode().split())
             return
+        child = self._children.get(stream.label)
+        if stream.target == 2 and isinstance(child, RemoteProcess):
+            lines = [own for line in lines if (own := child.hear(line)[0]) or not line]
         if stream.target == 2:
             self._tails[stream.label].extend(lines)
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
@@ -350,7 +367,7 @@ class Runner:
                 names = ", ".join(label for label, child in self._children.items() if child.returncode is None)
                 self._output.say(f"kvmpi run: SIGTERM did not end {names}; killed")
             for child in alive:
-                processes.signal_group(child, number)
+                signal_group(child, number)
             deadline = time.monotonic() + GRACE_S
             while any(child.returncode is None for child in alive):
                 left_s = deadline - time.monotonic()
@@ -388,6 +405,9 @@ class Runner:
             where = f" (client {client.client_rank})"
         elif process is not None and process.role == "client":
             where = f" (mpirun of workers {process.workers[0]} to {process.workers[-1]})"
+        child = self._children.get(failure.label)
+        if isinstance(child, RemoteProcess):
+            where += f" on {child.host}"
         tail = list(self._tails.get(failure.label, ()))
         text = f"kvmpi run: {failure.label}{where} {failure.text}"
         newest = list(self._output.newest)[-len(tail) :]

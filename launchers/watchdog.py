@@ -65,6 +65,7 @@ def kill_all(job_id: str, deadline_s: float = 30.0) -> int:
 def remove(paths: Iterable[str], since_s: float) -> None:
     """Remove folders with all that is in them; of a path that ends in ``*``, the orphans born after ``since_s``."""
     for path in paths:
+        path = path.removeprefix("+")
         if path.endswith("*"):
             for orphan in find_orphans(path[:-1], since_s):
                 try:
@@ -116,12 +117,15 @@ def _kill_groups(groups: Iterable[int]) -> None:
 def main(argv: list[str]) -> int:
     """``argv``: the job id, then what to remove (see ``remove``). Standard input: ``+GROUP`` or ``-GROUP`` lines.
 
-    The process groups matter only where there is no /proc to search.
+    A folder with ``+`` in front is made first. The process groups matter only where there is no /proc to search.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     job_id, paths = argv[0], argv[1:]
     since_s = time.time()
+    for path in paths:
+        if path.startswith("+"):
+            os.makedirs(path[1:], 0o700, exist_ok=True)
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

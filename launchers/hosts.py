@@ -1,0 +1,172 @@
+"""The hosts of a job and who runs where: host files, what an allocation says, and a layout. No command is run here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmpi.errors import ConfigError
+
+#: One name of Slurm's short form, and one number, ``3`` or ``08-11``, in its brackets.
+_NAME = r"(?:[^,\[\]]|\[[^\[\]]+\])+"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, and how many workers it takes."""
+
+    name: str
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is: by rank, the host of each server, and the hosts of each client with their workers."""
+
+    servers: tuple[str, ...]
+    clients: tuple[tuple[Host, ...], ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Every host that something runs on, once, in a fixed order."""
+        return list(dict.fromkeys([*(host.name for client in self.clients for host in client), *self.servers]))
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """A host in each line: ``NAME``, ``NAME slots=N`` as Open MPI has it, or ``NAME:N`` as MPICH has it.
+
+    Raises:
+        ConfigError: the file cannot be read, a line says something else, or there is none.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, _, slots = words[0].partition(":")
+        for word in words[1:]:
+            key, equals, value = word.partition("=")
+            if key == "slots" and equals:
+                slots = value
+            elif key not in ("max_slots", "max-slots") or not equals:
+                raise ConfigError(f"--hostfile {path}, line {number}: {word!r}; expected NAME slots=N or NAME:N")
+        if slots and (not slots.isdigit() or int(slots) < 1):
+            raise ConfigError(f"--hostfile {path}, line {number}: {slots!r} is no number of slots")
+        found.append(Host(name, int(slots or 1)))
+    return merge(found, f"--hostfile {path}")
+
+
+def of_slurm(environ: Mapping[str, str]) -> list[Host]:
+    """The hosts of the Slurm allocation that this process runs in; none outside of one.
+
+    Raises:
+        ConfigError: its variables make no sense.
+    """
+    names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    if not names or not environ.get("SLURM_JOB_ID"):
+        return []
+    found = expand_slurm(names)
+    # Without --ntasks there are no tasks to count, and a node takes as many workers as it has cores.
+    counts = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_JOB_CPUS_PER_NODE") or "1"
+    slots: list[int] = []
+    for word in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE={counts!r} makes no sense")
+        slots += [int(match[1])] * int(match[2] or 1)
+    if len(slots) != len(found):
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={counts!r} does not fit the {len(found)} nodes of {names!r}")
+    return [Host(name, number) for name, number in zip(found, slots, strict=True)]
+
+
+def expand_slurm(text: str) -> list[str]:
+    """``n[1-3,08],gpu2`` as ``n1 n2 n3 n08 gpu2``: what ``scontrol show hostnames`` prints.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    if re.fullmatch(f"{_NAME}(?:,{_NAME})*", text) is None:
+        raise ConfigError(f"{text!r} is no list of nodes")
+    found: list[str] = []
+    for word in re.findall(_NAME, text):
+        names = [""]
+        for plain, inside in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", word):
+            ends = [plain] if plain else _members(inside, text)
+            names = [name + end for name in names for end in ends]
+        found += names
+    return found
+
+
+def _members(inside: str, text: str) -> list[str]:
+    found = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"{text!r} is no list of nodes")
+        first, last = match[1], match[2] or match[1]
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def of_lsf(environ: Mapping[str, str]) -> list[Host]:
+    """The hosts of the LSF job that this process runs in; none outside of one.
+
+    ``LSB_MCPU_HOSTS`` is ``hosta 2 hostb 4``; the first host may be one that only starts the job.
+
+    Raises:
+        ConfigError: its variables make no sense.
+    """
+    if not environ.get("LSB_JOBID"):
+        return []
+    words = environ.get("LSB_MCPU_HOSTS", "").split()
+    if words:
+        if len(words) % 2 or not all(count.isdigit() and int(count) > 0 for count in words[1::2]):
+            raise ConfigError(f"LSB_MCPU_HOSTS={' '.join(words)!r} makes no sense")
+        return merge((Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)), "LSB_MCPU_HOSTS")
+    return merge((Host(name) for name in environ.get("LSB_HOSTS", "").split()), "LSB_HOSTS")
+
+
+def merge(hosts: Iterable[Host], source: str) -> list[Host]:
+    """Every host once, with the slots of all its lines.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    if not slots:
+        raise ConfigError(f"{source} names no host")
+    return [Host(name, number) for name, number in slots.items()]
+
+
+def lay_out(
+    hosts: Sequence[Host], bounds: Sequence[tuple[int, int]], num_servers: int, server_hosts: Sequence[str] = ()
+) -> Layout:
+    """Workers fill the slots of ``hosts`` in order, so that the workers of a client are neighbours.
+
+    Servers go to ``server_hosts`` in turn, or to all hosts: the last ones first, which have the fewest workers.
+
+    Args:
+        bounds: of each client, its first worker and the one after its last.
+    Raises:
+        ConfigError: there are fewer slots than workers.
+    """
+    num_workers = bounds[-1][1]
+    slots = [host.name for host in hosts for _ in range(host.slots)]
+    if len(slots) < num_workers:
+        listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        raise ConfigError(f"{num_workers} workers, and the hosts have {len(slots)} slots ({listed})")
+    clients = []
+    for first, end in bounds:
+        names = slots[first:end]
+        clients.append(tuple(Host(name, names.count(name)) for name in dict.fromkeys(names)))
+    homes = list(server_hosts) or [host.name for host in reversed(hosts)]
+    return Layout(tuple(homes[i % len(homes)] for i in range(num_servers)), tuple(clients))

@@ -1,0 +1,104 @@
+"""Processes of a job on other hosts: each is a local one, such as an ssh, that speaks with remote_exec there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvmpi.launchers import processes
+from kvmpi.launchers.reach import Reach
+
+REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
+#: What is to run, its whole environment included, is written before anybody reads.
+_PIPE_BYTES = 1 << 20
+
+
+class RemoteProcess:
+    """The launcher's end of a process on another host; it has what the launcher uses of a ``Popen``.
+
+    Attributes:
+        returncode: that of the process there where it is known, else that of what reaches the host.
+    """
+
+    def __init__(
+        self, reach: Reach, host: str, command: Sequence[str], env: Mapping[str, str], *, local_env: Mapping[str, str],
+        folders: Sequence[str], files: Mapping[str, str], address: Mapping[str, str], stdout: int, stderr: int,
+    ) -> None:  # fmt: skip
+        """Start ``command`` with ``env`` on ``host``.
+
+        Args:
+            local_env: of the process here.
+            folders: of the job, to be made there.
+            files: texts of files in the first of them, by name.
+            address: ``network`` and ``towards``, by which the process finds the address that it listens on; or nothing.
+        Raises:
+            OSError: what reaches the host cannot be started.
+        """
+        self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
+        spec = {
+            "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
+            "folders": list(folders), "files": dict(files), **address,
+        }  # fmt: skip
+        read_end, self._orders = os.pipe()
+        try:
+            if hasattr(fcntl, "F_SETPIPE_SZ"):
+                fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            os.write(self._orders, json.dumps(spec).encode() + b"\n")
+            there = reach.command(host, (sys.executable, "-I", "-S", REMOTE_EXEC))
+            self._here = processes.start(there, local_env, stdout=stdout, stderr=stderr, stdin=read_end)
+        except OSError:
+            os.close(self._orders)
+            raise
+        finally:
+            os.close(read_end)
+        self.pid = self._here.pid
+        self._told: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._here.returncode if self._told is None or self._here.returncode is None else self._told
+
+    def poll(self) -> int | None:
+        """As of ``Popen``."""
+        if self._here.poll() is not None and self._orders >= 0:
+            os.close(self._orders)
+            self._orders = -1
+        return self.returncode
+
+    def hear(self, line: bytes) -> tuple[bytes, str]:
+        """What of a line on standard error is the process's own, and what the scheduler there says about itself."""
+        own, word, text = line.partition(self._word.encode())
+        kind, _, value = text.decode(errors="replace").strip().partition(" ")
+        if word and kind == "end":
+            self._told = os.waitstatus_to_exitcode(int(value))
+        return own, value if kind == "ready" else ""
+
+    def signal(self, number: int) -> None:
+        """Have the process there, and all of its group, get a signal; SIGKILL ends what is here at once too."""
+        if self._here.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            processes.signal_group(self._here, number)
+            return
+        try:
+            os.write(self._orders, f"{number}\n".encode())
+        except OSError:
+            pass
+
+
+Child = subprocess.Popen[bytes] | RemoteProcess
+
+
+def signal_group(child: Child, number: int) -> None:
+    """Send a signal to a process of the job and its group, wherever it is."""
+    if isinstance(child, RemoteProcess):
+        child.signal(number)
+    else:
+        processes.signal_group(child, number)

@@ -1,0 +1,216 @@
+"""Runs one process of a job on another host for the launcher, and ends it when the launcher is gone.
+
+The launcher starts this file by path through ssh, srun or the like, and writes to its standard input: first one line of
+JSON that says what to run, so that nothing of it stands on a command line, then numbers of signals to pass on. End of
+file means that the launcher has ended. Output of the process is ours. Lines of our own go to standard error behind a
+word that only the launcher knows:
+
+    WORD ready ENDPOINT      the scheduler listens
+    WORD end STATUS          how the process has ended, as os.wait has it
+
+Only the standard library is used; ``python -I -S`` starts it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1
+SIOCGIFADDR = 0x8915
+
+
+def own_address(network: str, towards: str) -> str:
+    """The address under which other hosts reach this one.
+
+    Args:
+        network: an interface such as ``eth0``, or a network such as ``10.0.0.0/16`` that the address is in, or empty.
+        towards: without a network, the address by which this host would reach that one.
+    Raises:
+        OSError: there is no such interface, or no way.
+        ValueError: it is no network.
+    """
+    if not network:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    found = {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
+    if "/" not in network:
+        if network in found:
+            return found[network]
+    else:
+        wanted = ipaddress.ip_network(network, strict=False)
+        for address in found.values():
+            if ipaddress.ip_address(address) in wanted:
+                return address
+    listed = ", ".join(f"{name} {address}" for name, address in found.items())
+    raise OSError(f"{socket.gethostname()} has no address on {network!r}; it has {listed}")
+
+
+def _address_of(interface: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def make_files(folders: list[str], files: dict[str, str]) -> None:
+    """The job's private folders on this host, and files in the first; others of the job may be doing the same."""
+    for folder in folders:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        if os.stat(folder).st_uid != os.geteuid():
+            raise OSError(f"{folder} belongs to somebody else")
+    folder = folders[0]
+    for name, text in files.items():
+        temporary = os.path.join(folder, f".{name}.{os.getpid()}")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o700 if text.startswith("#!") else 0o600)
+        os.replace(temporary, os.path.join(folder, name))
+
+
+def read_line(fd: int) -> bytes:
+    """The first line; byte by byte, since what follows it is read with select."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            raise EOFError("the launcher has ended before it said what to run")
+        line += byte
+    return line
+
+
+class Remote:
+    """One process and the way back to the launcher."""
+
+    def __init__(self, spec: dict[str, object], orders: int) -> None:
+        self._word, self._orders = str(spec["word"]), orders
+        self._command = [str(word) for word in spec["command"]]  # type: ignore[attr-defined]
+        self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
+        self._cwd = str(spec["cwd"])
+        self._ready = -1
+        self._told = b""
+        if "network" in spec:
+            self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
+        self.pid = 0
+
+    def say(self, text: str) -> None:
+        """A line for the launcher."""
+        os.write(2, f"{self._word} {text}\n".encode())
+
+    def start(self) -> None:
+        """Start the process as leader of a session of its own."""
+        write_end = -1
+        if self._env.get("KVMPI_READY_FD"):
+            self._ready, write_end = os.pipe()
+            os.set_inheritable(write_end, True)
+            self._env["KVMPI_READY_FD"] = str(write_end)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                if sys.platform == "linux":
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != parent:
+                    os._exit(128 + signal.SIGKILL)
+                nothing = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(nothing, 0)
+                os.chdir(self._cwd)
+                os.execvpe(self._command[0], self._command, self._env)
+            except OSError as error:
+                os.write(2, f"kvmpi: cannot run {self._command[0]} on {socket.gethostname()}: {error}\n".encode())
+            os._exit(127)
+        if write_end >= 0:
+            os.close(write_end)
+
+    def wait(self) -> int:
+        """Until the process ends; its wait status."""
+        deadline = None
+        wake, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # srun and blaunch pass such on
+            signal.signal(number, lambda number, _: self._pass_on(number))
+        watched = [fd for fd in (wake, self._orders, self._ready) if fd >= 0]
+        while True:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self._take_ready()
+                return status
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select(watched, [], [], left_s)
+            if wake in readable:
+                os.read(wake, 4096)
+            if self._ready in readable and not self._take_ready():
+                watched.remove(self._ready)
+            if self._orders in readable:
+                orders = os.read(self._orders, 4096)
+                for word in orders.split():
+                    self._pass_on(int(word))
+                if not orders:  # the launcher is gone
+                    watched.remove(self._orders)
+                    self._pass_on(signal.SIGTERM)
+                    deadline = time.monotonic() + GRACE_S
+            if deadline is not None and time.monotonic() >= deadline:
+                self._pass_on(signal.SIGKILL)
+                deadline = None
+
+    def _take_ready(self) -> bool:
+        """What the scheduler says; whether there may be more."""
+        if self._ready < 0:
+            return False
+        readable, _, _ = select.select([self._ready], [], [], 0)
+        text = os.read(self._ready, 4096) if readable else b""
+        self._told += text
+        while b"\n" in self._told:
+            line, _, self._told = self._told.partition(b"\n")
+            self.say(f"ready {line.decode(errors='replace')}")
+        return bool(text)
+
+    def _pass_on(self, number: int) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except OSError:
+            pass
+
+
+def main() -> int:
+    """See the top of this file."""
+    spec = json.loads(read_line(0))
+    try:
+        make_files(spec["folders"], spec["files"])
+        remote = Remote(spec, 0)
+    except (OSError, ValueError) as error:
+        print(f"kvmpi on {socket.gethostname()}: {error}", file=sys.stderr)
+        return 126
+    remote.start()
+    status = remote.wait()
+    try:
+        os.killpg(remote.pid, signal.SIGKILL)  # what it has left of its group
+    except OSError:
+        pass
+    try:
+        remote.say(f"end {status}")
+    except OSError:
+        pass  # nobody is there to be told
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Finds out where a job is to run: this host, hosts that the user names, or those of an allocation."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.launchers import reach
+from kvmpi.launchers.hosts import Host, lay_out, merge, of_lsf, of_slurm, read_hostfile
+from kvmpi.launchers.job import Places
+from kvmpi.launchers.remote_exec import own_address
+
+
+def find(
+    *, launcher: str, hostfile: str, hosts: str, server_hosts: str, remote_shell: str, network: str,
+    bounds: Sequence[tuple[int, int]], num_servers: int, environ: Mapping[str, str],
+) -> Places | None:  # fmt: skip
+    """Where everything runs; None: all on this host, or on those that an ``mpirun`` finds by itself.
+
+    Raises:
+        ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
+        UnsupportedError: a batch system was asked for, and this process runs in no allocation of it.
+    """
+    found, kind = _choose(launcher, hostfile, hosts, environ)
+    if not found:
+        if server_hosts or network:
+            raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
+        return None
+    way = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
+    layout = lay_out(found, bounds, num_servers, [name for name in server_hosts.split(",") if name])
+    here = next((name for name in layout.names if is_here(name)), "")
+    others = [name for name in layout.names if name != here]
+    address = "127.0.0.1"
+    if others or network:
+        try:
+            address = own_address(network, others[0] if others else "")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{f'--interface {network}' if network else f'host {others[0]}'}: {error}") from None
+    return Places(layout, way, here, address, network)
+
+
+def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
+    """The hosts, and how to reach them; none where all is to be on this one."""
+    if hostfile or listed:
+        if hostfile and listed:
+            raise ConfigError("--hosts and --hostfile: only one of them can say where")
+        if launcher not in ("auto", "mpirun"):
+            raise ConfigError(f"--launcher {launcher} knows its hosts; leave out --hosts and --hostfile")
+        return read_hostfile(hostfile) if hostfile else _parse(listed), "ssh"
+    for name, of, kind in (("slurm", of_slurm, "srun"), ("lsf", of_lsf, "blaunch")):
+        if launcher in ("auto", name):
+            found = of(environ)
+            if len(found) > 1 or (found and launcher == name):
+                return found, kind
+            if launcher == name:
+                raise UnsupportedError(
+                    f"--launcher {name}: this is no {name} allocation; get one first "
+                    f"({'salloc or sbatch' if name == 'slurm' else 'bsub'}), and run this command in it"
+                )
+    return [], ""
+
+
+def _parse(text: str) -> list[Host]:
+    found = []
+    for word in text.split(","):
+        name, colon, slots = word.partition(":")
+        if not name or (colon and (not slots.isdigit() or int(slots) < 1)):
+            raise ConfigError(f"--hosts {text}: expected NAME:WORKERS,NAME:WORKERS,...")
+        found.append(Host(name, int(slots or 1)))
+    return merge(found, f"--hosts {text}")
+
+
+def is_here(name: str) -> bool:
+    """Whether ``name`` is this host."""
+    if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))  # only one's own
+    except OSError:
+        return False
+    return True

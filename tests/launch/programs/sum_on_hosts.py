@@ -1,0 +1,17 @@
+"""A worker that says where it is and what the sum of all workers' ranks plus one is; with "wait" it then stays."""
+
+import socket
+import sys
+import time
+
+import numpy as np
+
+import kvmpi
+
+with kvmpi.create("dist_sync_mpi") as kv:
+    kv.init("w", np.zeros(100_000, "f4"))
+    out = np.empty(100_000, "f4")
+    kv.pushpull("w", np.full(100_000, kv.rank + 1, "f4"), out)
+    print(socket.gethostname(), "got", out[0], flush=True)
+    if "wait" in sys.argv:
+        time.sleep(1000)

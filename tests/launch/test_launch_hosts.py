@@ -1,0 +1,353 @@
+"""Jobs on several hosts: who runs where, and real jobs on hosts with files, names and process numbers of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.benchmarks.netlab import PRIVATE, NetLab
+from kvmpi.config import client_bounds
+from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.launchers import hosts, reach, where
+from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.remote_exec import own_address
+
+TIMEOUT_S = 90.0
+PROGRAMS = Path(__file__).with_name("programs")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
+
+
+# ---- who runs where
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("a\nb slots=3 # the big one\n\n# none\nc:2\n", [Host("a", 1), Host("b", 3), Host("c", 2)]),
+    ("a\na\nb max_slots=9\n", [Host("a", 2), Host("b", 1)]),
+    ("a.b.c:4 slots=2", [Host("a.b.c", 2)]),
+])  # fmt: skip
+def test_host_files(text: str, expected: list[Host], tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    assert hosts.read_hostfile(str(file)) == expected
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "names no host"), ("a slots=x", "line 1: 'x' is no number"), ("a\nb cores=3", "line 2: 'cores=3'"),
+    ("a:0", "'0' is no number of slots"),
+])  # fmt: skip
+def test_bad_host_files(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        hosts.read_hostfile(str(file))
+    with pytest.raises(ConfigError, match="No such file"):
+        hosts.read_hostfile(str(file) + "x")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("n1", ["n1"]), ("n1,m2", ["n1", "m2"]), ("n[1-3]", ["n1", "n2", "n3"]),
+    ("n[08-11,20],gpu", ["n08", "n09", "n10", "n11", "n20", "gpu"]),
+    ("r[1-2]n[1-2]-ib", ["r1n1-ib", "r1n2-ib", "r2n1-ib", "r2n2-ib"]),
+])  # fmt: skip
+def test_slurms_short_form(text: str, expected: list[str]) -> None:
+    assert hosts.expand_slurm(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ",", "n[1-", "n[a-b]", "n[1-2]]", "n[]"])
+def test_what_is_no_list_of_nodes(text: str) -> None:
+    with pytest.raises(ConfigError, match="no list of nodes"):
+        hosts.expand_slurm(text)
+
+
+def test_allocations() -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "2(x3),1"}
+    assert hosts.of_slurm(slurm) == [Host("n1", 2), Host("n2", 2), Host("n3", 2), Host("n4", 1)]
+    assert hosts.of_slurm({"SLURM_JOB_NODELIST": "n1"}) == [], "no allocation without a number"
+    with pytest.raises(ConfigError, match="does not fit the 4 nodes"):
+        hosts.of_slurm({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4 "}
+    assert hosts.of_lsf(lsf) == [Host("a", 2), Host("b", 4)]
+    assert hosts.of_lsf({"LSB_JOBID": "7", "LSB_HOSTS": "a a b"}) == [Host("a", 2), Host("b", 1)]
+    assert hosts.of_lsf({"LSB_MCPU_HOSTS": "a 2"}) == []
+    with pytest.raises(ConfigError, match="makes no sense"):
+        hosts.of_lsf({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a b"})
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
+def test_a_layout_fills_slots_in_order(slots: list[int], data: st.DataObject) -> None:
+    names = [f"h{i}" for i in range(len(slots))]
+    workers = data.draw(st.integers(1, sum(slots)))
+    clients = data.draw(st.integers(1, workers))
+    servers = data.draw(st.integers(0, 6))
+    bounds = client_bounds(workers, clients)
+    layout = hosts.lay_out([Host(*pair) for pair in zip(names, slots, strict=True)], bounds, servers)
+    places = [host.name for client in layout.clients for host in client for _ in range(host.slots)]
+    assert places == [name for name, count in zip(names, slots, strict=True) for _ in range(count)][:workers]
+    assert [sum(host.slots for host in client) for client in layout.clients] == [end - first for first, end in bounds]
+    counts = [layout.servers.count(name) for name in names]
+    assert sum(counts) == servers
+    assert max(counts) - min(counts) <= 1
+
+
+def test_servers_on_hosts_of_their_own_and_too_few_slots() -> None:
+    two = [Host("a", 2), Host("b", 1)]
+    assert hosts.lay_out(two, [(0, 2)], 3, ["s", "t"]).servers == ("s", "t", "s")
+    with pytest.raises(ConfigError, match=r"4 workers, and the hosts have 3 slots \(a 2, b 1\)"):
+        hosts.lay_out(two, [(0, 4)], 0)
+
+
+def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("srun", "blaunch"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def find(launcher: str = "auto", environ: dict[str, str] | None = None, **options: str) -> Any:
+        given = {"hostfile": "", "hosts": "", "server_hosts": "", "remote_shell": "true", "network": "lo", **options}
+        return where.find(launcher=launcher, bounds=[(0, 2)], num_servers=1, environ=environ or {}, **given)
+
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1,x2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert find(network="") is None
+    places = find(hosts="x1:1,x2")
+    assert (places.reach.kind, places.here, places.others, places.address) == ("ssh", "", ["x1", "x2"], "127.0.0.1")
+    assert find(environ=slurm).reach.kind == "srun"
+    assert find(environ={"LSB_JOBID": "7", "LSB_HOSTS": "x1 x2"}).reach.kind == "blaunch"
+    assert find(environ={**slurm, "SLURM_JOB_NODELIST": "x1", "SLURM_TASKS_PER_NODE": "2"}, network="") is None
+    assert find("local", environ=slurm, network="") is None
+    assert find(hosts=f"{socket.gethostname()}:2").here == socket.gethostname()
+    for error, words, call in (
+        (UnsupportedError, "no slurm allocation", lambda: find("slurm")),
+        (UnsupportedError, "no lsf allocation", lambda: find("lsf")),
+        (ConfigError, "only one of them", lambda: find(hosts="a", hostfile="b")),
+        (ConfigError, "knows its hosts", lambda: find("slurm", hosts="a", environ=slurm)),
+        (ConfigError, "expected NAME:WORKERS", lambda: find(hosts="a:b")),
+        (ConfigError, "for a job on several hosts", lambda: find(server_hosts="a")),
+        (ConfigError, "'no-such-shell' was not found", lambda: find(hosts="a,b", remote_shell="no-such-shell")),
+        (ConfigError, "--interface no0: .*has no address on 'no0'", lambda: find(hosts="a:2", network="no0")),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_addresses() -> None:
+    assert own_address("lo", "") == own_address("127.0.0.0/8", "") == own_address("", "127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("kind", ["ssh", "srun", "blaunch"])
+def test_agents_pass_words_on_to_a_shell_there(kind: str, tmp_path: Path) -> None:
+    """As mpirun calls them: options of ssh, the host, and words of which some are for a shell."""
+    fake = tmp_path / "way"
+    fake.write_text('#!/bin/sh\nhost=${1#--nodelist=}\nshift\n[ $# -gt 1 ] || exec sh -c "$1"\nHOST=$host "$@"\n')
+    script = tmp_path / "agent"
+    script.write_text(reach.Reach(kind, (str(fake),)).agent())
+    for path in (fake, script):
+        path.chmod(0o755)
+    done = subprocess.run(
+        [script, "-x", "node7", "A=1; export A; ", "echo", "$A", '"b  c"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1 b  c\n"
+
+
+# ---- hosts that share nothing but the network
+
+
+class PrivateHosts:
+    """Each has process numbers, temporary files, shared memory and a name of its own; ``shell`` reaches them."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.names, self._holders = names, {}
+        # Not /tmp itself: what is tested may lie there.
+        self.temporary = tempfile.mkdtemp(prefix="kv-", dir="/var/tmp")
+        for name in names:
+            mounts = f"mount -t tmpfs none /dev/shm; mount -t tmpfs none {self.temporary}"
+            script = f"{mounts}; hostname {name}; echo up; exec sleep 1000"
+            holder = subprocess.Popen(
+                ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", script],
+                stdout=subprocess.PIPE,
+            )
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"up\n"
+            inner = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0]
+            self._holders[name] = (holder, int(inner))
+        self.shell = folder / "shell"
+        cases = "\n".join(f"{name}) pid={inner};;" for name, (_, inner) in self._holders.items())
+        self.shell.write_text(
+            f'#!/bin/sh\ncase $1 in\n{cases}\n*) echo "no such host" >&2; exit 255;;\nesac\nshift\n'
+            'exec nsenter -t $pid -p -m -u sh -c "$*"\n'
+        )
+        self.shell.chmod(0o755)
+
+    def files(self, name: str) -> list[str]:
+        """What is in the host's temporary folder and its /dev/shm."""
+        root = f"/proc/{self._holders[name][1]}/root"
+        return [entry for folder in (self.temporary, "/dev/shm") for entry in os.listdir(root + folder)]
+
+    def processes(self, name: str) -> list[str]:
+        """The command lines of its processes, but for the one that holds it open."""
+        mine = os.readlink(f"/proc/{self._holders[name][1]}/ns/pid")
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if os.readlink(f"/proc/{pid}/ns/pid") == mine and int(pid) != self._holders[name][1]:
+                    found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return [line for line in found if line]  # without those that have ended, whom nobody there asks how
+
+    def pid_of(self, name: str, words: str) -> int:
+        """The number, seen from here, of the one process there that has these words in its command line."""
+        mine = os.readlink(f"/proc/{self._holders[name][1]}/ns/pid")
+        there = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _link(f"/proc/{pid}/ns/pid") == mine]
+        fitting = [pid for pid in there if words in _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode()]
+        return int(fitting[0])
+
+    def close(self) -> None:
+        for holder, _ in self._holders.values():
+            holder.kill()
+            holder.wait()
+        os.rmdir(self.temporary)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[PrivateHosts]:
+    made = PrivateHosts(tmp_path, ["far1", "far2"])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def start(apart: PrivateHosts, *words: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    env["TMPDIR"] = apart.temporary
+    here = socket.gethostname()
+    command = [sys.executable, "-m", "kvmpi", "run", "--remote-shell", str(apart.shell), "--interface", "lo"]
+    command += ["--hosts", f"{here}:1,far1:2,far2:1", *words]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def assert_nothing_is_left(apart: PrivateHosts, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    left: dict[str, list[str]] = {}
+    while True:
+        left = {name: [*apart.processes(name), *apart.files(name)] for name in apart.names}
+        if not any(left.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert not any(left.values()), left
+
+
+@needs_root
+def test_a_job_on_hosts_that_share_nothing(apart: PrivateHosts, tmp_path: Path) -> None:
+    job = start(apart, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py"))
+    out, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, out + err
+    here = socket.gethostname()
+    assert sorted(out.splitlines()) == [
+        f"[worker 0] {here} got 6.0", "[worker 1] far1 got 6.0", "[worker 2] far1 got 6.0"
+    ]  # fmt: skip
+    assert_nothing_is_left(apart)
+
+
+@needs_root
+@pytest.mark.parametrize("end", ["launcher", "interrupt", "server", "worker"])
+def test_however_it_ends_nothing_is_left_on_any_host(apart: PrivateHosts, end: str) -> None:
+    job = start(apart, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py"), "wait")
+    assert job.stdout is not None
+    assert all("got 6.0" in job.stdout.readline() for _ in range(3))
+    assert any("kvmpi.ps server" in line for line in apart.processes("far2")), "a server is there"
+    assert any(name.startswith("kvmpi-") for name in apart.files("far1"))
+    if end in ("launcher", "interrupt"):
+        job.send_signal(signal.SIGKILL if end == "launcher" else signal.SIGINT)
+        expected, words = (-signal.SIGKILL, "") if end == "launcher" else (130, "stopped by SIGINT")
+    else:
+        os.kill(apart.pid_of("far2" if end == "server" else "far1", _VICTIMS[end]), signal.SIGKILL)
+        expected = 137
+        words = "server 0 on far2 was killed by SIGKILL" if end == "server" else "on far1 was killed by SIGKILL"
+    _, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == expected, err
+    assert words in err
+    assert_nothing_is_left(apart)
+
+
+_VICTIMS = {"server": "kvmpi.ps server", "worker": "sum_on_hosts.py wait"}
+
+
+@needs_root
+def test_a_host_that_is_not_to_be_reached_is_named(apart: PrivateHosts) -> None:
+    job = start(apart, "--server-hosts", "nowhere", "-n1", "-s1", str(PROGRAMS / "sum_on_hosts.py"))
+    _, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 255
+    assert "[server 0] no such host" in err
+    assert "server 0 on nowhere ended with exit status 255" in err
+    assert_nothing_is_left(apart)
+
+
+def test_secrets_stand_on_no_command_line(tmp_path: Path) -> None:
+    """What is to run there is told to a pipe; what the remote shell is given names nothing but our own program."""
+    seen = tmp_path / "seen"
+    shell = tmp_path / "shell"
+    shell.write_text(f'#!/bin/sh\necho "$@" >> {seen}\nshift\nexec sh -c "$*"\n')
+    shell.chmod(0o755)
+    env = {**{k: v for k, v in os.environ.items() if not k.startswith("KVMPI_")}, "MY_PASSWORD": "tell-nobody"}
+    words = ["--remote-shell", str(shell), "--interface", "lo", "--hosts", "faraway:1", "-n1", "-s1"]
+    program = [str(PROGRAMS / "sum_on_hosts.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmpi", "run", *words, *program], env=env, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(seen.read_text().splitlines()) == 3, "a watchdog, a server and a worker"
+    assert "tell-nobody" not in seen.read_text()
+    assert "sum_on_hosts" not in seen.read_text()
+
+
+# ---- a client on several hosts
+
+
+@needs_root
+def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
+    if shutil.which("ip") is None or shutil.which("nsenter") is None:
+        pytest.skip("needs iproute2 and nsenter")
+    with NetLab(2, link=None) as lab:
+        listed = ",".join(f"{name}:2" for name in lab.hosts)
+        words = ["--remote-shell", f"{PRIVATE}/agent", "--hosts", listed, "--interface", lab.subnet, "-n4", "-s1"]
+        command = [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py")]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+        done = subprocess.run(
+            lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        where_from = sorted(line.split()[-3] for line in done.stdout.splitlines() if line.endswith("got 10.0"))
+        assert where_from == sorted([*lab.hosts, *lab.hosts]), done.stdout
+        assert "Warning" not in done.stdout + done.stderr
