@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, where
 from kvmpi.launchers import job as jobs
-from kvmpi.launchers import mpirun, processes, program, remote_exec, where
 from kvmpi.launchers.output import Output
+from kvmpi.launchers.reach import BatchReach
 from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
 
@@ -40,6 +41,15 @@ def parser() -> argparse.ArgumentParser:
     add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
     add("--hostfile", default="", metavar="F", help="hosts to run on, a line for each: NAME slots=N")
     add("--hosts", default="", metavar="H:N,...", help="the same as a list: hosts and how many workers each takes")
+    add("--queue", default="", metavar="Q", help="of a batch system: queue or partition")
+    add("--project", default="", metavar="P", help="of a batch system: project or account")
+    add("--wall-time", default="", metavar="T", help="of a batch system, as it writes times")
+    add("--requeue", action="store_true", help="the batch system may run servers and clients again")
+    add(
+        "--submit-option", dest="submit_options", action="append", default=[], metavar="O",
+        help="further option of bsub or sbatch; may be given several times, as --submit-option=--mem=4G",
+    )  # fmt: skip
+    add("--batch-dir", default=".", metavar="D", help="folder that all hosts share (default: the current one)")
     add("--server-hosts", default="", metavar="H,...", help="hosts of the servers (default: those of the workers)")
     add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")
     add(
@@ -107,7 +117,10 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     places = where.find(
         launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,
-        environ=environ,
+        environ=environ, batch_dir=os.path.join(args.batch_dir, f"kvmpi-{secrets.token_hex(4)}"),
+        asked=batch.Resources(
+            1, args.queue, args.project, args.wall_time, args.requeue, tuple(args.submit_options)
+        ),
     )  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -148,11 +161,14 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     uses_shm = mpi is not None and mpi.kind == "openmpi" and os.access(SHM, os.W_OK)
     shm_dir = os.path.join(SHM, f"kvmpi-{job_id}") if uses_shm else ""
     # The folders come after the watchdog, which removes them: so a kill -9 leaves none, whenever it comes.
-    watchdog = processes.Watchdog(job_id, [job_dir, shm_dir, *(mpi.litter() if mpi is not None else ())])
+    folders = [folder for folder in (job_dir, shm_dir) if folder]
+    if places is not None and isinstance(places.reach, BatchReach):
+        folders.append(places.reach.folder)
+    watchdog = processes.Watchdog(job_id, [*folders, *(mpi.litter() if mpi is not None else ())])
     try:
-        for folder in filter(None, (job_dir, shm_dir)):
+        for folder in folders:
             os.mkdir(folder, 0o700)
-        if places is not None:
+        if places is not None and not places.reach.is_batch:
             remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
             reach = places.reach
             watchdog.others = [

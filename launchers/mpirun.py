@@ -18,6 +18,9 @@ from kvmpi.launchers.hosts import Host
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
 FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
+#: Open MPI would count the slots of an allocation, which other processes of the job use too.
+_NO_ALLOCATION = ("--prtemca", "ras", "^slurm,lsf,pbs,gridengine")
+
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 
 
@@ -46,7 +49,7 @@ class MPI:
             interface = ("-iface", network) if network and "/" not in network else ()
             reach = ("-launcher", "ssh", "-launcher-exec", agent)
             return (self.path, *reach, *interface, "-hosts", places, "-bind-to", "none", "-n", size)
-        words = ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", size]
+        words = ["--host", places, *_NO_ALLOCATION, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", size]
         words += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
         words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts do not have the agent
         if network:
@@ -61,7 +64,7 @@ class MPI:
             here: tuple[str, ...] = ("-launcher", "fork", "-hosts", "localhost") if local else ()
             return (self.path, *here, "-bind-to", "none", "-n", str(size))
         # Several mpiruns on one host know nothing of each other: each would bind its ranks from core 0 upwards.
-        here = ("--host", f"localhost:{size}") if local else ()
+        here = ("--host", f"localhost:{size}", *_NO_ALLOCATION) if local else ()
         return (self.path, *here, "--oversubscribe", "--bind-to", "none", "-n", str(size))
 
     def env(self, job_dir: str, shm_dir: str, *, crowded: bool) -> dict[str, str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from kvmpi.errors import ConfigError
+from kvmpi.launchers.batch import Resources
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class Reach:
 
     kind: str
     words: tuple[str, ...]
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether "hosts" are jobs of a batch system, each with one process, on a host of its choice."""
+        return False
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         """``command`` on ``host``."""
@@ -41,6 +50,30 @@ class Reach:
             run = f'{shlex.join(self.words)} {last} sh -c "$*"'
         # Options of ssh, such as -x, come before the host.
         return f'#!/bin/sh\nwhile case "$1" in -*) true;; *) false;; esac; do shift; done\nhost=$1\nshift\nexec {run}\n'
+
+
+@dataclass(frozen=True)
+class BatchReach(Reach):
+    """Each process is a job of a batch system, with the resources that stand under its name.
+
+    Attributes:
+        folder: on a file system that all hosts share.
+    """
+
+    folder: str = ""
+    resources: Mapping[str, Resources] = field(default_factory=dict)
+
+    @property
+    def is_batch(self) -> bool:
+        return True
+
+    def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        asked = json.dumps(asdict(self.resources[host]))
+        name = f"{os.path.basename(self.folder)}-{host}"
+        return (*self.words, self.kind, self.folder, name, asked, "--", *command)
+
+    def agent(self) -> str:
+        return ""  # its clients are on one host
 
 
 def ssh(words: str) -> Reach:
@@ -70,6 +103,12 @@ def blaunch() -> Reach:
     return Reach("blaunch", ("blaunch",))
 
 
+def batch(system: str, folder: str, resources: Mapping[str, Resources]) -> Reach:
+    """For a batch system, from outside of its allocations."""
+    _require({"slurm": "sbatch", "lsf": "bsub"}[system])
+    return BatchReach(system, (sys.executable, "-m", "kvmpi.launchers.batch_exec"), folder, resources)
+
+
 def _require(name: str) -> None:
     if shutil.which(name) is None:
-        raise ConfigError(f"this process runs in an allocation, but {name} was not found on PATH")
+        raise ConfigError(f"the batch system's {name} was not found on PATH")

@@ -42,6 +42,7 @@ class RemoteProcess:
             OSError: what reaches the host cannot be started.
         """
         self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
+        self._is_batch = reach.is_batch
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
             "folders": list(folders), "files": dict(files), **address,
@@ -78,13 +79,15 @@ class RemoteProcess:
         kind, _, value = text.decode(errors="replace").strip().partition(" ")
         if word and kind == "end":
             self._told = os.waitstatus_to_exitcode(int(value))
+        if self._told is not None and own.startswith(b"srun: "):
+            own = b""  # it says how the process has ended, which we know better
         return own, value if kind == "ready" else ""
 
     def signal(self, number: int) -> None:
         """Have the process there, and all of its group, get a signal; SIGKILL ends what is here at once too."""
         if self._here.returncode is not None:
             return
-        if number == signal.SIGKILL:
+        if number == signal.SIGKILL and not self._is_batch:  # there, somebody has to cancel the job
             processes.signal_group(self._here, number)
             return
         try:

@@ -8,6 +8,9 @@ word that only the launcher knows:
     WORD ready ENDPOINT      the scheduler listens
     WORD end STATUS          how the process has ended, as os.wait has it
 
+With an argument BASE the first line is in BASE.spec, and the rest comes from BASE.orders as that grows; a launcher that
+does not touch BASE.alive for a minute has ended.
+
 Only the standard library is used; ``python -I -S`` starts it in milliseconds.
 """
 
@@ -18,12 +21,15 @@ import ipaddress
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 
+LIFE_S = 60.0
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915
@@ -96,8 +102,8 @@ def read_line(fd: int) -> bytes:
 class Remote:
     """One process and the way back to the launcher."""
 
-    def __init__(self, spec: dict[str, object], orders: int) -> None:
-        self._word, self._orders = str(spec["word"]), orders
+    def __init__(self, spec: dict[str, object]) -> None:
+        self._word, self.orders = str(spec["word"]), 0
         self._command = [str(word) for word in spec["command"]]  # type: ignore[attr-defined]
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
         self._cwd = str(spec["cwd"])
@@ -146,7 +152,7 @@ class Remote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # srun and blaunch pass such on
             signal.signal(number, lambda number, _: self._pass_on(number))
-        watched = [fd for fd in (wake, self._orders, self._ready) if fd >= 0]
+        watched = [fd for fd in (wake, self.orders, self._ready) if fd >= 0]
         while True:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -158,12 +164,12 @@ class Remote:
                 os.read(wake, 4096)
             if self._ready in readable and not self._take_ready():
                 watched.remove(self._ready)
-            if self._orders in readable:
-                orders = os.read(self._orders, 4096)
+            if self.orders in readable:
+                orders = os.read(self.orders, 4096)
                 for word in orders.split():
                     self._pass_on(int(word))
                 if not orders:  # the launcher is gone
-                    watched.remove(self._orders)
+                    watched.remove(self.orders)
                     self._pass_on(signal.SIGTERM)
                     deadline = time.monotonic() + GRACE_S
             if deadline is not None and time.monotonic() >= deadline:
@@ -189,21 +195,56 @@ class Remote:
             pass
 
 
-def main() -> int:
+def read_orders(base: str) -> int:
+    """A descriptor that gives what BASE.orders gets, and ends when the launcher shows no sign of life."""
+    read_end, write_end = os.pipe()
+
+    def feed() -> None:
+        place, touched, seen_s = 0, 0.0, time.monotonic()
+        while time.monotonic() - seen_s < LIFE_S:
+            try:
+                with open(f"{base}.orders", "rb") as file:
+                    file.seek(place)
+                    text = file.read()
+                alive = os.stat(f"{base}.alive").st_mtime  # of the file server's clock: only its changes mean something
+            except OSError:
+                text, alive = b"", touched
+            if alive != touched:
+                touched, seen_s = alive, time.monotonic()
+            if text:
+                place += len(text)
+                os.write(write_end, text)
+            time.sleep(0.5)
+        os.close(write_end)
+
+    threading.Thread(target=feed, daemon=True).start()
+    return read_end
+
+
+def main(argv: list[str]) -> int:
     """See the top of this file."""
-    spec = json.loads(read_line(0))
+    base = argv[0] if argv else ""
+    if base:
+        with open(f"{base}.spec", "rb") as file:
+            spec = json.loads(file.readline())
+    else:
+        spec = json.loads(read_line(0))
     try:
         make_files(spec["folders"], spec["files"])
-        remote = Remote(spec, 0)
+        remote = Remote(spec)
     except (OSError, ValueError) as error:
         print(f"kvmpi on {socket.gethostname()}: {error}", file=sys.stderr)
         return 126
-    remote.start()
+    remote.start()  # forks, and so comes before there are threads
+    remote.orders = read_orders(base) if base else 0
     status = remote.wait()
     try:
         os.killpg(remote.pid, signal.SIGKILL)  # what it has left of its group
     except OSError:
         pass
+    if base:  # nobody else has anything in these folders
+        for folder in spec["folders"]:
+            shutil.rmtree(folder, ignore_errors=True)
     try:
         remote.say(f"end {status}")
     except OSError:
@@ -213,4 +254,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -196,9 +196,16 @@ class Runner:
         if "KVMPI_KEYS" in env:
             files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
         listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}
+        # Several batch jobs may come to one host, and each clears up after itself.
+        mine = f"kvmpi-{self._job.job_id}" + (f"-{process.host}" if places.reach.is_batch else "")
+
+        def own(text: str) -> str:
+            return text.replace(f"kvmpi-{self._job.job_id}", mine)
+
         return RemoteProcess(
-            places.reach, process.host, process.command, env, local_env=self._env, folders=self._job.folders,
-            files=files, address=listens, **out,
+            places.reach, process.host, [own(word) for word in process.command],
+            {name: own(value) for name, value in env.items()}, local_env=self._env,
+            folders=[own(folder) for folder in self._job.folders], files=files, address=listens, **out,
         )  # fmt: skip
 
     def _open_output(self, label: str) -> None:

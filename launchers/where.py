@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.errors import ConfigError
 from kvmpi.launchers import reach
-from kvmpi.launchers.hosts import Host, lay_out, merge, of_lsf, of_slurm, read_hostfile
+from kvmpi.launchers.batch import Resources
+from kvmpi.launchers.hosts import Host, Layout, lay_out, merge, of_lsf, of_slurm, read_hostfile
 from kvmpi.launchers.job import Places
 from kvmpi.launchers.remote_exec import own_address
+
+#: An address that is nobody's (RFC 5737): the way there is that to other hosts.
+_ANYWHERE = "192.0.2.1"
 
 
 def find(
     *, launcher: str, hostfile: str, hosts: str, server_hosts: str, remote_shell: str, network: str,
-    bounds: Sequence[tuple[int, int]], num_servers: int, environ: Mapping[str, str],
+    bounds: Sequence[tuple[int, int]], num_servers: int, environ: Mapping[str, str], batch_dir: str = "",
+    asked: Resources | None = None,
 ) -> Places | None:  # fmt: skip
     """Where everything runs; None: all on this host, or on those that an ``mpirun`` finds by itself.
 
+    Args:
+        batch_dir: a folder that all hosts of a batch system share.
+        asked: what each of its jobs asks for, besides the number of its tasks.
     Raises:
         ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
-        UnsupportedError: a batch system was asked for, and this process runs in no allocation of it.
     """
     found, kind = _choose(launcher, hostfile, hosts, environ)
+    if kind == "batch":
+        if server_hosts:
+            raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
+        return _submitted(launcher, batch_dir, asked or Resources(), bounds, num_servers, network)
     if not found:
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
     way = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
     layout = lay_out(found, bounds, num_servers, [name for name in server_hosts.split(",") if name])
-    here = next((name for name in layout.names if is_here(name)), "")
+    node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
+    here = next((name for name in layout.names if is_here(name) or name == node), "")
     others = [name for name in layout.names if name != here]
     address = "127.0.0.1"
     if others or network:
@@ -38,6 +52,22 @@ def find(
         except (OSError, ValueError) as error:
             raise ConfigError(f"{f'--interface {network}' if network else f'host {others[0]}'}: {error}") from None
     return Places(layout, way, here, address, network)
+
+
+def _submitted(
+    system: str, folder: str, asked: Resources, bounds: Sequence[tuple[int, int]], num_servers: int, network: str
+) -> Places:
+    """Servers and clients as jobs of their own; the scheduler stays here, where whoever waits for the job is."""
+    servers = tuple(f"server-{rank}" for rank in range(num_servers))
+    clients = tuple((Host(f"client-{i}", end - first),) for i, (first, end) in enumerate(bounds))
+    resources = {name: replace(asked, tasks=1) for name in servers}
+    resources |= {host.name: replace(asked, tasks=host.slots) for (host,) in clients}
+    try:
+        address = own_address(network, _ANYWHERE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no address of this host for others: {error}; name a network with --interface") from None
+    way = reach.batch(system, os.path.abspath(folder), resources)
+    return Places(Layout(servers, clients), way, "", address, network)
 
 
 def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
@@ -54,10 +84,7 @@ def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str
             if len(found) > 1 or (found and launcher == name):
                 return found, kind
             if launcher == name:
-                raise UnsupportedError(
-                    f"--launcher {name}: this is no {name} allocation; get one first "
-                    f"({'salloc or sbatch' if name == 'slurm' else 'bsub'}), and run this command in it"
-                )
+                return [], "batch"
     return [], ""
 
 

@@ -1,0 +1,131 @@
+"""What batch systems understand and say: commands that submit, look after and cancel a job, and what they answer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Before a job runs, while it runs, and after it.
+WAITS, RUNS, ENDED = "waits", "runs", "ended"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks for.
+
+    Attributes:
+        tasks: processor slots, all on one host.
+        queue, project, time: as the system writes them; empty is its default.
+        requeue: it may be run again after its host has failed.
+        extra: further options of its submit command.
+    """
+
+    tasks: int = 1
+    queue: str = ""
+    project: str = ""
+    time: str = ""
+    requeue: bool = False
+    extra: tuple[str, ...] = ()
+
+
+class BatchSystem(ABC):
+    """Commands as words, and the meaning of what they print.
+
+    Attributes:
+        waits, runs: its words for the states of a job that has not ended.
+    """
+
+    name = ""
+    waits: frozenset[str] = frozenset()
+    runs: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
+        """The command that submits ``script``; its output goes to the files ``out`` and ``err``."""
+
+    @abstractmethod
+    def number(self, answer: str) -> str:
+        """The number of the job, from what ``submit`` has printed.
+
+        Raises:
+            ValueError: it is not there.
+        """
+
+    @abstractmethod
+    def look(self, number: str) -> list[str]:
+        """The command that says how a job is."""
+
+    def state(self, answer: str) -> tuple[str, str]:
+        """Whether it waits, runs or has ended, and the system's own word for that; a job nobody knows has ended."""
+        word = answer.split()[0] if answer.split() else "UNKNOWN"
+        return WAITS if word in self.waits else RUNS if word in self.runs else ENDED, word
+
+    @abstractmethod
+    def cancel(self, number: str) -> list[str]:
+        """The command that ends a job."""
+
+
+class Slurm(BatchSystem):
+    """sbatch, squeue, scancel (https://slurm.schedmd.com)."""
+
+    name = "slurm"
+    waits = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"))
+    runs = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"))
+
+    def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
+        words = ["sbatch", "--parsable", f"--job-name={name}", "--nodes=1", f"--ntasks={asked.tasks}"]
+        words += [f"--output={out}", f"--error={err}", "--open-mode=append"]
+        words += ["--requeue" if asked.requeue else "--no-requeue"]
+        given = {"partition": asked.queue, "account": asked.project, "time": asked.time}
+        words += [f"--{option}={value}" for option, value in given.items() if value]
+        return [*words, *asked.extra, script]
+
+    def number(self, answer: str) -> str:
+        number = answer.strip().partition(";")[0]  # a cluster's name may follow
+        if not number.isdigit():
+            raise ValueError(f"sbatch has answered {answer.strip()!r}")
+        return number
+
+    def look(self, number: str) -> list[str]:
+        return ["squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T"]
+
+    def cancel(self, number: str) -> list[str]:
+        return ["scancel", number]
+
+
+class Lsf(BatchSystem):
+    """bsub, bjobs, bkill (IBM Spectrum LSF, command reference)."""
+
+    name = "lsf"
+    waits = frozenset(("PEND", "PSUSP", "WAIT", "PROV"))
+    runs = frozenset(("RUN", "USUSP", "SSUSP", "UNKWN", "ZOMBI"))
+
+    def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
+        words = ["bsub", "-J", name, "-n", str(asked.tasks), "-R", "span[hosts=1]", "-o", out, "-e", err]
+        words += ["-r" if asked.requeue else "-rn"]
+        for option, value in (("-q", asked.queue), ("-P", asked.project), ("-W", asked.time)):
+            words += [option, value] if value else []
+        return [*words, *asked.extra, shlex.quote(script)]
+
+    def number(self, answer: str) -> str:
+        found = re.search(r"Job <(\d+)> is submitted", answer)
+        if found is None:
+            raise ValueError(f"bsub has answered {answer.strip()!r}")
+        return found[1]
+
+    def look(self, number: str) -> list[str]:
+        return ["bjobs", "-noheader", "-o", "stat", number]
+
+    def cancel(self, number: str) -> list[str]:
+        return ["bkill", number]
+
+
+SYSTEMS: dict[str, BatchSystem] = {"slurm": Slurm(), "lsf": Lsf()}
+
+
+def script(command: Sequence[str]) -> str:
+    """What a batch job runs."""
+    return f"#!/bin/sh\nexec {shlex.join(command)}\n"
