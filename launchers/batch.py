@@ -44,7 +44,7 @@ class BatchSystem(ABC):
 
     @abstractmethod
     def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
-        """The command that submits ``script``; its output goes to the files ``out`` and ``err``."""
+        """The command that submits ``script``; ``out`` and ``err`` are for what the system itself writes."""
 
     @abstractmethod
     def number(self, answer: str) -> str:
@@ -104,7 +104,9 @@ class Lsf(BatchSystem):
     runs = frozenset(("RUN", "USUSP", "SSUSP", "UNKWN", "ZOMBI"))
 
     def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
-        words = ["bsub", "-J", name, "-n", str(asked.tasks), "-R", "span[hosts=1]", "-o", out, "-e", err]
+        # LSF adds a report to the file that it is given, which nobody has asked for.
+        nothing = ("-o", "/dev/null", "-e", "/dev/null")
+        words = ["bsub", "-J", name, "-n", str(asked.tasks), "-R", "span[hosts=1]", *nothing]
         words += ["-r" if asked.requeue else "-rn"]
         for option, value in (("-q", asked.queue), ("-P", asked.project), ("-W", asked.time)):
             words += [option, value] if value else []
@@ -126,6 +128,6 @@ class Lsf(BatchSystem):
 SYSTEMS: dict[str, BatchSystem] = {"slurm": Slurm(), "lsf": Lsf()}
 
 
-def script(command: Sequence[str]) -> str:
-    """What a batch job runs."""
-    return f"#!/bin/sh\nexec {shlex.join(command)}\n"
+def script(command: Sequence[str], out: str, err: str) -> str:
+    """What a batch job runs; its output is added to two files."""
+    return f"#!/bin/sh\nexec {shlex.join(command)} >>{shlex.quote(out)} 2>>{shlex.quote(err)}\n"

@@ -75,7 +75,7 @@ class BatchJob:
         self._write("spec", spec, 0o600)
         self._write("orders", b"", 0o600)
         self._write("alive", b"", 0o600)
-        self._write("sh", script(self._command).encode(), 0o700)
+        self._write("sh", script(self._command, f"{self._base}.out", f"{self._base}.err").encode(), 0o700)
         self._end_word = f"{json.loads(spec)['word']} end ".encode()
         path = f"{self._base}.sh"
         words = self._system.submit(self._name, path, f"{self._base}.out", f"{self._base}.err", self._asked)
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> int:
     if sys.platform == "linux":  # the launcher asks for SIGKILL, after which nobody would cancel the job
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the launcher says by its pipe what it wants
+        signal.signal(number, lambda *_: None)  # the launcher says by its pipe what it wants
     spec = b""
     while not spec.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -129,6 +129,8 @@ class Remote:
         if self.pid == 0:
             try:
                 os.setsid()
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+                    signal.signal(number, signal.SIG_DFL)  # what started us may have ignored them
                 if sys.platform == "linux":
                     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 if os.getppid() != parent:
