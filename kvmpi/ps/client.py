@@ -265,6 +265,7 @@ class PsClient:
             )
         layout.pushing = True
         encode, name, dtype = self._codec.encode, self._codec.name, layout.dtype
+        sent_bytes = value.size * DTYPES[self._codec.wire_dtype(dtype)].itemsize
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
         step = layout.steps + 1
@@ -289,7 +290,7 @@ class PsClient:
                 layout.steps = step
 
         return self._start(
-            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=value.nbytes, settle=count,
+            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=sent_bytes, settle=count,
             on_accepted=on_accepted,
         )  # fmt: skip
 

@@ -62,18 +62,31 @@ class Plain(Codec):
         return chunk
 
 
-@register
-class Half(Codec):
-    """float32 as float16: half the bytes, 11 bits of precision, overflow to infinity above 65504."""
+class _Narrow(Codec):
+    """float32 as a half type, rounded to nearest even; servers widen what comes before they add it."""
 
-    name = "fp16"
+    dtype = ""
 
     def wire_dtype(self, dtype: str) -> str:
-        return "float16" if dtype == "float32" else dtype
+        return self.dtype if dtype == "float32" else dtype
 
     def encode(self, chunk: Buffer, dtype: str) -> Buffer:
         if dtype != "float32":
             return chunk
-        encoded = host.empty(chunk.size, "float16")
-        host.narrow(chunk, encoded, "float16")
+        encoded = host.empty(chunk.size, self.dtype)
+        host.narrow(chunk, encoded, self.dtype)
         return encoded
+
+
+@register
+class Half(_Narrow):
+    """Half the bytes, 11 bits of precision, overflow to infinity above 65504."""
+
+    name, dtype = "fp16", "float16"
+
+
+@register
+class BFloat16(_Narrow):
+    """Half the bytes, 8 bits of precision, float32's range: for what may be small or large, as DiLoCo's differences."""
+
+    name, dtype = "bf16", "bfloat16"

@@ -242,7 +242,11 @@ class KVStore(Joining, ABC):
         )
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
-        """Send pushes in fewer bytes: ``{"type": "fp16"}``; ``{"type": "none"}`` turns it off.
+        """Send pushes in fewer bytes: ``{"type": "fp16"}`` or ``"bf16"``; ``{"type": "none"}`` turns it off.
+
+        What a client pushes to a float32 key is rounded to float16 or bfloat16 once, after the sum over its workers;
+        servers add in float32. bfloat16 keeps float32's range and 8 bits of precision, float16 has 11 bits and ends
+        at 65504. Collective over the workers of a client; returns when all clients have called it.
 
         Raises:
             UnsupportedError: a type that is not available, or a store that sends nothing to servers.

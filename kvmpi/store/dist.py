@@ -348,9 +348,10 @@ class DistStore(KVStore):
         def prepare() -> str:
             unknown = set(params) - {"type"}
             name = str(params.get("type", ""))
-            if unknown or name not in ("none", "fp16"):
+            if unknown or name not in ("none", "fp16", "bf16"):
                 raise UnsupportedError(
-                    f"set_gradient_compression({params}): available are {{'type': 'fp16'}} and {{'type': 'none'}}"
+                    f"set_gradient_compression({params}): available are {{'type': 'fp16'}}, {{'type': 'bf16'}} and "
+                    "{'type': 'none'}"
                 )
             return name
 

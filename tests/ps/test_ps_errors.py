@@ -336,7 +336,7 @@ PAYLOADS = st.lists(st.sampled_from([b"", bytes(4 * COUNT), bytes(2 * COUNT), by
 REQUESTS = st.one_of(
     st.builds(m.Hello, INTS, st.sampled_from([STORE, 2]), st.sampled_from(["sync", "async", "?"]), INTS, INTS, INTS),
     st.builds(m.Init, INTS, KEYS, INTS, INTS, INTS, st.just([COUNT]), st.sampled_from(["float32", "float16", "?"])),
-    st.builds(m.Push, INTS, KEYS, INTS, INTS, st.sampled_from(["none", "fp16", "?"]), st.booleans()),
+    st.builds(m.Push, INTS, KEYS, INTS, INTS, st.sampled_from(["none", "fp16", "bf16", "?"]), st.booleans()),
     st.builds(m.Pull, INTS, KEYS, INTS, INTS),
     st.builds(m.Query, INTS, KEYS, INTS, INTS),
     st.builds(m.SetRule, INTS, INTS, st.sampled_from(["sgd", "elastic", "?"]), st.just({"lr": 1.0})),

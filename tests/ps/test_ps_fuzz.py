@@ -41,7 +41,9 @@ to_server = st.one_of(
         m.Init, request, key, st.integers(0, 1), st.integers(1, 2), st.just(COUNT), st.sampled_from([[COUNT], [6]]),
         st.sampled_from(["float32", "float16", "int8"]),
     ),
-    st.builds(m.Push, request, key, st.just(0), few, st.sampled_from(["none", "fp16"]), st.booleans(), st.booleans()),
+    st.builds(
+        m.Push, request, key, st.just(0), few, st.sampled_from(["none", "fp16", "bf16"]), st.booleans(), st.booleans()
+    ),
     *[st.builds(m.Push, request, st.just("k"), st.just(0), few, st.just("none"), st.booleans(), st.booleans())] * 4,
     st.builds(m.Pull, request, key, st.just(0), few),
     st.builds(m.Query, request, key, st.just(0), few),

@@ -75,13 +75,20 @@ def test_half_types_are_summed_in_float32_and_rounded_once(num_clients: int) -> 
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_fp16_on_the_wire_is_widened_before_it_is_added(mode: str) -> None:
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_half_types_on_the_wire_are_widened_before_they_are_added(codec: str, mode: str) -> None:
     machine = Machine(mode, 2)
     machine.init_all("k", whole_numbers(COUNT))
     machine.rule(optim.Test(lr=-1.0))
-    values = [random_floats(COUNT, client).astype("f2") for client in range(2)]
-    for client, value in enumerate(values):
-        assert machine.ok(machine.push(client, "k", 1, value, codec="fp16"))
+    values = [random_floats(COUNT, client) for client in range(2)]
+    if codec == "fp16":
+        sent = [value.astype("f2") for value in values]
+        values = [value.astype("f4") for value in sent]
+    else:  # the upper half of a float32
+        sent = [(value.view("u4") >> 16).astype("u2") for value in values]
+        values = [(half.astype("u4") << 16).view("f4") for half in sent]
+    for client, half in enumerate(sent):
+        assert machine.ok(machine.push(client, "k", 1, half, codec=codec))
     exact = whole_numbers(COUNT).astype("f8") + values[0].astype("f8") + values[1]
     bound = 3 * EPS32 * (np.abs(whole_numbers(COUNT)) + 10)
     assert (np.abs(machine.read("k") - exact) <= bound).all()

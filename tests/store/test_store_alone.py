@@ -40,6 +40,11 @@ def store(request):
         yield kv
 
 
+def rounded_to_bfloat16(values):
+    mantissa, exponent = np.frexp(values.astype("f8"))
+    return np.ldexp(np.rint(mantissa * 256) / 256, exponent).astype("f4")  # rint: to even, as IEEE's default
+
+
 def pulled(kv, key, like):
     out = np.empty_like(like) if isinstance(like, np.ndarray) else torch.empty_like(like)
     kv.pull(key, out)
@@ -363,6 +368,11 @@ def test_capabilities_tell_the_truth():
             kv.push("w", array(1))
             expected = array(1).astype("f2").astype("f4") + (array(0) if "async" in name else 0)
             np.testing.assert_array_equal(pulled(kv, "w", array(0)), expected)
+            kv.set_gradient_compression({"type": "bf16"})
+            kv.push("w", array(1))
+            expected = rounded_to_bfloat16(array(1)) + (expected if "async" in name else 0)
+            np.testing.assert_array_equal(pulled(kv, "w", array(0)), expected)
+            assert kv.stats()["phases"]["push"]["bytes"] == 2 * (array(1).nbytes // 2)
             with pytest.raises(errors.UnsupportedError, match="fp16"):
                 kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
 
