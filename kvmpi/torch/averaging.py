@@ -2,56 +2,173 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvmpi import optim
-from kvmpi.errors import ConfigError
+from kvmpi.engine import Work
+from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
+from kvmpi.torch.fragments import Fragments, Timetable, groups
 from kvmpi.torch.parameters import KeyedParameters, Parameters
+
+
+@dataclass
+class _Exchange:
+    """An exchange of ``keys`` under way, to be merged after step ``due``; ``work`` is None when it has arrived."""
+
+    keys: list[int]
+    due: int
+    work: Work | None
 
 
 class _Averaging(ABC):
     """What both have in common: the store holds a center, and every ``interval``-th ``step`` meets it."""
 
-    def __init__(self, params: Parameters, kvstore: KVStore, rule: optim.Rule, interval: int) -> None:
+    def __init__(
+        self,
+        params: Parameters,
+        kvstore: KVStore,
+        rule: optim.Rule,
+        interval: int,
+        overlap: int,
+        fragments: Fragments = 1,
+    ) -> None:
         if not isinstance(kvstore, KVStore):
             raise ConfigError(f"kvstore is {kvstore!r}: expected a store, for example kvmpi.create('dist_async_mpi')")
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ConfigError(f"interval={interval!r}: expected the number of steps between exchanges, at least 1")
         if kvstore.optimizer is not None:
             raise ConfigError(f"the store applies {kvstore.optimizer!r} already; create one for {type(self).__name__}")
-        self._params, self._kv, self._interval = KeyedParameters(params), kvstore, interval
+        self._params, self._kv = KeyedParameters(params), kvstore
+        self._check_memory()
+        self._fragments = groups(fragments, self._params)
+        self._timetable = Timetable(interval, len(self._fragments), overlap)
         self._steps = 0
+        self._under_way: list[_Exchange] = []
+        self._unknown: set[int] = set()  # keys of exchanges that failed: what came of them only the servers know
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
+
+    def _check_memory(self) -> None:
+        """Raise where two parameters are one in memory: both would move it."""
+        first: dict[tuple[torch.device, int], str] = {}
+        for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
+            if not tensor.is_floating_point():
+                raise ConfigError(f"{name} is of {tensor.dtype}: only floating-point tensors are averaged")
+            if tensor.numel() and (other := first.setdefault((tensor.device, tensor.data_ptr()), name)) != name:
+                raise ConfigError(f"{name} and {other} share memory: pass one of them, as model.parameters() does")
 
     @property
     def kvstore(self) -> KVStore:
         """The store that holds the center."""
         return self._kv
 
-    def step(self) -> bool:
-        """To be called after every step of the local optimizer; whether this was the ``interval``-th, with an exchange.
+    # ---- the timetable
 
-        All workers of a client call it equally often.
+    def step(self) -> bool:
+        """To be called after every step of the local optimizer; whether an exchange ended here, and changed weights.
+
+        All workers of a client call it equally often, up to ``join``; in a synchronous store all workers do.
+
+        Raises:
+            KVError: an exchange failed, which may have begun ``overlap`` steps ago; the weights are as they were.
         """
         self._steps += 1
-        if self._steps % self._interval:
-            return False
-        self.exchange()
-        return True
+        ended = self._merge(lambda exchange: exchange.due <= self._steps)
+        fragment = self._timetable.beginning(self._steps)
+        if fragment is not None:
+            self._begin(self._active(self._fragments[fragment]), self._timetable.overlap)
+            if self._timetable.overlap == 0:
+                ended = self._merge(lambda _: True) or ended
+        return ended
+
+    def exchange(self) -> None:
+        """Exchange all parameters with the center now, and wait for it; what is under way is merged before.
+
+        Collective over a client's workers; in a synchronous store over all workers.
+        """
+        self.finish()
+        keys = self._active(self._params.keys)
+        self._begin(keys, 0)
+        self._merge(lambda _: True, whole=True)
+
+    def finish(self) -> None:
+        """Wait for the exchanges under way and merge them now, before their time: for the end of training.
+
+        With ``overlap=0`` there are none. Collective over a client's workers.
+        """
+        self._merge(lambda _: True)
+
+    def join(self) -> None:
+        """This worker has no more batches: ``finish``, then ``KVStore.join``, so that the others go on without it.
+
+        To be called once by every worker, after its last ``step``. The weights stay as they are; ``pull_center`` says
+        what the others have made of the center since.
+        """
+        self.finish()
+        self._kv.join()
+
+    def _active(self, keys: Iterable[int]) -> list[int]:
+        """Without what is frozen: it is the same everywhere. A plain tensor, which has no gradient either, is not."""
+        tensors = self._params.tensors
+        return [k for k in keys if tensors[k].requires_grad or not isinstance(tensors[k], torch.nn.Parameter)]
+
+    def _begin(self, keys: list[int], overlap: int) -> None:
+        if not keys:
+            return
+        try:
+            work = self._send(keys, wait=overlap == 0)
+        except BaseException:
+            self._unknown.update(keys)
+            raise
+        self._under_way.append(_Exchange(keys, self._steps + overlap, work))
+
+    def _merge(self, due: Callable[[_Exchange], bool], *, whole: bool = False) -> bool:
+        """Merge what is due, in the order in which it began; whether there was something."""
+        ended = False
+        for exchange in [e for e in self._under_way if due(e)]:
+            self._receive(exchange)
+            self._under_way.remove(exchange)
+            self._take(exchange.keys, whole=whole)
+            ended = True
+        return ended
+
+    def _receive(self, exchange: _Exchange) -> None:
+        if exchange.work is not None:
+            try:
+                exchange.work.wait()
+            except BaseException:
+                self._under_way.remove(exchange)
+                self._unknown.update(exchange.keys)
+                raise
+            exchange.work = None
+
+    # ---- what the two differ in
 
     @abstractmethod
-    def exchange(self) -> None:
-        """Exchange with the center now. Collective over a client's workers; in a synchronous store over all workers."""
+    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
+        """Begin to exchange ``keys``, or do it all and return None."""
+
+    @abstractmethod
+    def _take(self, keys: list[int], *, whole: bool) -> None:
+        """Change the weights by what has arrived; ``whole``: there were no steps since, go on from the center."""
+
+    @property
+    @abstractmethod
+    def _memory(self) -> list[torch.Tensor]:
+        """What this worker remembers from one step to another, besides its weights."""
+
+    # ---- the center
 
     def pull_center(self, out: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The center as it is now, in tensors of its own or in ``out`` (for example ``other_model.parameters()``).
 
-        Collective over the workers of a client. The center is what one deploys.
+        Collective over the workers of a client; waits for exchanges under way. The center is what one deploys.
         """
         found = [torch.empty_like(p) for p in self._params.data] if out is None else [p.detach() for p in out]
         if len(found) != len(self._params):
@@ -60,9 +177,66 @@ class _Averaging(ABC):
         return found
 
     def reset(self) -> None:
-        """Go on from the center: for after ``kv.load``. Collective over the workers of a client."""
+        """Go on from the center: for after ``kv.load``. Collective over the workers of a client.
+
+        The next interval begins; exchanges under way are waited for and forgotten.
+        """
+        forgotten, self._under_way = self._under_way, []
+        for exchange in forgotten:
+            if exchange.work is not None:
+                with contextlib.suppress(KVError):  # where it matters, the pull says so too
+                    exchange.work.wait()
         self._kv.pull(self._params.keys, self._params.data)
+        self._unknown.clear()
         self._steps = 0
+
+    # ---- to go on in the middle of an interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this worker is in its interval, for ``torch.save``, with what has arrived and is not merged yet.
+
+        Weights, the local optimizer, and what ``kv.save`` writes (the center and the momentum of the outer step) belong
+        to the same checkpoint. Weights differ from client to client, and so does this: every worker saves its own, or
+        one of each client where they step together. Waits for exchanges under way; the tensors are copies.
+        """
+        for exchange in list(self._under_way):
+            self._receive(exchange)
+        return {
+            "algorithm": type(self).__name__,
+            "timetable": self._settings(),
+            "steps": self._steps,
+            "under_way": [[exchange.due, list(exchange.keys)] for exchange in self._under_way],
+            "unknown": sorted(self._unknown),
+            "memory": [tensor.clone() for tensor in self._memory],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called; for after ``kv.load`` and the loading of the model. Not collective.
+
+        Raises:
+            ConfigError: the state is of another algorithm, timetable or model; nothing has changed.
+        """
+        mine = {"algorithm": type(self).__name__, "timetable": self._settings()}
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise ConfigError(
+                    f"load_state_dict: the state has {name} {state.get(name)!r}, this one {value!r}; create it with "
+                    "the same arguments and model, or go on from the center: reset()"
+                )
+        shapes = [tuple(tensor.shape) for tensor in state["memory"]]
+        expected = [tuple(tensor.shape) for tensor in self._memory]
+        if shapes != expected:
+            raise ConfigError(f"load_state_dict: the state has parameters of shapes {shapes}, this model {expected}")
+        if self._under_way:
+            raise ConfigError("load_state_dict: exchanges are under way; call finish() or reset() first")
+        self._steps = state["steps"]
+        self._under_way = [_Exchange(list(keys), due, None) for due, keys in state["under_way"]]
+        self._unknown = set(state["unknown"])
+        for mine_, saved in zip(self._memory, state["memory"], strict=True):
+            mine_.copy_(saved)
+
+    def _settings(self) -> list[Any]:
+        return [self._timetable.interval, self._timetable.overlap, self._fragments]
 
 
 class ElasticAveraging(_Averaging):
@@ -81,25 +255,53 @@ class ElasticAveraging(_Averaging):
     Every ``interval``-th ``step`` does, with one and the same center on both sides, so that w + center is conserved:
     center += alpha * (w - center) on the servers, w -= alpha * (w - center) in every worker of the client. The workers
     of a client must hold the same weights (synchronous SGD inside it). A client of one worker needs no trainer.
+
+    With ``overlap=1`` the difference is subtracted after the next local step, which is computed while it is on its way:
+    the order of the authors' own program. Still both sides move by the same difference.
+
+    Momentum is the business of the local optimizer, and the exchange leaves it as it is: with
+    ``torch.optim.SGD(momentum=..., nesterov=True)`` this is the authors' EAMSGD. Parameters with
+    ``requires_grad=False`` begin with worker 0's values and are not exchanged; buffers, such as the statistics of batch
+    norm, are each worker's own, unless ``params`` lists them.
     """
 
-    def __init__(self, params: Parameters, kvstore: KVStore, alpha: float, interval: int = 64) -> None:
+    def __init__(
+        self, params: Parameters, kvstore: KVStore, alpha: float, interval: int = 64, overlap: int = 0
+    ) -> None:
         """Create the keys, all workers with worker 0's weights, and set the rule. Collective over all workers.
 
         Args:
             alpha: from 0 to 1; the authors take 0.9 / (number of clients).
             interval: local steps between two exchanges.
+            overlap: local steps that are done while an exchange is under way, less than ``interval``.
         """
-        super().__init__(params, kvstore, optim.Elastic(alpha), interval)
+        super().__init__(params, kvstore, optim.Elastic(alpha), interval, overlap)
         self._alpha = float(alpha)
         self._met = [torch.empty_like(p) for p in self._params.data]
+        # What the servers are sent; the weights themselves, where nothing changes them before the answer is there.
+        self._sent = [torch.empty_like(p) for p in self._met] if overlap else []
 
-    def exchange(self) -> None:
+    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
+        sent = self._sent_of(keys)
+        if self._sent:
+            weights = self._params.data
+            for k, copy in zip(keys, sent, strict=True):
+                copy.copy_(weights[k])
+        return self._kv.pushpull(keys, sent, [self._met[k] for k in keys], async_op=not wait)
+
+    def _take(self, keys: list[int], *, whole: bool) -> None:
         weights = self._params.data
-        self._kv.pushpull(self._params.keys, weights, self._met)
-        for weight, center in zip(weights, self._met, strict=True):
-            difference = torch.sub(weight, center, out=center)
-            weight.sub_(difference, alpha=self._alpha)
+        for k, sent in zip(keys, self._sent_of(keys), strict=True):
+            difference = torch.sub(sent, self._met[k], out=self._met[k])
+            weights[k].sub_(difference, alpha=self._alpha)
+
+    def _sent_of(self, keys: list[int]) -> list[torch.Tensor]:
+        source = self._sent or self._params.data
+        return [source[k] for k in keys]
+
+    @property
+    def _memory(self) -> list[torch.Tensor]:
+        return [*self._sent, *self._met] if self._sent else []
 
 
 class DiLoCo(_Averaging):
@@ -113,35 +315,96 @@ class DiLoCo(_Averaging):
             ...
             optimizer.step()                  # AdamW, usually; or a Trainer on kv.client for a synchronous island
             diloco.step()
+        diloco.finish()
 
     Every ``interval``-th ``step`` pushes center - w, the mean over the client's workers, pulls the new center, and all
     workers go on from there. Inside a client workers may step together (``Trainer`` on ``kv.client``) or each alone.
     With an asynchronous store the outer step takes each client's difference as it comes.
+
+    **Streaming** (Douillard et al. 2025, arXiv:2501.18512) exchanges as many bytes, but not all at once, and does not
+    wait for them. With ``fragments=P`` the parameters are exchanged in P parts, each every ``interval`` steps, at steps
+    of its own. With ``overlap=T`` the exchange that begins after step t is merged after step t + T, and T local steps
+    are done meanwhile: w = mixing * w + (1 - mixing) * center, where ``mixing=0`` drops these steps, and 0.5 is a mean
+    of both. ``pseudo_gradient_dtype=torch.bfloat16`` halves what is pushed; the center stays as it is.
+
+    Parameters with ``requires_grad=False`` begin with worker 0's values and are not exchanged; which ones they are is
+    the same in all workers. Buffers, such as the statistics of batch norm, are each worker's own; to average them as
+    well, add those of floating-point types to ``params``. The local optimizer keeps its state through an exchange.
     """
 
     def __init__(
         self, params: Parameters, kvstore: KVStore, interval: int = 500, lr: float = 0.7, momentum: float = 0.9,
-        nesterov: bool = True,
+        nesterov: bool = True, fragments: Fragments = 1, overlap: int = 0, mixing: float | None = None,
+        pseudo_gradient_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """Create the keys, all workers with worker 0's weights, and set the rule. Collective over all workers.
 
         Args:
-            interval: H, the local steps between two exchanges.
+            interval: H, the local steps between two exchanges of a parameter.
             lr, momentum, nesterov: of the outer step. ``lr=1, momentum=0, nesterov=False`` averages weights.
+            fragments: their number, of parameters in order and of about equal bytes; or the parameters of each one, for
+                example of every P-th layer: ``[[p for b in blocks[i::P] for p in b.parameters()] for i in range(P)]``.
+            overlap: local steps that are done while an exchange is under way, less than ``interval``.
+            mixing: the local weights' part in a merge, at least 0 and less than 1; by default 0.5, without overlap 0.
+            pseudo_gradient_dtype: torch.bfloat16 or torch.float16, in which masters push differences of float32. Each
+                is rounded to nearest, by at most 1 part in 256 (in 2048), and nothing makes up for that later. None:
+                what the store is set to, by default no rounding.
         """
-        super().__init__(params, kvstore, optim.Outer(lr, momentum, nesterov), interval)
+        if mixing is None:
+            mixing = 0.5 if overlap else 0.0
+        if not 0.0 <= mixing < 1.0:
+            raise ConfigError(f"mixing={mixing!r}: expected the local weights' part, at least 0 and less than 1")
+        compression = _compression(pseudo_gradient_dtype, kvstore)
+        super().__init__(params, kvstore, optim.Outer(lr, momentum, nesterov), interval, overlap, fragments)
+        if compression:
+            kvstore.set_gradient_compression({"type": compression})
+        self._mixing = float(mixing)
         self._center = [p.clone() for p in self._params.data]
         self._difference = [torch.empty_like(p) for p in self._params.data]
 
-    def exchange(self) -> None:
+    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
+        if unknown := sorted(self._unknown.intersection(keys)):
+            self._kv.pull(unknown, [self._center[k] for k in unknown])
+            self._unknown.difference_update(unknown)
         weights = self._params.data
-        for center, weight, difference in zip(self._center, weights, self._difference, strict=True):
-            torch.sub(center, weight, out=difference)
-        self._kv.pushpull(self._params.keys, self._difference, self._center)
-        for center, weight in zip(self._center, weights, strict=True):
-            weight.copy_(center)
+        for k in keys:
+            torch.sub(self._center[k], weights[k], out=self._difference[k])
+        differences, centers = [self._difference[k] for k in keys], [self._center[k] for k in keys]
+        return self._kv.pushpull(keys, differences, centers, async_op=not wait)
+
+    def _take(self, keys: list[int], *, whole: bool) -> None:
+        weights = self._params.data
+        for k in keys:
+            if whole or self._mixing == 0.0:
+                weights[k].copy_(self._center[k])
+            else:
+                torch.lerp(self._center[k], weights[k], self._mixing, out=weights[k])
+
+    @property
+    def _memory(self) -> list[torch.Tensor]:
+        return self._center
 
     def reset(self) -> None:
         super().reset()
         for center, weight in zip(self._center, self._params.data, strict=True):
             center.copy_(weight)
+
+
+_CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "none", None: ""}
+
+
+def _compression(dtype: torch.dtype | None, kv: KVStore) -> str:
+    """The type for ``set_gradient_compression``; empty for none.
+
+    Raises:
+        ConfigError: no such dtype, or a store whose workers have no servers to push to.
+    """
+    if dtype not in _CODECS:
+        known = ", ".join(map(str, itertools.islice(_CODECS, 3)))
+        raise ConfigError(f"pseudo_gradient_dtype={dtype!r}: expected one of {known}, or None")
+    if dtype is not None and isinstance(kv, KVStore) and not kv.is_capable("compression"):
+        raise ConfigError(
+            f"pseudo_gradient_dtype={dtype} with a {kv.type!r} store: it sends nothing to servers, so there is nothing "
+            "to compress; use a dist store, with servers (-s), or leave it out"
+        )
+    return _CODECS[dtype]
