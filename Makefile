@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test lint check simulate docs bench clean
+.PHONY: help demo test test-mxnet lint check simulate docs bench clean
 
 SEEDS ?= 10000
 CORES = $(shell getconf _NPROCESSORS_ONLN)
@@ -14,6 +14,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 help:
 	@echo "make demo    train on real images with 4 workers, 2 MPI clients and 2 servers; under a minute after set-up"
 	@echo "make test    formatting, types, architecture and all tests"
+	@echo "make test-mxnet    the tests of kvmpi.mxnet, in an environment of its own (Python 3.10)"
 	@echo "make simulate SEEDS=10000    jobs with faults in virtual time, as many as you like"
 	@echo "make bench   allreduce, parameter server and engine, with the peers that are installed"
 	@echo "make docs    the pages of docs/ that are generated from the code"
@@ -50,6 +51,11 @@ lint: $(VENV)/test
 check: $(VENV)/test
 	@$(BIN)/python -m pytest
 
+# MXNet 1.9.1 wants an older Python and an older NumPy. Where they cannot be had, this says so and passes.
+test-mxnet: $(VENV)/test
+	@$(BIN)/python tests/gluon/environment.py $(VENV)-mxnet
+	@$(BIN)/python -m pytest tests/gluon
+
 simulate: $(VENV)/test
 	@$(BIN)/python tests/simulation --count $(SEEDS) --processes $(CORES)
 
@@ -62,4 +68,4 @@ bench: $(VENV)/demo
 	@$(BIN)/kvmpi bench ps -n 1,4 --sizes 4K,256K,4M,64M
 
 clean:
-	@rm -rf $(VENV) build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-mxnet build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

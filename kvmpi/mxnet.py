@@ -1,0 +1,386 @@
+"""MXNet 1.9 on a KVStore: ``import kvmpi.mxnet``, then ``gluon.Trainer(..., kvstore="kvmpi_dist_sync_mpi")``.
+
+Every store type is registered with MXNet as ``kvmpi_`` and its name. Calls block: when one returns, its arrays hold
+their results. NDArrays in main memory are read and written where they are; others (on a device, or in the layout of
+MXNet's oneDNN kernels) are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.arrays import DTYPES
+from kvmpi.errors import ConfigError, DTypeMismatchError, UnsupportedError
+from kvmpi.store import KVStore
+
+try:
+    import mxnet as mx
+except (ImportError, AttributeError) as error:  # AttributeError: numpy.bool, which MXNet wants and NumPy 1.24 has not
+    raise ImportError(
+        f"kvmpi.mxnet needs MXNet, and its import fails: {error}; MXNet 1.9.1 works with Python 3.10 and NumPy 1.23: "
+        "pip install mxnet==1.9.1 numpy==1.23.5"
+    ) from error
+
+PREFIX = "kvmpi_"
+_TYPES = ("local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi")
+_HERE = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
+
+
+class Store(mx.kvstore.KVStoreBase):
+    """A store of kvmpi as MXNet sees one; ``store`` is kvmpi's own, with everything that MXNet has no name for.
+
+    Made by ``mx.kv.create("kvmpi_...")``, collectively over all workers. Keys are ints or strs, one kind in a store.
+    Values are NDArrays, or a list of them, one per device, which are summed; keys may be a list, with a list of values.
+    Errors are those of kvmpi.
+    """
+
+    _name = ""
+
+    def __init__(self) -> None:
+        self.store: KVStore = kvmpi.create(self._name)
+        self._optimizer: Any = None
+        self._options: tuple[Any, ...] = ()  # of the optimizer, as the servers know them
+        self._updates = 0
+
+    # ---- who and where
+
+    @property
+    def type(self) -> str:
+        """The name that it was created by: "kvmpi_dist_sync_mpi"."""
+        return PREFIX + self.store.type
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among all workers."""
+        return self.store.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self.store.num_workers
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do something: "optimizer" is what MXNet asks for.
+
+        Raises:
+            ConfigError: (a ``ValueError``) unknown capability.
+        """
+        return self.store.is_capable(capability.lower())
+
+    # ---- keys and values
+
+    def init(self, key: Any, value: Any) -> None:
+        """Create keys. Collective over all workers; worker 0's value counts; returns when they can be read."""
+        self.store.init(key, _map(value, _read))
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
+        with _Writing() as writing:
+            self.store.broadcast(key, _map(value, _read), _map(out, writing.to), priority)
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Add ``value``, summed over devices and workers, to the keys; with an optimizer, update them by it.
+
+        Raises:
+            UnsupportedError: the optimizer has changed to something that has no equivalent; nothing was pushed.
+        """
+        pushed = _map(value, _read)
+        self._follow(key)
+        self.store.push(key, pushed, priority)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Copy the stored values into ``out``."""
+        with _Writing() as writing:
+            self.store.pull(key, _map(out, writing.to), priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``."""
+        with _Writing() as writing:
+            target = _map(value if out is None else out, writing.to)
+            pushed = target if out is None else _map(value, _read)
+            self._follow(key)
+            self.store.pushpull(key, pushed, target, priority)
+
+    def row_sparse_pull(self, *args: Any, **how: Any) -> None:
+        raise UnsupportedError("row_sparse_pull: NDArrays of storage type row_sparse are not carried; use dense ones")
+
+    # ---- the optimizer
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Let the store apply an optimizer of MXNet that has an equivalent in ``kvmpi.optim``, or a rule of that.
+
+        Collective over all workers. What changes in the optimizer later - its learning rate, or that of its
+        ``lr_scheduler``, which is asked before every push; ``rescale_grad`` - reaches the servers with the next push.
+
+        Raises:
+            UnsupportedError: it has no equivalent, or an option that has none.
+        """
+        if isinstance(optimizer, optim.Rule):
+            self.store.set_optimizer(optimizer)
+            self._optimizer = None
+        else:
+            self.store.set_optimizer(rule_of(optimizer))
+            self._optimizer, self._options = optimizer, _options(optimizer)
+
+    def _follow(self, key: Any) -> None:
+        """Count an update of the keys, and tell the servers of changes in the optimizer before it is applied."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        keys = list(key) if isinstance(key, list | tuple) else [key]
+        optimizer._update_count(keys)
+        options = _options(optimizer)
+        for one, lr, wd in zip(keys, optimizer._get_lrs(keys), optimizer._get_wds(keys), strict=True):
+            if (lr, wd) != (optimizer.learning_rate, optimizer.wd):
+                raise UnsupportedError(
+                    f"key {one!r} has learning rate {lr} and weight decay {wd}, the optimizer "
+                    f"{optimizer.learning_rate} and {optimizer.wd}: one rule serves all keys, so lr_mult and wd_mult "
+                    f"must be 1{_INSTEAD}"
+                )
+        if self._updates < optimizer.num_update:
+            self._updates = optimizer.num_update
+            self.store.clock()
+        if options != self._options:
+            wanted, now = rule_of(optimizer).hyperparams(), self.store.optimizer
+            assert now is not None
+            changed = {name: value for name, value in wanted.items() if now.hyperparams()[name] != value}
+            if changed:
+                self.store.set_hyperparams(**changed)
+            self._options = options
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Write what the rule remembers, and how many updates there were, to one file. Collective; worker 0 writes.
+
+        Hyperparameters are the program's own: ``dump_optimizer`` changes nothing.
+        """
+        self.store.save_optimizer_states(fname)
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Restore what ``save_optimizer_states`` wrote. Collective; every worker reads ``fname``; keys must exist.
+
+        Raises:
+            ConfigError: it is of another optimizer.
+        """
+        self.store.load_optimizer_states(fname)
+        optimizer = self._optimizer
+        if optimizer is not None:
+            if type(rule_of(optimizer)) is not type(self.store.optimizer):
+                raise ConfigError(f"{fname} is of {self.store.optimizer!r}, this program has {rule_of(optimizer)!r}")
+            self._options = ()
+            self._updates = int(self.store.stats()["clock"])
+            optimizer.begin_num_update = optimizer.num_update = self._updates
+            optimizer._index_update_count.update(dict.fromkeys(optimizer._index_update_count, self._updates))
+
+    @property
+    def _updater(self) -> SimpleNamespace:
+        """Where gluon's Trainer looks for the optimizer, after ``load_states``."""
+        return SimpleNamespace(optimizer=self._optimizer)
+
+    def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
+        """Send pushes in fewer bytes: ``{"type": "fp16"}`` or ``"bf16"``."""
+        self.store.set_gradient_compression(compression_params)
+
+    # ---- waiting and ending
+
+    def barrier(self) -> None:
+        """Return when every worker is here."""
+        self.store.barrier()
+
+    _barrier = barrier
+
+    def close(self) -> None:
+        """Leave the job. Collective; idempotent; also runs at exit."""
+        self.store.close()
+
+
+class Trainer(mx.gluon.Trainer):
+    """``gluon.Trainer`` with one exchange for all parameters in place of one after the other.
+
+    The gradients of small parameters then travel together, and large ones while others are on their way.
+    """
+
+    def _allreduce_grads(self) -> None:
+        store = self._kvstore
+        if not isinstance(store, Store):
+            super()._allreduce_grads()
+            return
+        active = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
+        gradients = [self._params[i].list_grad() for i in active]
+        if active:
+            outs = [self._params[i].list_data() for i in active] if self._update_on_kvstore else None
+            store.pushpull(active, gradients, outs)
+
+
+_INSTEAD = "; let MXNet's optimizer step in the workers: update_on_kvstore=False, with a synchronous store"
+
+
+def rule_of(optimizer: Any) -> optim.Rule:
+    """The rule of ``kvmpi.optim`` that does what an optimizer of MXNet does with its next gradient.
+
+    MXNet's SGD and NAG put the learning rate into the momentum, ``v = momentum * v + lr * gradient``, torch's do not.
+    So where there is momentum, the rule has a learning rate of 1, and gradient and weight decay are multiplied by it:
+    the same while the learning rate changes. Adam's ``epsilon`` is added after the correction of bias, as in torch.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    label = f"MXNet's {type(optimizer).__name__}"
+    if getattr(optimizer, "clip_gradient", None):
+        raise UnsupportedError(
+            f"{label} with clip_gradient={optimizer.clip_gradient} has no equivalent in kvmpi.optim{_INSTEAD}"
+        )
+    kind, lr = type(optimizer), float(getattr(optimizer, "learning_rate", 0.0))
+    common: dict[str, Any] = {}
+    if kind in (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.Adam):
+        common = {"rescale_grad": optimizer.rescale_grad, "multi_precision": bool(optimizer.multi_precision)}
+    if kind in (mx.optimizer.SGD, mx.optimizer.NAG):
+        if optimizer.momentum == 0.0:
+            return optim.SGD(lr, weight_decay=optimizer.wd, **common)
+        nesterov = kind is mx.optimizer.NAG
+        if nesterov and optimizer.wd != 0.0:  # MXNet lets the weights decay where the momentum will have taken them
+            raise UnsupportedError(f"{label} with momentum and wd={optimizer.wd} has no equivalent{_INSTEAD}")
+        common["rescale_grad"] *= lr
+        return optim.SGD(1.0, optimizer.momentum, nesterov=nesterov, weight_decay=lr * optimizer.wd, **common)
+    if kind is mx.optimizer.Adam:
+        betas = (optimizer.beta1, optimizer.beta2)
+        return optim.Adam(lr, betas, optimizer.epsilon, weight_decay=optimizer.wd, **common)
+    if kind is mx.optimizer.Test:
+        return optim.Test(lr=-1.0, rescale_grad=optimizer.rescale_grad)
+    raise UnsupportedError(f"{label} has no equivalent in kvmpi.optim (SGD, NAG, Adam and Test have){_INSTEAD}")
+
+
+def _options(optimizer: Any) -> tuple[Any, ...]:
+    """All that ``rule_of`` looks at."""
+    return tuple(getattr(optimizer, name, None) for name in _OPTIONS)
+
+
+_OPTIONS = (
+    *("learning_rate", "wd", "rescale_grad", "clip_gradient", "multi_precision", "momentum"),
+    *("beta1", "beta2", "epsilon"),
+)  # fmt: skip
+
+
+# ---- NDArrays
+
+
+def _map(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """``value`` with its NDArrays converted: one, a list, or a list of lists."""
+    if isinstance(value, list | tuple):
+        return [_map(item, convert) for item in value]
+    return convert(value) if isinstance(value, mx.nd.NDArray) else value
+
+
+def _read(array: Any) -> np.ndarray:
+    """The array's memory, when MXNet has written it, or a copy."""
+    found = _memory(array, array.to_dlpack_for_read)
+    return array.asnumpy() if found is None else found
+
+
+class _Writing:
+    """NumPy arrays in place of NDArrays that are to be written; copies reach the NDArrays at the end of ``with``."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, np.ndarray]] = []
+
+    def to(self, array: Any) -> np.ndarray:
+        """The array's memory, when MXNet neither reads nor writes it any more, or a copy."""
+        found = _memory(array, array.to_dlpack_for_write)
+        if found is None:
+            found = array.asnumpy()
+            self._copies.append((array, found))
+        elif found.size:
+            # NumPy gives DLPack's memory out for reading only.
+            address, _ = found.__array_interface__["data"]
+            memory: Any = (ctypes.c_char * found.nbytes).from_address(address)
+            found = np.frombuffer(memory, found.dtype).reshape(found.shape)
+        return found
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            for array, copy in self._copies:
+                # By way of another NDArray, since MXNet copies from main memory into its plain layout only.
+                mx.nd.array(copy, array.context, array.dtype).copyto(array)
+
+
+class _Capsule:
+    """What ``numpy.from_dlpack`` asks for the memory."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: object) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # main memory
+
+
+def _memory(array: Any, export: Callable[[], Any]) -> np.ndarray | None:
+    """The memory of an NDArray, or None where it is on a device or in a layout of MXNet's own.
+
+    Raises:
+        DTypeMismatchError, UnsupportedError: kvmpi does not carry such arrays.
+    """
+    if array.stype != "default":
+        raise UnsupportedError(
+            f"an NDArray of storage type {array.stype} is not carried; call tostype('default') first"
+        )
+    if np.dtype(array.dtype) not in _DTYPES:
+        raise DTypeMismatchError(f"NDArrays of dtype {np.dtype(array.dtype)} are not carried; use one of {_NAMES}")
+    if array.context.device_type not in _HERE:
+        return None
+    try:
+        return np.from_dlpack(_Capsule(export()))
+    except mx.base.MXNetError:
+        return None
+
+
+_DTYPES = frozenset(dtype for name, dtype in DTYPES.items() if name != "bfloat16")
+_NAMES = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
+
+
+# ---- registration
+
+
+def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MXNet makes no store for a single device unless "dist" is in its name: workers would train apart, unnoticed."""
+
+    def create(kvstore: Any, *args: Any) -> Any:
+        if isinstance(kvstore, str) and kvstore.lower().startswith(PREFIX):
+            kvstore = mx.kv.create(kvstore)
+        return original(kvstore, *args)
+
+    return create
+
+
+def _rescaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MXNet's trainer refuses another batch size, which would not reach its servers, and to go on from saved states."""
+
+    def rescale(trainer: Any, scale: float) -> None:
+        if isinstance(trainer._kvstore, Store):
+            trainer._optimizer.rescale_grad = scale
+        else:
+            original(trainer, scale)
+
+    return rescale
+
+
+def _register(names: Iterable[str]) -> None:
+    for name in names:
+        mx.kvstore.KVStoreBase.register(type(PREFIX + name, (Store,), {"_name": name, "__module__": __name__}))
+    create = _creating(mx.model._create_kvstore)
+    for module in (mx.model, mx.gluon.trainer, mx.module.module):
+        module._create_kvstore = create
+    mx.gluon.Trainer._check_and_rescale_grad = _rescaling(mx.gluon.Trainer._check_and_rescale_grad)
+
+
+_register(_TYPES)
