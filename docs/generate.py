@@ -48,7 +48,7 @@ def api() -> str:
     for name in sorted(kvmpi.torch.__all__):
         cls = getattr(kvmpi.torch, name)
         parts.append(_class(f"kvmpi.torch.{name}", cls))
-        for method, member in vars(cls).items():
+        for method, member in _members(cls).items():
             if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
                 of = member.fget if isinstance(member, property) else member
                 parts.append(_function(f"{name}.{method}", of, level=4))  # type: ignore[arg-type]
@@ -91,7 +91,15 @@ def _function(name: str, of: Callable[..., Any], level: int = 3) -> str:
 
 
 def _class(name: str, of: type) -> str:
-    return f"### {name}{_signature(of)}\n\n{_text(of)}\n"
+    init = vars(of).get("__init__")
+    made = _text(init) if getattr(init, "__doc__", None) else ""
+    return f"### {name}{_signature(of)}\n\n{_text(of)}\n" + (f"\n{made}\n" if made else "")
+
+
+def _members(of: type) -> dict[str, Any]:
+    """What a class defines and inherits from classes of kvmpi, which may have no page of their own."""
+    own = [cls for cls in reversed(of.__mro__) if cls.__module__.startswith("kvmpi.")]
+    return {name: member for cls in own for name, member in vars(cls).items()}
 
 
 def settings() -> str:
