@@ -90,7 +90,9 @@ class _Averaging(ABC):
     def exchange(self) -> None:
         """Exchange all parameters with the center now, and wait for it; what is under way is merged before.
 
-        Collective over a client's workers; in a synchronous store over all workers.
+        All workers go on from what comes of it. In DiLoCo every exchange is an outer step, and its momentum moves the
+        center also when there was nothing to learn. Collective over a client's workers; in a synchronous store over
+        all workers.
         """
         self.finish()
         keys = self._active(self._params.keys)
@@ -352,7 +354,7 @@ class DiLoCo(_Averaging):
         """
         if mixing is None:
             mixing = 0.5 if overlap else 0.0
-        if not 0.0 <= mixing < 1.0:
+        if not isinstance(mixing, int | float) or not 0.0 <= mixing < 1.0:
             raise ConfigError(f"mixing={mixing!r}: expected the local weights' part, at least 0 and less than 1")
         compression = _compression(pseudo_gradient_dtype, kvstore)
         super().__init__(params, kvstore, optim.Outer(lr, momentum, nesterov), interval, overlap, fragments)

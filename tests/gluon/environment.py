@@ -20,12 +20,20 @@ def python_3_10() -> str | None:
     """An interpreter of Python 3.10, the newest that has wheels of NumPy 1.23 and runs MXNet 1.9.1."""
     candidates = [os.environ.get("PYTHON310"), sys.executable, shutil.which("python3.10")]
     candidates += sorted(glob.glob(os.path.expanduser("~/.pyenv/versions/3.10.*/bin/python")))
+    ask = ["-c", "import sys; print(sys.version_info[:2] == (3, 10))"]
     for found in candidates:
         # What is on the path may be a stand-in for an interpreter that is not there.
-        ask = [found, "-c", "import sys; print(sys.version_info[:2] == (3, 10))"]
-        if found and subprocess.run(ask, capture_output=True, text=True, check=False).stdout == "True\n":
+        if found and run([found, *ask]).stdout == "True\n":
             return found
     return None
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command's end; one that cannot be run, or hangs, has failed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 def main(folder: str) -> int:
@@ -41,7 +49,7 @@ def main(folder: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     for command in ([base, "-m", "venv", folder], [*install, *PACKAGES, "--editable", f"{ROOT}[mpi]"]):
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        made = run(command)
         if made.returncode:
             last = (made.stderr.strip().splitlines() or ["no reason given"])[-1]
             print(f"{' '.join(command[1:4])} ... failed, so the tests of MXNet are skipped: {last}")

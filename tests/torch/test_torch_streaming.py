@@ -144,6 +144,7 @@ def test_arguments_are_checked() -> None:
         ({"overlap": True}, "overlap=True: expected"),
         ({"overlap": 5, "interval": 5}, "overlap=5 with interval=5"),
         ({"mixing": 1.0}, r"mixing=1\.0: expected"),
+        ({"mixing": "0.5"}, "mixing='0.5': expected"),
         ({"mixing": -0.1}, r"mixing=-0\.1: expected"),
         ({"pseudo_gradient_dtype": torch.int8}, r"pseudo_gradient_dtype=torch\.int8: expected one of torch\.bfloat16"),
         ({"pseudo_gradient_dtype": "bf16"}, "pseudo_gradient_dtype='bf16': expected one of"),
