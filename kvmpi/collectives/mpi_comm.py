@@ -13,7 +13,7 @@ import numpy as np
 from kvmpi.collectives.comm import Bytes
 from kvmpi.collectives.waiting import expect_cores, wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, PeerLostError
+from kvmpi.errors import ConfigError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
@@ -40,6 +40,42 @@ def world(timeout_s: float | None = None) -> MpiComm:
         ConfigError: mpi4py or an MPI library is missing, or MPI allows no calls from our threads.
         KVTimeoutError: other ranks did not duplicate the communicator within ``timeout_s``.
     """
+    mpi, lock = _library()
+    comm = MpiComm(mpi, mpi.COMM_WORLD, lock, timeout_s).duplicate()
+    expect_cores(comm.ranks_on_host())
+    return comm
+
+
+def own_rank() -> int:
+    """This process's rank in ``MPI_COMM_WORLD``; initialises MPI if nobody has. Raises as ``world`` does."""
+    return _library()[0].COMM_WORLD.Get_rank()
+
+
+def members(ranks: Sequence[int], timeout_s: float | None = None) -> MpiComm:
+    """A communicator of some ranks of ``MPI_COMM_WORLD``, in this order. Collective over them, and over them only.
+
+    MPI offers no way to give up: all of them must be known to make this call. Its result's ``duplicate`` needs no such
+    care. Raises as ``world`` does.
+    """
+    mpi, lock = _library()
+    everyone = mpi.COMM_WORLD.Get_group()
+    group = everyone.Incl(list(ranks))
+    try:
+        with lock or nullcontext():
+            made = mpi.COMM_WORLD.Create_group(group)
+    except mpi.Exception as error:
+        raise _lost(error) from None
+    finally:
+        group.Free()
+        everyone.Free()
+    comm = MpiComm(mpi, made, lock, timeout_s)
+    if comm.size == mpi.COMM_WORLD.Get_size():
+        expect_cores(comm.ranks_on_host())
+    return comm
+
+
+def _library() -> tuple[Any, threading.Lock | None]:
+    """mpi4py's ``MPI``, initialised, and the lock that guards its calls, where it needs one."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -53,10 +89,7 @@ def world(timeout_s: float | None = None) -> MpiComm:
             "MPI was initialised without thread support (THREAD_SERIALIZED or more is needed); "
             "initialise it with MPI.Init_thread(MPI.THREAD_MULTIPLE), or import mpi4py.MPI first"
         )
-    lock = None if level >= MPI.THREAD_MULTIPLE else _serial
-    comm = MpiComm(MPI, MPI.COMM_WORLD, lock, timeout_s).duplicate()
-    expect_cores(comm.ranks_on_host())
-    return comm
+    return MPI, None if level >= MPI.THREAD_MULTIPLE else _serial
 
 
 def end_job(status: int) -> None:
@@ -89,11 +122,40 @@ class _Request:
                 with self._lock:
                     done = self._test()
         except self._mpi.Exception as error:
+            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                self._done = True  # the message is gone, and the communicator in order
+                _under_way.discard(self)
+                raise ShapeMismatchError("a message is longer than the memory that is to receive it") from None
             raise _lost(error) from None
         if done:
             self._done = True
             _under_way.discard(self)
         return done
+
+
+class _Arrival(_Request):
+    """A receive that tells what has come; to be looked at when it is done."""
+
+    __slots__ = ("_cancel", "_status")
+
+    def __init__(self, mpi: Any, request: Any, lock: threading.Lock | None, buffer: object) -> None:
+        self._status, self._cancel = mpi.Status(), request.Cancel
+        super().__init__(mpi, lambda: request.Test(self._status), lock, buffer)
+
+    @property
+    def source(self) -> int:
+        """Whose message it is."""
+        return self._status.Get_source()
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+        return self._status.Get_count(self._mpi.BYTE)
+
+    def cancel(self) -> None:
+        """No message is wanted any more; one may have come just now."""
+        with self._lock or nullcontext():
+            self._cancel()
 
 
 class MpiComm:
@@ -123,6 +185,21 @@ class MpiComm:
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> _Request:
         return self._start(self._comm.Irecv, buffer, [buffer, buffer.nbytes, self._mpi.BYTE], source, tag)
+
+    def irecv_message(self, buffer: Bytes, source: int | None, tag: int) -> _Arrival:
+        """``irecv`` that tells who sent how much; from any rank if ``source`` is None."""
+        of = self._mpi.ANY_SOURCE if source is None else source
+        try:
+            with self._lock or nullcontext():
+                request = self._comm.Irecv([buffer, buffer.nbytes, self._mpi.BYTE], of, tag)
+        except self._mpi.Exception as error:
+            raise _lost(error) from None
+        return _Arrival(self._mpi, request, self._lock, buffer)
+
+    @property
+    def largest_tag(self) -> int:
+        """Tags of messages go from 0 to here."""
+        return self._comm.Get_attr(self._mpi.TAG_UB) or 32767
 
     def iallreduce(self, buffer: Bytes) -> _Request:
         message = [buffer, buffer.size, self._mpi._typedict[np.dtype(buffer.dtype).char]]

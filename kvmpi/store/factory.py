@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds
@@ -25,8 +25,29 @@ _ALIASES = {
     "synchronous-mpi": "dist_sync_mpi",
     "asynchronous-mpi": "dist_async_mpi",
 }
+
+
+class Closing(Protocol):
+    """What has threads and peers, and is to be closed before the process ends."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def broken(self) -> bool:
+        """Whether peers were lost, so that the process cannot end MPI in good order."""
+        ...
+
+    @property
+    def mpi_size(self) -> int: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 #: Kept alive until they are closed: a store that was merely dropped still has threads, peers and files.
-_open_stores: list[KVStore] = []
+_open: list[Closing] = []
 
 
 def create(name: str = "local", **settings: Any) -> KVStore:
@@ -51,9 +72,14 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     except TypeError as error:
         raise ConfigError(f"create({name!r}): {error}") from None
     store = _FACTORIES[_ALIASES.get(name, name)](config)
-    _open_stores[:] = [known for known in _open_stores if not known.closed or known.broken]
-    _open_stores.append(store)
+    close_at_exit(store)
     return store
+
+
+def close_at_exit(thing: Closing) -> None:
+    """Close ``thing`` when the process ends, if nobody has."""
+    _open[:] = [known for known in _open if not known.closed or known.broken]
+    _open.append(thing)
 
 
 def register_store(name: str, factory: Factory) -> None:
@@ -71,7 +97,7 @@ def _mpi(config: Config) -> KVStore:
             f"store type 'mpi' needs all workers in one client, this job has {config.num_clients}; "
             "start it with -c 1, or use dist_sync_mpi with servers"
         )
-    return ReplicatedStore("mpi", config, _client_comm(config))
+    return ReplicatedStore("mpi", config, client_comm(config))
 
 
 def _dist(mode: str, *, grouped: bool) -> Factory:
@@ -79,7 +105,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
 
     def factory(config: Config) -> KVStore:
         if grouped and mode == "sync" and _without_servers(config) and config.num_clients == 1:
-            return ReplicatedStore(name, config, _client_comm(config))
+            return ReplicatedStore(name, config, client_comm(config))
         if not config.role:
             if _under_mpi():
                 raise NotLaunchedError(
@@ -92,7 +118,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
             raise ConfigError(f"store type {name!r} needs servers, this job has none; start it with -s 1 or more")
         if not config.scheduler:
             raise NotLaunchedError("KVMPI_SCHEDULER is not set; start the job with 'kvmpi run'")
-        return DistStore(name, config, _client_comm(config) if grouped else None, mode=mode, grouped=grouped)
+        return DistStore(name, config, client_comm(config) if grouped else None, mode=mode, grouped=grouped)
 
     return factory
 
@@ -107,8 +133,8 @@ def _under_mpi() -> bool:
     return mpi_comm.started_by_mpi()
 
 
-def _client_comm(config: Config) -> Comm | None:
-    """The communicator of this worker's client; None for a worker that is alone."""
+def client_comm(config: Config) -> Comm | None:
+    """The communicator of this worker's client, collective over its workers; None for a worker that is alone."""
     from kvmpi.collectives import mpi_comm
 
     if not config.role:
@@ -139,15 +165,15 @@ _FACTORIES: dict[str, Factory] = {
 def _close_at_exit() -> None:
     """Close what is open; if this process ends with an error, do not wait for peers that wait for it."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    for store in _open_stores:
+    for thing in _open:
         if error is not None:
-            store.abort()
+            thing.abort()
             continue
         try:
-            store.close()
-        except Exception:  # the other stores are to be closed all the same
+            thing.close()
+        except Exception:  # the others are to be closed all the same
             traceback.print_exc()
-    if any(store.mpi_size > 1 and (error is not None or store.broken) for store in _open_stores):
+    if any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,0 +1,277 @@
+"""What the operations of a process group have in common: who and where, how they begin, messages, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from kvmpi.collectives import Call, Comm, Entry, load_figures
+from kvmpi.collectives.exchange import GroupCollectives
+from kvmpi.collectives.transfers import Transfers
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.engine import create_engine
+from kvmpi.errors import KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.torch.c10d.tensors import octets
+from kvmpi.torch.c10d.work import GroupWork
+
+Buffer = npt.NDArray[Any]
+Tensors = Sequence[torch.Tensor]
+
+_LANE = "collectives"
+#: Seconds that a group which is destroyed gives to what is under way.
+_CLOSE_S = 10.0
+
+
+class Plan(NamedTuple):
+    """One collective as this rank would do it: what must be equal on all ranks, how it runs, what its future holds."""
+
+    entries: list[Entry]
+    run: Callable[[Deadline, str], None]
+    results: Sequence[Any] = ()
+
+
+#: Its declared overloads are those of C++; what torch calls are the forms below.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class GroupBase(_ProcessGroup):
+    """The ranks of ``comm`` with a lane, an agreement and messages.
+
+    Collectives run one after the other on the group's own lane, each after all ranks have agreed that they make the
+    same call: a rank that makes another one, or cannot make it, is an error on all of them. Their time begins when
+    they do. Messages between two ranks travel beside them, on a communicator of their own, as they come.
+
+    Args:
+        ranks: who they are in the world, for messages.
+        timeout_s: seconds that one operation may take.
+    """
+
+    def __init__(
+        self, comm: Comm, name: str, ranks: Sequence[int], timeout_s: float, config: Config,
+    ) -> None:  # fmt: skip
+        super().__init__(comm.rank, comm.size)
+        self._name, self._description, self._ranks, self._timeout_s = name, "", list(ranks), timeout_s
+        self._comms = [comm, comm.duplicate()]
+        self._collectives = GroupCollectives(
+            comm, config.allreduce, config.ring_chunk_bytes, num_rings=config.num_rings,
+            attach=config.shared_input == "attach", figures=load_figures(config.tuning),
+        )  # fmt: skip
+        self._transfers = Transfers(self._comms[1])
+        self._engine = create_engine(config.engine)
+        self._engine.add_lane(_LANE, ordered=True)
+        self._closed = self._stuck = False
+
+    # ---- who and where
+
+    def rank(self) -> int:
+        return self._collectives.rank
+
+    def size(self) -> int:
+        return self._collectives.size
+
+    getRank, getSize = rank, size
+
+    def getBackendName(self) -> str:
+        return "kvmpi"
+
+    def name(self) -> str:
+        return "kvmpi"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    # What torch looks for behind a group is the group itself.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> GroupBase:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From the next operation on."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    # ---- how operations begin
+
+    def _start(self, op: str, options: Any, prepare: Callable[[], Plan]) -> GroupWork:
+        """Run a collective; what keeps this rank from it becomes an error on all."""
+        if self._closed:
+            raise KVError(f"{op} on process group {self._name!r}, which is destroyed")
+        timeout_s, failure = self._seconds(options), None
+        plan = Plan([], lambda *_: None)
+        try:
+            plan = prepare()
+        except Exception as error:
+            failure = error
+        call = Call(op, tuple(plan.entries), failure)
+
+        def run() -> None:
+            deadline = Deadline(timeout_s)
+            try:
+                self._collectives.agree(call, deadline)
+                plan.run(deadline, op)
+            except KVError as error:
+                raise self._reworded(error) from None
+
+        work = GroupWork(self._engine.push(run, lane=_LANE, name=op), plan.results)
+        if failure is not None:
+            try:
+                work.wait()
+            except KVError:
+                pass  # as this rank's error, but for those that could not come
+            raise failure
+        return work
+
+    def _seconds(self, options: Any) -> float:
+        timeout = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
+        if timeout is not None and timeout > timedelta(0):
+            return timeout.total_seconds()
+        return self._timeout_s
+
+    def _reworded(self, error: KVError) -> KVError:
+        """The error as users of torch know what it speaks of."""
+        text = str(error).replace("of this client", "of this process group").replace("one client", "one process group")
+        text = text.replace("KVMPI_TIMEOUT_S", "the timeout of the process group")
+        text = (
+            text.replace("this client's", "this process group's")
+            .replace(": key ", ": tensor ")
+            .replace(" has key ", " has tensor ")
+        )
+        own = list(range(self.size())) == self._ranks
+        who = "" if own else f" of ranks {', '.join(map(str, self._ranks))}"
+        return type(error)(f"process group {self._name!r}{who}: {text}")
+
+    # ---- messages
+
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> GroupWork:
+        flat = octets(single(tensors))
+        return GroupWork(self._transfers.send(flat.buffer, dest, tag, self._timeout_s, self._label("send")), [])
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> GroupWork:
+        flat = octets(single(tensors), reads=False)
+        work = self._transfers.receive(flat.buffer, source, tag, self._timeout_s, self._label("recv"), flat.back)
+        return GroupWork(work, list(tensors))
+
+    def _label(self, op: str) -> str:
+        if self._closed:
+            raise KVError(f"{op} on process group {self._name!r}, which is destroyed")
+        return f"process group {self._name!r}: {op}"
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise UnsupportedError("calls are not coalesced by device; use dist.batch_isend_irecv, or no device")
+
+    # ---- the end
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def broken(self) -> bool:
+        """Whether ranks were lost, or still owe messages, so that the process cannot end MPI in good order."""
+        return self._collectives.broken or self._stuck
+
+    @property
+    def mpi_size(self) -> int:
+        return self.size()
+
+    def shutdown(self) -> None:
+        """Wait a little for what is under way, and release everything. ``destroy_process_group`` does this."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = Deadline(0.0 if self._collectives.broken else min(_CLOSE_S, self._timeout_s))
+        try:
+            self._engine.close(deadline.remaining_s())
+        except KVError:
+            self._stuck = True
+        self._stuck |= not self._transfers.drain(deadline)
+        if not self.broken:
+            for comm in self._comms:
+                comm.free()
+
+    close = shutdown
+
+    def abort(self) -> None:
+        """Release everything at once: what is under way fails."""
+        self._closed = True
+        try:
+            self._engine.close(0.0)
+        except KVError:
+            self._stuck = True
+
+    def _check_row(self, name: str, row: Sequence[torch.Tensor], own: int | None, *, equal: bool = False) -> None:
+        """One tensor for each rank, the own one of ``own`` elements, or all of them."""
+        if len(row) != self.size():
+            raise ShapeMismatchError(f"{len(row)} {name} tensors for {self.size()} ranks: expected one for each")
+        for rank, tensor in enumerate(row):
+            if own is not None and (equal or rank == self.rank()):
+                check_size(f"{name} tensor {rank}", tensor.numel(), own)
+
+
+def entries(tensors: Sequence[torch.Tensor]) -> list[Entry]:
+    """What has to be equal on all ranks. As of torch's other backends, lengths count, not shapes."""
+    return [Entry(i, (tensor.numel(),), str(tensor.dtype).removeprefix("torch.")) for i, tensor in enumerate(tensors)]
+
+
+def single(tensors: Tensors | torch.Tensor) -> torch.Tensor:
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ShapeMismatchError(f"{len(tensors)} tensors: this call takes one")
+    return tensors[0]
+
+
+def as_row(rows: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of one device's row."""
+    if len(rows) == 1 and not isinstance(rows[0], torch.Tensor):
+        return list(rows[0])
+    return list(rows)
+
+
+def check_size(name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ShapeMismatchError(f"the {name} has {found} elements, expected {expected}")
+
+
+def check_dtypes(tensors: Sequence[torch.Tensor]) -> None:
+    found = {tensor.dtype for tensor in tensors}
+    if len(found) > 1:
+        raise ShapeMismatchError(f"inputs and outputs have different dtypes: {', '.join(sorted(map(str, found)))}")

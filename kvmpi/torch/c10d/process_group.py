@@ -1,0 +1,197 @@
+"""A process group of torch.distributed over the tensor collectives: with what moves data, it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvmpi.collectives import Entry
+from kvmpi.deadline import Deadline
+from kvmpi.errors import ShapeMismatchError
+from kvmpi.torch.c10d.base import Plan, Tensors, as_row, check_dtypes, check_size, entries, single
+from kvmpi.torch.c10d.reductions import Reductions
+from kvmpi.torch.c10d.tensors import octets
+from kvmpi.torch.c10d.work import GroupWork
+
+Buffer = npt.NDArray[Any]
+
+
+class KvmpiProcessGroup(Reductions):
+    """The ranks of a communicator as torch.distributed knows them. Made by ``init_process_group`` and ``new_group``."""
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
+        root = opts if isinstance(opts, int) else opts.rootRank
+        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+        def prepare() -> Plan:
+            flats = [octets(tensor) for tensor in found]
+
+            def run(deadline: Deadline, label: str) -> None:
+                for flat in flats:
+                    self._collectives.broadcast(flat.buffer, root, deadline, label)
+                    if self.rank() != root:
+                        flat.back()
+
+            return Plan(entries(found), run, found)
+
+        return self._start(f"broadcast from {root}", timeout or opts, prepare)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        def prepare() -> Plan:
+            pairs = []
+            for output, source in zip(outputs, inputs, strict=True):
+                check_size("output", output.numel(), self.size() * source.numel())
+                check_dtypes([output, source])
+                pairs.append((octets(output, reads=False), octets(source)))
+
+            def run(deadline: Deadline, label: str) -> None:
+                for output, source in pairs:
+                    self._collectives.allgather(source.buffer, output.buffer, deadline, label)
+                    output.back()
+
+            return Plan(entries(inputs), run, list(outputs))
+
+        return self._start("all_gather", opts, prepare)
+
+    def allgather(
+        self, outputs: Sequence[Tensors] | Tensors, inputs: Tensors | torch.Tensor, opts: Any = None
+    ) -> GroupWork:
+        if isinstance(inputs, torch.Tensor):
+            return self.allgather_coalesced([outputs], [inputs], opts)
+        return self.allgather_coalesced(outputs, inputs, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None) -> GroupWork:
+        def prepare() -> Plan:
+            rows = []
+            for row, source in zip(outputs, inputs, strict=True):
+                self._check_row("output", row, source.numel())
+                check_dtypes([source, *row])
+                rows.append((octets(source), [octets(target, reads=False) for target in row]))
+
+            def run(deadline: Deadline, label: str) -> None:
+                for source, targets in rows:
+                    buffers: list[Buffer] = [target.buffer for target in targets]
+                    if len({buffer.size for buffer in buffers}) == 1:
+                        whole = np.empty(self.size() * source.buffer.size, np.uint8)
+                        self._collectives.allgather(source.buffer, whole, deadline, label)
+                        for buffer, part in zip(buffers, np.split(whole, self.size()), strict=True):
+                            np.copyto(buffer, part)
+                    else:
+                        self._collectives.exchange([source.buffer] * self.size(), buffers, deadline, label)
+                    for target in targets:
+                        target.back()
+
+            return Plan(entries([target for row in outputs for target in row]), run, list(outputs))
+
+        return self._start("all_gather", opts, prepare)
+
+    def gather(self, outputs: Sequence[Any], inputs: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
+        source, root = single(inputs), opts.rootRank
+        row: list[torch.Tensor] = as_row(outputs) if self.rank() == root else []
+
+        def prepare() -> Plan:
+            flat, targets = octets(source), [octets(target, reads=False) for target in row]
+            if self.rank() == root:
+                self._check_row("output", row, source.numel(), equal=True)
+                check_dtypes([source, *row])
+
+            def run(deadline: Deadline, label: str) -> None:
+                sends = [flat.buffer if rank == root else None for rank in range(self.size())]
+                receives: list[Buffer | None] = [target.buffer for target in targets] or [None] * self.size()
+                self._collectives.exchange(sends, receives, deadline, label)
+                for target in targets:
+                    target.back()
+
+            return Plan(entries([source]), run, [row])
+
+        return self._start(f"gather to {root}", opts, prepare)
+
+    def scatter(self, outputs: Tensors | torch.Tensor, inputs: Sequence[Any], opts: Any = None) -> GroupWork:
+        output, root = single(outputs), opts.rootRank
+        row: list[torch.Tensor] = as_row(inputs) if self.rank() == root else []
+
+        def prepare() -> Plan:
+            flat, sources = octets(output, reads=False), [octets(source) for source in row]
+            if self.rank() == root:
+                self._check_row("input", row, output.numel(), equal=True)
+                check_dtypes([output, *row])
+
+            def run(deadline: Deadline, label: str) -> None:
+                sends: list[Buffer | None] = [source.buffer for source in sources] or [None] * self.size()
+                receives = [flat.buffer if rank == root else None for rank in range(self.size())]
+                self._collectives.exchange(sends, receives, deadline, label)
+                flat.back()
+
+            return Plan(entries([output]), run, [output])
+
+        return self._start(f"scatter from {root}", opts, prepare)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        def prepare() -> Plan:
+            for name, row in (("output", outputs), ("input", inputs)):
+                self._check_row(name, row, None)
+            check_dtypes([*outputs, *inputs])
+            targets = [octets(target, reads=False) for target in outputs]
+            sources = [octets(source) for source in inputs]
+
+            def run(deadline: Deadline, label: str) -> None:
+                sent, expected = ([tensor.numel() for tensor in row] for row in (inputs, outputs))
+                self._collectives.check_counts(sent, expected, deadline, label)
+                self._collectives.exchange([s.buffer for s in sources], [t.buffer for t in targets], deadline, label)
+                for target in targets:
+                    target.back()
+
+            return Plan([Entry(0, (), str(inputs[0].dtype))], run, list(outputs))
+
+        return self._start("all_to_all", opts, prepare)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:  # fmt: skip
+        def prepare() -> Plan:
+            check_dtypes([output, source])
+            expected, sent = self._counts("output", output, output_splits), self._counts("input", source, input_splits)
+            target, flat = octets(output, reads=False), octets(source)
+            size = output.element_size()
+
+            def run(deadline: Deadline, label: str) -> None:
+                self._collectives.check_counts(sent, expected, deadline, label)
+                sends, receives = _cut(flat.buffer, sent, size), _cut(target.buffer, expected, size)
+                self._collectives.exchange(sends, receives, deadline, label)
+                target.back()
+
+            return Plan([Entry(0, (), str(source.dtype))], run, [output])
+
+        return self._start("all_to_all_single", opts, prepare)
+
+    def _counts(self, name: str, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
+        """Elements for each rank: ``splits`` are rows of the first dimension; none are equal parts."""
+        rows = tensor.shape[0] if tensor.dim() else tensor.numel()
+        if not splits:
+            if rows % self.size():
+                raise ShapeMismatchError(f"{name} has {rows} rows, which are no equal parts for {self.size()} ranks")
+            splits = [rows // self.size()] * self.size()
+        if len(splits) != self.size() or sum(splits) != rows or min(splits) < 0:
+            raise ShapeMismatchError(f"{name} splits {list(splits)}: expected {self.size()} of them, {rows} in all")
+        return [int(split) * (tensor.numel() // rows if rows else 0) for split in splits]
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        return self._start("barrier", opts, lambda: Plan([], lambda *_: None))
+
+    # What torch calls the same before 2.13.
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _cut(buffer: Buffer, counts: Sequence[int], itemsize: int) -> list[Buffer]:
+    """``counts[r]`` elements for rank r, one behind the other."""
+    stops = np.cumsum([count * itemsize for count in counts]).tolist()
+    return [buffer[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

@@ -1,0 +1,155 @@
+"""Reductions of a process group: sums and other operations, to all ranks, to one, or a part to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvmpi.deadline import Deadline
+from kvmpi.errors import UnsupportedError
+from kvmpi.kernels import host
+from kvmpi.torch.c10d.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
+from kvmpi.torch.c10d.tensors import Flat, numbers, reduction
+from kvmpi.torch.c10d.work import GroupWork
+
+_OPS = {
+    getattr(dist.ReduceOp, name): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+
+class Reductions(GroupBase):
+    """``torch.distributed``: all_reduce, reduce, reduce_scatter, and their forms."""
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
+        op = _op_of(opts)
+        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+        def prepare() -> Plan:
+            flats = [numbers(tensor, op) for tensor in found]
+            return Plan(entries(found), lambda *where: self._sum(flats, found, op, *where), found)
+
+        return self._start(f"all_reduce[{op}]", timeout or opts, prepare)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        return self.allreduce(tensors, opts)
+
+    def _sum(self, flats: list[Flat], tensors: Tensors, op: str, deadline: Deadline, label: str) -> None:
+        if op in ("sum", "avg") and not any(t.dtype == torch.bool for t in tensors):
+            for dtype in dict.fromkeys(flat.dtype for flat in flats):
+                alike = [flat for flat in flats if flat.dtype == dtype]
+                self._collectives.allreduce_many(
+                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label
+                )
+        else:
+            for flat, tensor in zip(flats, tensors, strict=True):
+                self._collectives.fold(flat.buffer, flat.buffer, flat.dtype, reduction(tensor, op), deadline, label)
+        for flat in flats:
+            self._divide(flat, op)
+            flat.back()
+
+    def _divide(self, flat: Flat, op: str) -> None:
+        if op == "avg":
+            host.scale(flat.buffer, 1.0 / self.size(), flat.dtype)
+
+    def reduce(
+        self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        tensor = single(tensors)
+        root, name = (opts, _op_of(op)) if isinstance(opts, int) else (opts.rootRank, _op_of(opts))
+
+        def prepare() -> Plan:
+            flat = numbers(tensor, name)
+
+            def run(deadline: Deadline, label: str) -> None:
+                mine = self.rank() == root
+                kind = "sum" if name == "avg" else reduction(tensor, name)
+                self._collectives.reduce(
+                    flat.buffer, flat.buffer if mine else None, flat.dtype, kind, root, deadline, label
+                )
+                if mine:
+                    self._divide(flat, name)
+                    flat.back()
+
+            return Plan(entries([tensor]), run, [tensor])
+
+        return self._start(f"reduce[{name}] to {root}", timeout or opts, prepare)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        op = _op_of(opts)
+
+        def prepare() -> Plan:
+            pairs = []
+            for output, source in zip(outputs, inputs, strict=True):
+                check_size("input", source.numel(), self.size() * output.numel())
+                pairs.append((numbers(output, op, reads=False), numbers(source, op), source))
+
+            def run(deadline: Deadline, label: str) -> None:
+                for output, source, tensor in pairs:
+                    self._scatter_sum(source, output, tensor, op, deadline, label)
+
+            return Plan(entries(inputs), run, list(outputs))
+
+        return self._start(f"reduce_scatter[{op}]", opts, prepare)
+
+    def _scatter_sum(
+        self, source: Flat, output: Flat, tensor: torch.Tensor, op: str, deadline: Deadline, label: str
+    ) -> None:
+        kind = reduction(tensor, "sum" if op == "avg" else op)
+        if kind == "sum":
+            self._collectives.reduce_scatter([source.vector], output.buffer, source.dtype, deadline, label)
+        else:
+            parts = np.split(source.buffer, self.size())
+            self._collectives.fold_parts(parts, output.buffer, source.dtype, kind, deadline, label)
+        self._divide(output, op)
+        output.back()
+
+    def reduce_scatter(
+        self,
+        outputs: Tensors | torch.Tensor,
+        inputs: Sequence[Tensors] | Tensors,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> GroupWork:
+        output, sources, op = single(outputs), as_row(inputs), _op_of(opts)
+
+        def prepare() -> Plan:
+            self._check_row("input", sources, output.numel())
+            flat, parts = numbers(output, op, reads=False), [numbers(source, op) for source in sources]
+
+            def run(deadline: Deadline, label: str) -> None:
+                kind = reduction(output, "sum" if op == "avg" else op)
+                buffers = [part.buffer for part in parts]
+                if kind == "sum" and len({buffer.size for buffer in buffers}) == 1:
+                    whole = Flat(output, flat.flat, np.concatenate(buffers), flat.dtype)
+                    self._collectives.reduce_scatter([whole.vector], flat.buffer, flat.dtype, deadline, label)
+                else:
+                    self._collectives.fold_parts(buffers, flat.buffer, flat.dtype, kind, deadline, label)
+                self._divide(flat, op)
+                flat.back()
+
+            return Plan(entries(sources), run, [output])
+
+        return self._start(f"reduce_scatter[{op}]", timeout or opts, prepare)
+
+    # What torch calls the same before 2.13.
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+
+
+def _op_of(options: Any) -> str:
+    """The name of a reduction; of none, a sum."""
+    wanted = getattr(options, "reduceOp", options)
+    if wanted is None or isinstance(wanted, timedelta):
+        return "sum"
+    for op, name in _OPS.items():
+        if wanted == op:
+            return name
+    raise UnsupportedError(f"reduction {wanted}: use one of {', '.join(name.upper() for name in _OPS.values())}")

@@ -1,0 +1,153 @@
+"""Where the processes of a job meet: what torch.distributed reads from the environment, and the ranks of a group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from kvmpi.collectives import SoloComm, mpi_comm
+from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.exchange import GroupCollectives
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.errors import ConfigError, KVTimeoutError
+from kvmpi.store.factory import client_comm, close_at_exit
+from kvmpi.torch.c10d.process_group import KvmpiProcessGroup
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ADDRESS_BYTES = 256
+#: Pending connections to the store: all ranks come at once.
+_BACKLOG = 2048
+#: The store of rank 0, which lives as long as the process: torch finds it by its port.
+_store: Any = None
+_client_is_world = False
+
+
+def make_client_the_world() -> None:
+    """In a job of several clients, let process groups span the workers of one client.
+
+    For programs in which something else carries data between clients: ``kvmpi.torch.ddp_comm_hook``, ``DiLoCo``,
+    ``ElasticAveraging``. To be called before ``init_process_group``.
+    """
+    global _client_is_world
+    _client_is_world = True
+
+
+def publish() -> None:
+    """Set what torch's ``env://`` reads, and torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_*.
+
+    What is set already stays. Collective over the ranks that an MPI launcher started, unless all four are set.
+
+    Raises:
+        KVTimeoutError: other ranks did not come within ``KVMPI_TIMEOUT_S``.
+    """
+    if all(os.environ.get(name) for name in _NAMES):
+        return
+    config = Config.from_env()
+    comm: Comm = client_comm(config) or SoloComm()
+    deadline, label = Deadline(config.timeout_s), "import kvmpi.torch.c10d"
+    collectives = GroupCollectives(comm)
+    hosts = _all_gather(collectives, comm.host, deadline, label)
+    local = [rank for rank, host in enumerate(hosts) if host == comm.host]
+    address = port = ""
+    if comm.rank == 0:
+        everybody_here = len(local) == comm.size
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if everybody_here else socket.gethostname())
+        port = os.environ.get("MASTER_PORT") or str(_serve(address, everybody_here, config.timeout_s))
+    address, port = collectives.tell(f"{address} {port}".encode(), 0, deadline, label).decode().split(" ")
+    comm.free()
+    found = {
+        "RANK": comm.rank,
+        "WORLD_SIZE": comm.size,
+        "LOCAL_RANK": local.index(comm.rank),
+        "LOCAL_WORLD_SIZE": len(local),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    for name, value in found.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _all_gather(collectives: GroupCollectives, text: str, deadline: Deadline, label: str) -> list[str]:
+    """A short text of every rank."""
+    mine = np.zeros(_ADDRESS_BYTES, np.uint8)
+    encoded = text.encode()[:_ADDRESS_BYTES]
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    table = np.empty((collectives.size, _ADDRESS_BYTES), np.uint8)
+    collectives.allgather(mine, table.reshape(-1), deadline, label)
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+
+
+def _serve(address: str, everybody_here: bool, timeout_s: float) -> int:
+    """Start torch's store on a port that the system chooses; only this host reaches it if all ranks are here."""
+    global _store
+    listener = socket.socket()
+    listener.bind(("127.0.0.1" if everybody_here else "", 0))
+    listener.listen(_BACKLOG)
+    port: int = listener.getsockname()[1]
+    # It is torch that closes the socket. Of several stores of a process on one port, torch makes one server.
+    _store = dist.TCPStore(
+        address, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    return port
+
+
+def create_group(options: Any, _: Any) -> KvmpiProcessGroup:
+    """What torch calls for ``init_process_group("kvmpi")`` and ``new_group``, on every rank of the new group.
+
+    Raises:
+        ConfigError: the processes of the group are not the ranks of one MPI job.
+        KVTimeoutError: a rank did not come within the group's timeout; names it.
+    """
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    name, config = str(options.group_id), Config.from_env()
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    where = f"process group {name!r} of {size} ranks"
+    if config.num_clients > 1 and not _client_is_world:
+        raise ConfigError(
+            f"{where}: this job has {config.num_clients} clients, and torch.distributed would span only the workers of "
+            f"client {config.client_rank}; start the job with -c 1, or call "
+            "kvmpi.torch.c10d.make_client_the_world() before, if something else carries data between clients"
+        )
+    comm: Comm = SoloComm()
+    if size > 1:
+        if not mpi_comm.started_by_mpi():
+            raise ConfigError(
+                f"{where}: MPI has not started this process, so the others cannot be reached (torchrun and spawn start "
+                f"no MPI job); start the program with 'kvmpi run -n {size} PROGRAM', with mpirun, or with srun --mpi"
+            )
+        comm = mpi_comm.members(_meet(options.store, rank, size, timeout, where), timeout.total_seconds())
+    group = KvmpiProcessGroup(comm, name, ranks, timeout.total_seconds(), config)
+    close_at_exit(group)
+    return group
+
+
+def _meet(store: Any, rank: int, size: int, timeout: timedelta, where: str) -> list[int]:
+    """The ranks in ``MPI_COMM_WORLD`` of all members, once all of them are here."""
+    keys = [f"kvmpi/{member}" for member in range(size)]
+    store.set(keys[rank], str(mpi_comm.own_rank()))
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [member for member in range(size) if not store.check([keys[member]])]
+        raise KVTimeoutError(
+            f"{where}, on rank {rank} of it: its rank {', '.join(map(str, missing)) or '?'} did not come within "
+            f"{timeout.total_seconds():.1f} s; every member must create its groups in the same order ({error})"
+        ) from None
+    found = [int(store.get(key)) for key in keys]
+    # A group of the same name may be made again, and must not find these.
+    if store.add("kvmpi/read", 1) == size:
+        for key in (*keys, "kvmpi/read"):
+            store.delete_key(key)
+    if len(set(found)) < size:
+        raise ConfigError(
+            f"{where}: its members are MPI ranks {found}, but must all be different ranks of one MPI_COMM_WORLD: are "
+            "they of several clients, or of several mpirun?"
+        )
+    return found

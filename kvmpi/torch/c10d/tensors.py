@@ -1,0 +1,108 @@
+"""Tensors of torch.distributed as flat host memory, for the time of one operation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvmpi import arrays
+from kvmpi.arrays import Vector
+from kvmpi.errors import DTypeMismatchError, UnsupportedError
+
+Buffer = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """``buffer``, shape ``(count,)``, holds what ``tensor`` does; it is the tensor's memory, or ``flat`` a copy of it.
+
+    ``dtype`` is what kvmpi calls that of the elements, where they are to be added up.
+    """
+
+    tensor: torch.Tensor
+    flat: torch.Tensor
+    buffer: Buffer
+    dtype: str = "uint8"
+
+    def back(self) -> None:
+        """The tensor takes what is in ``buffer`` now."""
+        if self.flat.data_ptr() == self.tensor.data_ptr() and self.tensor.device.type == "cpu":
+            return
+        with torch.no_grad():
+            target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+            found = self.flat.view(target.dtype)
+            target.copy_(found.reshape(target.shape))
+        if self.tensor.device.type == "cuda":
+            # Whoever waits in another thread knows nothing of this one's stream.
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    @property
+    def vector(self) -> Vector:
+        """For the tensor collectives."""
+        return Vector(self.buffer, self.dtype, "cpu", True)
+
+
+def octets(tensor: torch.Tensor, *, reads: bool = True) -> Flat:
+    """The tensor as bytes: for operations that move data, whatever it means.
+
+    Args:
+        reads: whether what the tensor holds matters; else it is only written to.
+    Raises:
+        UnsupportedError: a layout or a device that kvmpi does not carry.
+    """
+    flat = _flat(tensor, reads).view(torch.uint8)
+    return Flat(tensor, flat, flat.numpy())
+
+
+def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
+    """The tensor as numbers, or for ``bool`` as bytes that are 0 or 1; complex numbers as pairs.
+
+    Raises:
+        DTypeMismatchError: a dtype that ``op`` is not done on.
+        UnsupportedError: a layout or a device that kvmpi does not carry.
+    """
+    if tensor.is_complex() and op not in ("sum", "avg"):
+        raise DTypeMismatchError(f"{op} of {tensor.dtype}: complex numbers are only added up")
+    flat = _flat(tensor, reads)
+    name = str(flat.dtype).removeprefix("torch.")
+    if name == "bool":
+        flat, name = flat.view(torch.uint8), "uint8"
+    if name not in arrays.DTYPES:
+        raise DTypeMismatchError(
+            f"{op} of dtype {tensor.dtype} is not carried; use one of {', '.join(arrays.DTYPES)}, bool"
+        )
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise DTypeMismatchError(f"avg of {tensor.dtype} would have to be rounded; sum, and divide as you like")
+    if name == "bfloat16":
+        return Flat(tensor, flat, flat.view(torch.int16).numpy().view(np.uint16), name)
+    return Flat(tensor, flat, flat.numpy(), name)
+
+
+def reduction(tensor: torch.Tensor, op: str) -> str:
+    """What ``op`` is on the elements that ``numbers`` gives: of truth values a sum is "or", a product "and"."""
+    if tensor.dtype == torch.bool:
+        return {"sum": "max", "product": "min"}.get(op, op)
+    return op
+
+
+def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
+    """The tensor's elements on the CPU, one-dimensional: its own memory where that is contiguous."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"a tensor of layout {tensor.layout} is not carried; call to_dense() first")
+    if tensor.is_quantized:
+        raise UnsupportedError("a quantized tensor is not carried; send its int_repr()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"a tensor on {tensor.device} is not carried; use cpu or cuda")
+    found = tensor.detach()
+    if found.is_complex():
+        found = torch.view_as_real(found.resolve_conj())
+    if found.device.type == "cpu" and found.is_contiguous() and not found.is_neg():
+        return found.reshape(-1)
+    if reads:
+        return found.resolve_neg().cpu().contiguous().reshape(-1)
+    return torch.empty(math.prod(found.shape), dtype=found.dtype)

@@ -1,0 +1,63 @@
+"""What an asynchronous operation of a process group returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvmpi.collectives.transfers import Transfer
+from kvmpi.engine import Work
+from kvmpi.torch.futures import future_of
+
+
+class GroupWork(dist.Work):
+    """A ``torch.distributed.Work`` over a Work of kvmpi.
+
+    Args:
+        results: what the future holds.
+    """
+
+    def __init__(self, work: Work, results: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._work, self._results = work, list(results)
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation is done; its error is raised here."""
+        seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
+        self._work.wait(seconds)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if isinstance(self._work, Transfer):
+            return self._work.poll()
+        return self._work.done()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._work.error() is None
+
+    def exception(self) -> BaseException | None:
+        return self._work.error()
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = future_of(self._work, lambda: self._results)
+        return self._future
+
+    def source_rank(self) -> int:
+        self.wait()
+        assert isinstance(self._work, Transfer), "only messages have a source"
+        return self._work.source
+
+    _source_rank = source_rank
