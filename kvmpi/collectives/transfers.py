@@ -58,6 +58,8 @@ class Transfer(Work):
                 self._check_length()
                 if self._then is not None:
                     self._then()
+            except ShapeMismatchError as error:
+                self.finish(ShapeMismatchError(f"{self.name}: {error}"))
             except Exception as error:
                 self.finish(error)
             else:
@@ -87,8 +89,7 @@ class Transfer(Work):
                 if not request.test():
                     request.cancel()  # type: ignore[attr-defined]
         raise KVTimeoutError(
-            f"{self.name}: not done within {self._deadline.timeout_s:.1f} s; look at that worker, or raise "
-            "KVMPI_TIMEOUT_S"
+            f"{self.name}: not done within {self._deadline.timeout_s:.1f} s; look at that worker, or allow more time"
         )
 
     def _check_length(self) -> None:
@@ -96,7 +97,7 @@ class Transfer(Work):
             return
         came = sum(request.nbytes for request in self._requests)  # type: ignore[attr-defined]
         if came != self._expected:
-            raise ShapeMismatchError(f"{self.name}: a message of {came} bytes for a tensor of {self._expected}")
+            raise ShapeMismatchError(f"a message of {came} bytes for a tensor of {self._expected}")
 
 
 class Transfers:

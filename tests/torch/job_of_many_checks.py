@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kvmpi
-from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer
+from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer, ddp_comm_hook
 
 NUM_WORKERS, NUM_CLIENTS, BATCH, STEPS = 4, 2, 8, 4
 
@@ -137,6 +137,27 @@ def diloco_that_averages(store: str) -> None:
         assert torch.equal(flat(model.parameters()), flat(diloco.pull_center()))
 
 
+def unmodified_ddp_over_a_store(store: str) -> None:
+    """DDP's process group is the client; its gradients go through servers, to all clients."""
+    from kvmpi.torch import c10d
+
+    c10d.make_client_the_world()
+    torch.distributed.init_process_group("kvmpi")
+    with kvmpi.create(store) as kv:
+        assert torch.distributed.get_rank() == kv.mpi_rank
+        assert torch.distributed.get_world_size() == kv.mpi_size
+        # Clients begin alike, the workers of one need not.
+        model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank), bucket_cap_mb=1e-4)
+        model.register_comm_hook(None, ddp_comm_hook(kv))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / BATCH, momentum=0.9)
+        for step in range(STEPS):
+            backward(model, *samples(step, kv.rank))
+            optimizer.step()
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store} under DDP: {difference}"
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     for store in ("dist_sync", "dist_sync_mpi"):
         synchronous_training(store, update=True)
@@ -149,6 +170,7 @@ def main() -> None:
     for store in ("dist_async", "dist_async_mpi"):
         client_store(store)
         elastic_averaging(store)
+    unmodified_ddp_over_a_store("dist_sync_mpi")
     print("all checks passed")
 
 

@@ -16,7 +16,7 @@ from kvmpi.collectives.transfers import Transfers
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import create_engine
-from kvmpi.errors import KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
 from kvmpi.torch.c10d.tensors import octets
 from kvmpi.torch.c10d.work import GroupWork
 
@@ -274,4 +274,4 @@ def check_size(name: str, found: int, expected: int) -> None:
 def check_dtypes(tensors: Sequence[torch.Tensor]) -> None:
     found = {tensor.dtype for tensor in tensors}
     if len(found) > 1:
-        raise ShapeMismatchError(f"inputs and outputs have different dtypes: {', '.join(sorted(map(str, found)))}")
+        raise DTypeMismatchError(f"inputs and outputs have different dtypes: {', '.join(sorted(map(str, found)))}")

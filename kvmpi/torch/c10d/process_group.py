@@ -64,10 +64,14 @@ class KvmpiProcessGroup(Reductions):
         self, outputs: Sequence[Tensors] | Tensors, inputs: Tensors | torch.Tensor, opts: Any = None
     ) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
-            return self.allgather_coalesced([outputs], [inputs], opts)
-        return self.allgather_coalesced(outputs, inputs, opts)
+            return self._gather_lists([outputs], [inputs], opts)
+        return self._gather_lists(outputs, inputs, opts)
 
-    def allgather_coalesced(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None) -> GroupWork:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        """``outputs[r][i]`` takes what rank r has as ``inputs[i]``: unlike in ``allgather``, the rank comes first."""
+        return self._gather_lists([[*row] for row in zip(*outputs, strict=False)], inputs, opts)
+
+    def _gather_lists(self, outputs: Sequence[Any], inputs: Tensors, opts: Any) -> GroupWork:
         def prepare() -> Plan:
             rows = []
             for row, source in zip(outputs, inputs, strict=True):

@@ -1,0 +1,60 @@
+"""A communication hook of DistributedDataParallel that sums gradients through a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvmpi.errors import ConfigError
+from kvmpi.store import KVStore
+from kvmpi.torch.futures import future_of
+
+Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
+    """A hook for an unmodified DDP model: gradients become their mean over all workers of ``kv``.
+
+    ::
+
+        kvmpi.torch.c10d.make_client_the_world()          # in a job of several clients
+        torch.distributed.init_process_group("kvmpi")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        model.register_comm_hook(None, kvmpi.torch.ddp_comm_hook(kvmpi.create("dist_sync_mpi")))
+
+    DDP itself then exchanges no gradients: its process group gives the workers of a client the same first weights and
+    buffers. Workers of different clients must begin with the same weights: seed alike, or broadcast through ``kv``.
+    Gradients travel in DDP's buckets, each a key of ``kv`` (``prefix``, number, length, dtype) that is made when the
+    bucket first comes; DDP forms new buckets after its first step, and the old keys stay.
+
+    Args:
+        kv: a synchronous store without an optimizer: it sums, and DDP's optimizer steps in every worker. A store that
+            has other keys has keys that are strs.
+    Raises:
+        ConfigError: the store is asynchronous, or applies an optimizer.
+    """
+    if not isinstance(kv, KVStore):
+        raise ConfigError(f"ddp_comm_hook of {kv!r}: expected a store, for example kvmpi.create('dist_sync_mpi')")
+    if kv.is_capable("async"):
+        raise ConfigError(
+            f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
+            "no sum of gradients to get back; use a synchronous store"
+        )
+    made: set[str] = set()
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if kv.optimizer is not None:
+            raise ConfigError(f"ddp_comm_hook: the store applies {kv.optimizer!r} to what is pushed; create another")
+        gradients: torch.Tensor = bucket.buffer()
+        key = f"{prefix}.{bucket.index()}.{gradients.numel()}.{str(gradients.dtype).removeprefix('torch.')}"
+        if key not in made:
+            kv.init(key, torch.zeros_like(gradients))
+            made.add(key)
+        work = kv.pushpull(key, gradients, async_op=True)
+        assert work is not None
+        return future_of(work, lambda: gradients.div_(kv.num_workers))
+
+    hook.__annotations__.clear()  # DDP compares them with its own, which are no strings
+    return hook

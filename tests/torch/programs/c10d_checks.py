@@ -1,0 +1,383 @@
+"""Run by test_torch_c10d on 1 to 4 ranks: every operation of the backend against what torch computes in float64."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp
+
+import kvmpi.torch.c10d  # noqa: F401 - registers the backend
+from kvmpi.errors import (
+    DTypeMismatchError,
+    KVTimeoutError,
+    OrderMismatchError,
+    ShapeMismatchError,
+    UnsupportedError,
+)
+
+warnings.simplefilter("ignore", FutureWarning)  # torch has new names for all_gather_into_tensor and others
+torch.set_num_threads(1)
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+COUNTS = (0, 1, 5, 1000)
+OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0),
+    ReduceOp.AVG: lambda rows: rows.mean(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+}
+BITS = {ReduceOp.BAND: "bitwise_and", ReduceOp.BOR: "bitwise_or", ReduceOp.BXOR: "bitwise_xor"}
+
+
+def value(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """Small whole numbers, halves for floats: sums of them are exact in every dtype. By rank and index."""
+    numbers = (torch.arange(count) * 7 + rank * 3 + salt) % 5
+    return numbers.to(dtype) * (torch.tensor(0.5, dtype=dtype) if dtype in FLOATS else torch.tensor(1, dtype=dtype))
+
+
+def rows(size: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    wide = torch.float64 if dtype in FLOATS else torch.int64
+    return torch.stack([value(rank, count, dtype, salt).to(wide) for rank in range(size)])
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    expected = expected.to(found.dtype).reshape(found.shape)
+    assert torch.equal(found, expected), f"rank {dist.get_rank()}, {what}: {found}, expected {expected}"
+
+
+def raises(kind: type[Exception], text: str) -> Any:
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def reductions(rank: int, size: int) -> None:
+    for dtype in (*FLOATS, *INTEGERS):
+        for op, oracle in OPS.items():
+            if op == ReduceOp.AVG and (dtype in INTEGERS or size == 3):
+                continue  # a mean over 3 is not exact
+            for count in COUNTS:
+                expected = oracle(rows(size, count, dtype)) if count else torch.empty(0)
+                what = f"{op} of {count} {dtype}"
+                tensor = value(rank, count, dtype)
+                dist.all_reduce(tensor, op)
+                same(tensor, expected, f"all_reduce {what}")
+                tensor = value(rank, count, dtype)
+                dist.reduce(tensor, size - 1, op)
+                same(tensor, expected if rank == size - 1 else value(rank, count, dtype), f"reduce {what}")
+                whole = rows(size, size * count, dtype)
+                parts = (oracle(whole) if count else whole.sum(0)).chunk(size) if count else [torch.empty(0)] * size
+                out = torch.empty(count, dtype=dtype)
+                dist.reduce_scatter_tensor(out, value(rank, size * count, dtype), op)
+                same(out, parts[rank], f"reduce_scatter_tensor {what}")
+                out = torch.empty(count, dtype=dtype)
+                dist.reduce_scatter(
+                    out, list(value(rank, size * count, dtype).split(count)) if count else [out] * size, op
+                )
+                same(out, parts[rank], f"reduce_scatter {what}")
+    for dtype in INTEGERS:
+        for op, name in BITS.items():
+            tensor, expected = value(rank, 9, dtype), value(0, 9, dtype)
+            for other in range(1, size):
+                expected = getattr(torch, name)(expected, value(other, 9, dtype))
+            dist.all_reduce(tensor, op)
+            same(tensor, expected, f"{op} of {dtype}")
+    lengths = [r + 1 for r in range(size)]  # parts of different lengths
+    out = torch.empty(lengths[rank])
+    dist.reduce_scatter(out, [value(rank, n, torch.float32, n) for n in lengths])
+    same(out, rows(size, lengths[rank], torch.float32, lengths[rank]).sum(0), "uneven reduce_scatter")
+    truth = torch.arange(size) == rank
+    for op, expected in ((ReduceOp.SUM, torch.ones(size)), (ReduceOp.PRODUCT, torch.zeros(size) + (size == 1))):
+        tensor = truth.clone()
+        dist.all_reduce(tensor, op)
+        same(tensor, expected.bool(), f"{op} of bool")
+    tensor = torch.complex(torch.ones(3) * rank, torch.ones(3))
+    dist.all_reduce(tensor)
+    same(tensor, torch.complex(torch.ones(3) * sum(range(size)), torch.ones(3) * size), "complex")
+    strided = torch.zeros(4, 6)[:, ::2]
+    strided += value(rank, 12, torch.float32).reshape(4, 3)
+    dist.all_reduce(strided)
+    same(strided, rows(size, 12, torch.float32).sum(0), "a strided tensor")
+    several = [value(rank, n, torch.float32, n) for n in (3, 0, 70)]
+    dist.all_reduce_coalesced(several)
+    for tensor, n in zip(several, (3, 0, 70), strict=True):
+        same(tensor, rows(size, n, torch.float32, n).sum(0), "all_reduce_coalesced")
+    outs = [torch.empty(2), torch.empty(5)]
+    with dist._coalescing_manager():
+        for i, out in enumerate(outs):
+            dist.reduce_scatter_tensor(out, value(rank, size * out.numel(), torch.float32, i))
+    for i, out in enumerate(outs):
+        same(out, rows(size, size * out.numel(), torch.float32, i).sum(0).chunk(size)[rank], "coalesced reduce_scatter")
+
+
+def moves(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.uint16):
+        for count in (0, 1, 1000):
+            every = [value(r, count, torch.int64).to(dtype) for r in range(size)]
+            mine, what = every[rank], f"of {count} {dtype}"
+            tensor = mine.clone()
+            dist.broadcast(tensor, size - 1)
+            same(tensor, every[-1], f"broadcast {what}")
+            out = torch.empty(size * count, dtype=dtype)
+            dist.all_gather_into_tensor(out, mine)
+            same(out, torch.cat(every), f"all_gather_into_tensor {what}")
+            listed = [torch.empty(count, dtype=dtype) for _ in range(size)]
+            dist.all_gather(listed, mine)
+            same(torch.cat(listed), torch.cat(every), f"all_gather {what}")
+            listed = [torch.empty(count, dtype=dtype) for _ in range(size)]
+            dist.gather(mine, listed if rank == 0 else None, 0)
+            if rank == 0:
+                same(torch.cat(listed), torch.cat(every), f"gather {what}")
+            out = torch.empty(count, dtype=dtype)
+            dist.scatter(out, every if rank == size - 1 else None, size - 1)
+            same(out, mine, f"scatter {what}")
+            sent = [(value(10 * rank + r, count, torch.int64)).to(dtype) for r in range(size)]
+            expected = [(value(10 * r + rank, count, torch.int64)).to(dtype) for r in range(size)]
+            listed = [torch.empty(count, dtype=dtype) for _ in range(size)]
+            dist.all_to_all(listed, sent)
+            same(torch.cat(listed), torch.cat(expected), f"all_to_all {what}")
+            out = torch.empty(size * count, dtype=dtype)
+            dist.all_to_all_single(out, torch.cat(sent))
+            same(out, torch.cat(expected), f"all_to_all_single {what}")
+    splits = [[(r + 2 * to) % 3 for to in range(size)] for r in range(size)]  # rows of 2 that r sends to another
+    sent = value(rank, 2 * sum(splits[rank]), torch.float32).reshape(-1, 2)
+    to_me = [splits[r][rank] for r in range(size)]
+    out = torch.empty(sum(to_me), 2)
+    dist.all_to_all_single(out, sent, to_me, splits[rank])
+    expected = [value(r, 2 * sum(splits[r]), torch.float32).reshape(-1, 2).split(splits[r])[rank] for r in range(size)]
+    same(out, torch.cat(expected), "all_to_all_single with splits")
+    listed = [torch.empty(r + 1) for r in range(size)]
+    dist.all_gather(listed, value(rank, rank + 1, torch.float32))
+    for r, part in enumerate(listed):
+        same(part, value(r, r + 1, torch.float32), "uneven all_gather")
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": r} for r in range(size)]
+    outs = [torch.empty(size * 2), torch.empty(size * 3)]
+    with dist._coalescing_manager():
+        for i, out in enumerate(outs):
+            dist.all_gather_into_tensor(out, value(rank, i + 2, torch.float32, i))
+    for i, out in enumerate(outs):
+        same(out, torch.cat([value(r, i + 2, torch.float32, i) for r in range(size)]), "coalesced all_gather")
+
+
+def messages(rank: int, size: int) -> None:
+    left, right = (rank - 1) % size, (rank + 1) % size
+    big = 3_000_000  # bytes: more than MPI sends without being asked for
+    for count in (0, 1, big // 4):
+        sending = dist.isend(value(rank, count, torch.float32), right)
+        found = torch.empty(count)
+        assert dist.recv(found, left) == left
+        same(found, value(left, count, torch.float32), f"message of {count}")
+        sending.wait()
+    # Tags are matched whatever the order, and messages of one tag keep theirs.
+    sent = [dist.isend(value(rank, 4, torch.int64, tag), right, tag=tag) for tag in (1, 2, 2)]
+    for tag in (2, 1, 2):
+        found = torch.empty(4, dtype=torch.int64)
+        dist.recv(found, left, tag=tag)
+        same(found, value(left, 4, torch.int64, tag), f"tag {tag}")
+    for work in sent:
+        work.wait()
+    # From whoever comes.
+    if rank == 0:
+        sources = set()
+        for _ in range(1, size):
+            found = torch.empty(3)
+            source = dist.recv(found)
+            same(found, value(source, 3, torch.float32), "from any rank")
+            sources.add(source)
+        assert sources == set(range(1, size))
+    else:
+        dist.send(value(rank, 3, torch.float32), 0)
+    dist.barrier()
+    strided = torch.zeros(5, 2).t()
+    ops = [
+        dist.P2POp(dist.irecv, strided, left),
+        dist.P2POp(dist.isend, value(rank, 10, torch.float32), right),
+    ]
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        work.wait()
+    same(strided, value(left, 10, torch.float32), "batch_isend_irecv")
+    assert works[0].is_completed()
+    assert works[0].is_success()
+    future = dist.irecv(found := torch.empty(2), left).get_future()
+    dist.send(value(rank, 2, torch.float32), right)
+    same(future.wait()[0], value(left, 2, torch.float32), "the future of a message")
+    same(found, value(left, 2, torch.float32), "the memory of a message")
+    for count in (2, 4):
+        sending = dist.isend(torch.ones(3), right)
+        with raises(ShapeMismatchError, "message"):
+            dist.recv(torch.empty(count), left)
+        sending.wait()
+    with raises(ValueError, "tags go from 0"):
+        dist.isend(torch.ones(1), right, tag=-1)
+
+
+def groups(rank: int, size: int) -> None:
+    evens = dist.new_group(list(range(0, size, 2)))
+    head = dist.new_group([0, 1], timeout=timedelta(seconds=60)) if size > 1 else None
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=alone)
+    same(tensor, torch.ones(2), "a group of one")
+    if rank % 2 == 0:
+        members = range(0, size, 2)
+        tensor = value(rank, 6, torch.float32)
+        dist.all_reduce(tensor, group=evens)
+        same(tensor, rows(size, 6, torch.float32)[members].sum(0), "the even ranks")
+        if len(members) > 1 and rank == 0:
+            dist.send(torch.ones(3), 2, group=evens)
+        elif rank == 2:
+            assert dist.recv(torch.empty(3), 0, group=evens) == 0
+    # Two groups over the same ranks, used in opposite orders: each has a lane of its own.
+    one, two = dist.new_group(), dist.new_group()
+    order = [one, two] if rank % 2 == 0 else [two, one]
+    tensors = {group: value(rank, 40_000, torch.float32, i) for i, group in enumerate((one, two))}
+    works = [dist.all_reduce(tensors[group], group=group, async_op=True) for group in order]
+    for work in works:
+        work.wait()
+    for i, group in enumerate((one, two)):
+        same(tensors[group], rows(size, 40_000, torch.float32, i).sum(0), f"group {i} of two")
+    dist.destroy_process_group(one)
+    dist.barrier()
+    if head is not None and rank < 2:
+        dist.barrier(group=head)
+
+
+def asynchronous(rank: int, size: int) -> None:
+    tensors = [value(rank, 500, torch.float32, i) for i in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    futures = [work.get_future().then(lambda f: 2 * f.value()[0]) for work in works]
+    for i, future in enumerate(futures):
+        same(future.wait(), 2 * rows(size, 500, torch.float32, i).sum(0), "a chain on a future")
+    assert all(work.is_completed() and work.exception() is None for work in works)
+    assert dist.barrier(async_op=True).wait()
+
+    def again(future: Any) -> Any:  # as PowerSGD does: another collective, awaited in a callback
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()
+
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
+    same(tensor, torch.full((3,), float(size * size)), "a collective inside a callback")
+
+
+def mistakes(rank: int, size: int) -> None:
+    """Each is an error on all ranks, and the group goes on."""
+    if size > 1:
+        with raises(ShapeMismatchError, "tensor 0 has shape (3,) on MPI rank 0 and (4,) on MPI rank"):
+            dist.all_reduce(torch.ones(4 if rank == size - 1 else 3))
+        with raises(DTypeMismatchError, "dtype float32 on MPI rank 0 and int64"):
+            dist.all_reduce(torch.ones(3, dtype=torch.int64 if rank == 1 else torch.float32))
+        with raises(OrderMismatchError, "different calls"):
+            dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(1))
+        with raises(UnsupportedError, "layout"):
+            dist.all_reduce(torch.eye(2).to_sparse() if rank == 1 else torch.eye(2))
+        with raises(ShapeMismatchError, "sends 2 elements to MPI rank 0, which expects 1"):
+            dist.all_to_all_single(
+                torch.empty(size if rank == 0 else size + (rank != 1)),
+                torch.ones(size + (rank == 1)),
+                [1] * size,
+                [2 if rank == 1 and r == 0 else 1 for r in range(size)],
+            ) if rank in (0, 1) else dist.all_to_all_single(torch.empty(size), torch.ones(size), [1] * size, [1] * size)
+    with raises(DTypeMismatchError, "rounded"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int32), ReduceOp.AVG)
+    with raises(DTypeMismatchError, "integers"):
+        dist.all_reduce(torch.ones(3), ReduceOp.BXOR)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    same(tensor, torch.full((3,), float(size)), "after mistakes")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(net: nn.Module, batches: Callable[[int], torch.Tensor]) -> nn.Module:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(batches(step)).square().mean().backward()
+        optimizer.step()
+    return net
+
+
+def training(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    expected = trained(model(), lambda step: torch.cat([batch(step, r) for r in range(size)]))
+    mine = model()
+    if rank:  # rank 0's weights count
+        nn.init.zeros_(mine[0].weight)
+    parallel = nn.parallel.DistributedDataParallel(mine, bucket_cap_mb=1e-4)
+    trained(parallel, lambda step: batch(step, rank))
+    for found, wanted in zip(mine.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    sharded = copy.deepcopy(model())
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer, mesh=mesh)
+    trained(sharded, lambda step: batch(step, rank))
+    for part, wanted in zip(sharded.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(part.full_tensor(), wanted, atol=1e-6, rtol=0)
+
+
+def absent(rank: int, size: int) -> None:
+    """A rank that does not come: an error on the others, in time; other groups go on."""
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    start_s = time.monotonic()
+    if rank != 1:
+        with raises(KVTimeoutError, "MPI rank 1 of this process group did not make the call"):
+            dist.all_reduce(torch.ones(3), group=group)
+        with raises(KVTimeoutError, "not done within"):
+            dist.recv(torch.empty(1), 1, group=group)
+        assert time.monotonic() - start_s < 15, "the timeout of a group is its deadline"
+    dist.barrier()
+
+
+#: Each where it tells something that it does not tell elsewhere.
+CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
+    1: (reductions, moves, groups, asynchronous, mistakes, training),
+    2: (reductions, moves, groups, asynchronous, mistakes, messages, training),
+    3: (reductions, moves, messages, mistakes),
+    4: (moves, groups, asynchronous, messages, training),
+}
+
+
+def main() -> None:
+    dist.init_process_group("kvmpi", timeout=timedelta(seconds=90))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert size == int(sys.argv[1])
+    assert dist.get_backend() == "kvmpi"
+    for check in CHECKS[size]:
+        check(rank, size)
+    # Once more from the start.
+    dist.destroy_process_group()
+    dist.init_process_group("kvmpi", timeout=timedelta(seconds=90))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    same(tensor, torch.full((2,), float(size)), "after another init_process_group")
+    print("all checks passed", flush=True)
+    if size == 2:
+        absent(rank, size)
+        print("in time", flush=True)
+
+
+if __name__ == "__main__":
+    main()

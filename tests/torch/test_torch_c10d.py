@@ -1,0 +1,138 @@
+"""The backend of torch.distributed: a job for each size runs ``programs/c10d_checks.py``; and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jobs import run_job
+
+from kvmpi.errors import ConfigError, KVTimeoutError
+from kvmpi.launchers import mpirun
+
+pytest.importorskip("mpi4py")
+
+CHECKS = Path(__file__).parent / "programs" / "c10d_checks.py"
+
+
+def output_of(command: list[str], env: dict[str, str], timeout_s: float = 150.0) -> str:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def plain_environment() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVMPI_") and k not in names}
+
+
+def test_alone_without_a_launcher() -> None:
+    assert "all checks passed" in output_of([sys.executable, str(CHECKS), "1"], plain_environment())
+
+
+def test_two_workers_of_which_one_does_not_come() -> None:
+    job = run_job("-n 2", CHECKS, 2, timeout_s=150)
+    for worker in (0, 1):
+        for line in ("all checks passed", "in time"):
+            assert f"[worker {worker}] {line}" in job.stdout, job.stdout + job.stderr
+    # A process that gave up on a peer does not wait for it in MPI_Finalize.
+    assert job.returncode == 1, job.stdout + job.stderr
+
+
+def test_three_ranks_under_mpirun(tmp_path: Path) -> None:
+    found = mpirun.find(os.environ, 2)
+    env = {**mpirun.clean(plain_environment()), **found.env(str(tmp_path), "", crowded=True), "OMP_NUM_THREADS": "1"}
+    output = output_of([*found.command(3, local=True), sys.executable, str(CHECKS), "3"], env)
+    assert output.count("all checks passed") == 3, output
+
+
+def test_four_workers() -> None:
+    job = run_job("-n 4", CHECKS, 4, timeout_s=150)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(4)]
+
+
+# ---- what is refused, in this process
+
+
+@pytest.fixture
+def create(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``create_group`` in a process that no MPI has started."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    import kvmpi.torch.c10d  # noqa: F401 - registers the backend
+    from kvmpi.torch.c10d import rendezvous
+
+    def call(rank: int, size: int, store: Any = None) -> Any:
+        options = SimpleNamespace(
+            group_rank=rank, group_size=size, timeout=timedelta(seconds=0.3), group_id="7", store=store,
+            global_ranks_in_group=[],
+        )  # fmt: skip
+        return rendezvous.create_group(options, None)
+
+    return call
+
+
+def test_under_torchrun_the_error_says_how_to_start(create: Any) -> None:
+    with pytest.raises(ConfigError, match=r"torchrun and spawn start no MPI job.*kvmpi run -n 2 PROGRAM"):
+        create(0, 2)
+
+
+def test_several_clients_are_no_world(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMPI_NUM_CLIENTS", "2")
+    monkeypatch.setenv("KVMPI_NUM_WORKERS", "4")
+    with pytest.raises(ConfigError, match=r"2 clients.*-c 1, or call kvmpi.torch.c10d.make_client_the_world"):
+        create(0, 2)
+
+
+class Meeting:
+    """A store of torch's in memory, in which rank 0's entries are already."""
+
+    def __init__(self, **entries: str) -> None:
+        self.entries = {f"kvmpi/{name.removeprefix('rank')}": mpi_rank for name, mpi_rank in entries.items()}
+
+    def set(self, key: str, value: str) -> None:
+        self.entries[key] = value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self.check(keys):
+            raise RuntimeError("wait timeout")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.entries for key in keys)
+
+    def get(self, key: str) -> str:
+        return self.entries[key]
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+
+def test_a_member_that_does_not_come_is_named(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setattr("kvmpi.collectives.mpi_comm.own_rank", lambda: 0)
+    with pytest.raises(KVTimeoutError, match=r"its rank 2 did not come within 0.3 s"):
+        create(0, 3, Meeting(rank1="1"))
+
+
+def test_members_of_different_mpi_jobs_are_refused(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("kvmpi.collectives.mpi_comm.own_rank", lambda: 0)
+    with pytest.raises(ConfigError, match=r"MPI ranks \[0, 0\]"):
+        create(0, 2, Meeting(rank1="0"))
+
+
+def test_the_hook_wants_a_store_that_gives_sums_back() -> None:
+    import kvmpi
+    from kvmpi.torch import ddp_comm_hook
+
+    with pytest.raises(ConfigError, match="expected a store"):
+        ddp_comm_hook("dist_sync_mpi")  # type: ignore[arg-type]
+    with kvmpi.create("dist_async") as kv, pytest.raises(ConfigError, match="asynchronous"):
+        ddp_comm_hook(kv)
