@@ -97,6 +97,15 @@ class GroupCollectives(Collectives):
                 f"{table[dest, 1, source]}"
             )
 
+    def all_tell(self, text: bytes, deadline: Deadline, label: str) -> list[bytes]:
+        """The texts of all ranks, in rank order, on every rank; they may differ in length."""
+        mine = np.frombuffer(text, np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.allgather(np.array([mine.size]), lengths, deadline, label)
+        texts = [np.empty(length, np.uint8) for length in lengths.tolist()]
+        self.exchange([mine] * self.size, texts, deadline, label)
+        return [text.tobytes() for text in texts]
+
     def fold(self, vector: Buffer, out: Buffer, dtype: str, op: str, deadline: Deadline, label: str) -> None:
         """Combine the vectors of all ranks by ``op`` (``combine.OPERATIONS``) into ``out`` of every rank.
 

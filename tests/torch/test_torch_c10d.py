@@ -67,7 +67,7 @@ def create(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
     import kvmpi.torch.c10d  # noqa: F401 - registers the backend
-    from kvmpi.torch.c10d import rendezvous
+    from kvmpi.torch import rendezvous
 
     def call(rank: int, size: int, store: Any = None) -> Any:
         options = SimpleNamespace(

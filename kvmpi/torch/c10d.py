@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from kvmpi.torch.c10d.process_group import KvmpiProcessGroup
-from kvmpi.torch.c10d.rendezvous import create_group, make_client_the_world, publish
+from kvmpi.torch.group.process_group import KvmpiProcessGroup
+from kvmpi.torch.rendezvous import create_group, make_client_the_world, publish
 
 __all__ = ["KvmpiProcessGroup", "make_client_the_world"]
 

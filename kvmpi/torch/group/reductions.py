@@ -13,9 +13,9 @@ import torch.distributed as dist
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.torch.c10d.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
-from kvmpi.torch.c10d.tensors import Flat, numbers, reduction
-from kvmpi.torch.c10d.work import GroupWork
+from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
+from kvmpi.torch.group.tensors import Flat, numbers, reduction
+from kvmpi.torch.group.work import GroupWork
 
 _OPS = {
     getattr(dist.ReduceOp, name): name.lower()
@@ -29,12 +29,23 @@ class Reductions(GroupBase):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
         op = _op_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return self.reduce_all(found, op, f"all_reduce[{op}]", timeout or opts)
 
-        def prepare() -> Plan:
-            flats = [numbers(tensor, op) for tensor in found]
-            return Plan(entries(found), lambda *where: self._sum(flats, found, op, *where), found)
+    def reduce_all(self, tensors: Tensors, op: str, title: str, options: Any = None) -> GroupWork:
+        """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS`` or "avg"."""
+        return self._start(title, options, lambda: self._reduction(tensors, op))
 
-        return self._start(f"all_reduce[{op}]", timeout or opts, prepare)
+    def _reduction(self, tensors: Tensors, op: str) -> Plan:
+        flats = [numbers(tensor, op) for tensor in tensors]
+        like = [[str(tensor.dtype).removeprefix("torch."), tensor.numel()] for tensor in tensors]
+        details = [op, like] if op in ("sum", "avg") else None
+        return Plan(entries(tensors), lambda *where: self._sum(flats, tensors, op, *where), list(tensors), details)
+
+    def _zeros(self, details: Any) -> Plan:
+        if details == "barrier":
+            return Plan([], lambda *_: None)
+        op, like = details
+        return self._reduction([torch.zeros(count, dtype=getattr(torch, name)) for name, count in like], op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         return self.allreduce(tensors, opts)

@@ -23,7 +23,7 @@ class GroupWork(dist.Work):
 
     def __init__(self, work: Work, results: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._work, self._results = work, list(results)
+        self._work, self._results = work, results
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -48,11 +48,11 @@ class GroupWork(dist.Work):
 
     def result(self) -> list[Any]:
         self.wait()
-        return self._results
+        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = future_of(self._work, lambda: self._results)
+            self._future = future_of(self._work, lambda: list(self._results))
         return self._future
 
     def source_rank(self) -> int:

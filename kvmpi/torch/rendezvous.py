@@ -7,7 +7,6 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from kvmpi.collectives import SoloComm, mpi_comm
@@ -17,10 +16,9 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.store.factory import client_comm, close_at_exit
-from kvmpi.torch.c10d.process_group import KvmpiProcessGroup
+from kvmpi.torch.group.process_group import KvmpiProcessGroup
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ADDRESS_BYTES = 256
 #: Pending connections to the store: all ranks come at once.
 _BACKLOG = 2048
 #: The store of rank 0, which lives as long as the process: torch finds it by its port.
@@ -52,7 +50,7 @@ def publish() -> None:
     comm: Comm = client_comm(config) or SoloComm()
     deadline, label = Deadline(config.timeout_s), "import kvmpi.torch.c10d"
     collectives = GroupCollectives(comm)
-    hosts = _all_gather(collectives, comm.host, deadline, label)
+    hosts = [host.decode() for host in collectives.all_tell(comm.host.encode(), deadline, label)]
     local = [rank for rank, host in enumerate(hosts) if host == comm.host]
     address = port = ""
     if comm.rank == 0:
@@ -71,16 +69,6 @@ def publish() -> None:
     }
     for name, value in found.items():
         os.environ.setdefault(name, str(value))
-
-
-def _all_gather(collectives: GroupCollectives, text: str, deadline: Deadline, label: str) -> list[str]:
-    """A short text of every rank."""
-    mine = np.zeros(_ADDRESS_BYTES, np.uint8)
-    encoded = text.encode()[:_ADDRESS_BYTES]
-    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    table = np.empty((collectives.size, _ADDRESS_BYTES), np.uint8)
-    collectives.allgather(mine, table.reshape(-1), deadline, label)
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
 
 
 def _serve(address: str, everybody_here: bool, timeout_s: float) -> int:

@@ -12,10 +12,10 @@ import torch
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError
-from kvmpi.torch.c10d.base import Plan, Tensors, as_row, check_dtypes, check_size, entries, single
-from kvmpi.torch.c10d.reductions import Reductions
-from kvmpi.torch.c10d.tensors import octets
-from kvmpi.torch.c10d.work import GroupWork
+from kvmpi.torch.group.base import Plan, Tensors, as_row, check_dtypes, check_size, entries, single
+from kvmpi.torch.group.reductions import Reductions
+from kvmpi.torch.group.tensors import octets
+from kvmpi.torch.group.work import GroupWork
 
 Buffer = npt.NDArray[Any]
 
@@ -188,7 +188,25 @@ class KvmpiProcessGroup(Reductions):
         return [int(split) * (tensor.numel() // rows if rows else 0) for split in splits]
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        return self._start("barrier", opts, lambda: Plan([], lambda *_: None))
+        return self._start("barrier", opts, lambda: Plan([], lambda *_: None, (), "barrier"))
+
+    def broadcast_text(self, text: bytes, root: int, title: str) -> GroupWork:
+        """``text`` of ``root`` as the result on every rank; that of others is ignored."""
+        heard: list[bytes] = []
+
+        def run(deadline: Deadline, label: str) -> None:
+            heard.append(self._collectives.tell(text, root, deadline, label))
+
+        return self._start(title, None, lambda: Plan([], run, heard))
+
+    def all_gather_texts(self, text: bytes, title: str) -> GroupWork:
+        """The texts of all ranks, which may differ in length, as the results."""
+        heard: list[bytes] = []
+
+        def run(deadline: Deadline, label: str) -> None:
+            heard.extend(self._collectives.all_tell(text, deadline, label))
+
+        return self._start(title, None, lambda: Plan([], run, heard))
 
     # What torch calls the same before 2.13.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced

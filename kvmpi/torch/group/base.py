@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from kvmpi.collectives import Call, Comm, Entry, load_figures
+from kvmpi.collectives import JOIN, Call, Comm, Entry, load_figures
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.collectives.transfers import Transfers
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import create_engine
 from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
-from kvmpi.torch.c10d.tensors import octets
-from kvmpi.torch.c10d.work import GroupWork
+from kvmpi.torch.group.tensors import octets
+from kvmpi.torch.group.work import GroupWork
 
 Buffer = npt.NDArray[Any]
 Tensors = Sequence[torch.Tensor]
@@ -29,11 +31,15 @@ _CLOSE_S = 10.0
 
 
 class Plan(NamedTuple):
-    """One collective as this rank would do it: what must be equal on all ranks, how it runs, what its future holds."""
+    """One collective as this rank would do it: what must be equal on all ranks, how it runs, what its future holds.
+
+    ``details`` is what a rank that has joined needs to know to take part; None if it cannot.
+    """
 
     entries: list[Entry]
     run: Callable[[Deadline, str], None]
     results: Sequence[Any] = ()
+    details: Any = None
 
 
 #: Its declared overloads are those of C++; what torch calls are the forms below.
@@ -134,7 +140,7 @@ class GroupBase(_ProcessGroup):
             plan = prepare()
         except Exception as error:
             failure = error
-        call = Call(op, tuple(plan.entries), failure)
+        call = Call(op, tuple(plan.entries), failure, lambda: plan.details)
 
         def run() -> None:
             deadline = Deadline(timeout_s)
@@ -152,6 +158,44 @@ class GroupBase(_ProcessGroup):
                 pass  # as this rank's error, but for those that could not come
             raise failure
         return work
+
+    def join(self) -> GroupWork:
+        """This rank has no more data: it adds zeros to what the others sum, until all have joined.
+
+        The result is the rank that joined last. The others may reduce by sum and mean, and meet at barriers; anything
+        else is an error on all. Each of their calls must come within the timeout of the group.
+        """
+        last: list[int] = []
+
+        def run() -> None:
+            try:
+                last.append(self._stand_in())
+            except KVError as error:
+                raise self._reworded(error) from None
+
+        return GroupWork(self._engine.push(run, lane=_LANE, name="join"), last)
+
+    def _stand_in(self) -> int:
+        rounds = np.zeros(self.size(), np.int64)
+        while True:
+            deadline = Deadline(self._timeout_s)
+            description = self._collectives.agree(Call(JOIN), deadline).description
+            if not description:
+                # Who joined last has stood in for the fewest calls.
+                self._collectives.allgather(rounds[self.rank() :][:1].copy(), rounds, deadline, "join")
+                return int(np.flatnonzero(rounds == rounds.min())[-1])
+            rounds[self.rank()] += 1
+            op, _, details = json.loads(description)
+            if details is None:
+                reason = f"rank {self.rank()} has joined, and {op} needs what it does not have any more"
+                self._collectives.agree(Call(op, (), UnsupportedError(reason)), deadline)
+            plan = self._zeros(details)
+            self._collectives.agree(Call(op, tuple(plan.entries)), deadline)
+            plan.run(deadline, op)
+
+    def _zeros(self, details: Any) -> Plan:
+        """What a rank that has joined contributes to an operation with these ``details``."""
+        raise NotImplementedError
 
     def _seconds(self, options: Any) -> float:
         timeout = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
