@@ -47,23 +47,21 @@ class Case(suite.DistributedTest._DistTestBase, common_utils.TestCase):  # type:
 
     rank, world_size = RANK, SIZE
     file_name = "unused"
+    meetings = 0
 
     def _barrier(self, *args: Any, **kwargs: Any) -> None:
-        _meet("barrier in a test")
+        self.meetings += 1
+        _meet(f"{self._testMethodName}/{self.meetings}", TIMEOUT)
 
 
-_meetings = 0
 _outside: Any = None
 
 
-def _meet(what: str) -> None:
+def _meet(where: str, timeout: timedelta = timedelta(seconds=150)) -> None:
     """All ranks come here, whatever became of their process group."""
-    global _meetings
-    _meetings += 1
-    key = f"meeting/{_meetings}"
-    if _outside.add(key, 1) == SIZE:
-        _outside.set(f"{key}/all", "yes")
-    _outside.wait([f"{key}/all"], timedelta(seconds=150))
+    if _outside.add(f"meeting/{where}", 1) == SIZE:
+        _outside.set(f"meeting/{where}/all", "yes")
+    _outside.wait([f"meeting/{where}/all"], timeout)
 
 
 def _new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
@@ -78,7 +76,8 @@ def outcome_of(name: str) -> str:
     case = Case(name)
     common_utils.set_rng_seed(1234)
     try:
-        dist.init_process_group(BACKEND, timeout=TIMEOUT)
+        store = dist.PrefixStore(name, _outside)
+        dist.init_process_group(BACKEND, timeout=TIMEOUT, store=store, rank=RANK, world_size=SIZE)
         getattr(case, name)()
     except SystemExit as end:
         return f"skipped: {SKIPS.get(end.code, end.code)}"
@@ -86,7 +85,7 @@ def outcome_of(name: str) -> str:
         return f"skipped: {skip}"
     except BaseException as error:
         text = " ".join(str(error).split())
-        return f"failed: {type(error).__name__}: {text[:300]}"
+        return f"failed: {type(error).__name__}: {text.partition(' To execute this test')[0][:200]}"
     return "passed"
 
 
@@ -110,14 +109,14 @@ def main() -> int:
         _outside.set(f"outcome/{number}/{RANK}", mine)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        _meet(name)
+        _meet(f"after {name}")
         if RANK == 0:
             found = [_outside.get(f"outcome/{number}/{rank}").decode() for rank in range(SIZE)]
             worst = next((o for o in found if o.startswith("failed")), found[0])
             verdicts[worst.partition(":")[0]] += 1
             if not brief or worst.startswith("failed"):
                 print(f"{name}: {worst}", flush=True)
-        _meet(name)
+        _meet(f"before the one after {name}")
     if RANK == 0:
         print(", ".join(f"{count} {what}" for what, count in sorted(verdicts.items())), flush=True)
         shutil.rmtree(folder)

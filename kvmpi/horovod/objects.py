@@ -1,0 +1,146 @@
+"""Parameters, optimizer state and small objects on all ranks. Nothing is pickled: what travels is data, never code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvmpi.errors import ConfigError, ProtocolError, UnsupportedError
+from kvmpi.horovod import basics
+from kvmpi.horovod.operations import check_root
+from kvmpi.torch.group.tensors import octets
+
+_SEQUENCES: Any = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set"))
+#: Nesting of what is sent.
+_MAX_DEPTH = 64
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Parameters and buffers take, in place, what they hold on ``root_rank``.
+
+    Args:
+        params: ``model.state_dict()``, or ``model.named_parameters()``, alike on all ranks.
+    """
+    check_root(root_rank)
+    if isinstance(params, Mapping):
+        named: Iterable[Any] = sorted(params.items())
+    elif isinstance(params, Iterable):
+        named = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)]
+    else:
+        raise ConfigError(f"broadcast_parameters of {type(params).__name__}: pass a state_dict or named_parameters()")
+    tensors = [tensor for _, tensor in named if tensor is not None]
+    strange = next((tensor for tensor in tensors if not isinstance(tensor, torch.Tensor)), None)
+    if strange is not None:
+        raise ConfigError(f"broadcast_parameters: {type(strange).__name__} is no tensor; use broadcast_object for it")
+    if tensors:
+        basics.group().broadcast(tensors, root_rank).wait()
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """State and options of ``optimizer`` become, on all ranks, those of ``root_rank``; other ranks need none before.
+
+    Raises:
+        UnsupportedError: an option that is neither a number, a text nor a tensor.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("broadcast_optimizer_state: the state of LBFGS cannot be sent; use another optimizer")
+    state = optimizer.state_dict() if basics.rank() == root_rank else None
+    found = broadcast_object(state, root_rank, "optimizer state")
+    if basics.rank() != root_rank:
+        optimizer.load_state_dict(found)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """The object that ``root_rank`` has.
+
+    Args:
+        obj: None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of them.
+    Raises:
+        UnsupportedError: anything else; it would have to be pickled.
+    """
+    check_root(root_rank)
+    own = basics.rank() == root_rank
+    text = encode(obj) if own else b""
+    work = basics.group().broadcast_text(text, root_rank, f"broadcast_object of {name!r}")
+    return obj if own else decode(work.result()[0])
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, of the kinds that ``broadcast_object`` takes."""
+    return [
+        decode(text) for text in basics.group().all_gather_texts(encode(obj), f"allgather_object of {name!r}").result()
+    ]
+
+
+def encode(obj: Any) -> bytes:
+    """An object as bytes. Raises UnsupportedError if it is, or holds, more than data."""
+    return msgspec.msgpack.encode(_plain(obj, 0))
+
+
+def decode(text: bytes) -> Any:
+    """What ``encode`` was given.
+
+    Raises:
+        ProtocolError: the bytes are none of ``encode``.
+    """
+    try:
+        return _object(msgspec.msgpack.decode(text), 0)
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ProtocolError(f"an object from another rank cannot be read: {error}") from None
+
+
+def _plain(obj: Any, depth: int) -> Any:
+    """With everything that msgpack does not tell apart as a list that begins with its kind."""
+    if depth > _MAX_DEPTH:
+        raise UnsupportedError(f"an object with more than {_MAX_DEPTH} levels is not sent; does it hold itself?")
+    if obj is None or isinstance(obj, bool | float | str | bytes):
+        return obj
+    if isinstance(obj, int):
+        return obj if -(1 << 63) <= obj < 1 << 63 else ["int", str(obj)]
+    if isinstance(obj, torch.Tensor):
+        return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), octets(obj).buffer.tobytes()]
+    if isinstance(obj, np.ndarray | np.generic):
+        if obj.dtype.hasobject:
+            raise UnsupportedError(f"an array of {obj.dtype} is not sent: its elements would have to be pickled")
+        return ["array", obj.dtype.str, list(obj.shape), obj.tobytes()]
+    for kind, name in ((OrderedDict, "ordered"), (dict, "dict")):
+        if isinstance(obj, kind):
+            return [name, *([_plain(key, depth + 1), _plain(value, depth + 1)] for key, value in obj.items())]
+    for sequence, name in _SEQUENCES:
+        if isinstance(obj, sequence):
+            return [name, *(_plain(item, depth + 1) for item in obj)]
+    raise UnsupportedError(
+        f"{type(obj).__module__}.{type(obj).__qualname__} is not sent between ranks: it would have to be pickled; send "
+        "numbers, texts, bytes, tensors, arrays, and lists, tuples, sets and dicts of them"
+    )
+
+
+def _object(plain: Any, depth: int) -> Any:
+    if not isinstance(plain, list):
+        return plain
+    if depth > _MAX_DEPTH:
+        raise ValueError("too deep")
+    kind, *rest = plain
+    if kind == "int":
+        return int(rest[0])
+    if kind == "array":
+        name, shape, data = rest
+        found = np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
+        return found if shape else found[()]
+    if kind == "tensor":
+        name, shape, data = rest
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is no dtype")
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    if kind in ("dict", "ordered"):
+        pairs = [(_object(key, depth + 1), _object(value, depth + 1)) for key, value in rest]
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    return {"list": list, "tuple": tuple, "set": set}[kind](_object(item, depth + 1) for item in rest)

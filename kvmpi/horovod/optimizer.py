@@ -1,0 +1,220 @@
+"""``DistributedOptimizer`` as Horovod has it: gradients are reduced while the backward pass goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.horovod import basics
+from kvmpi.horovod.compression import Compression
+from kvmpi.horovod.operations import Average, Handle, Operation, Sum, chosen, start_allreduce
+from kvmpi.horovod.unsupported import check_process_set
+
+
+class _Bucket:
+    """Parameters whose gradients travel together: of one dtype, in the same order on all ranks."""
+
+    def __init__(self) -> None:
+        self.params: list[torch.nn.Parameter] = []
+        self.handle: Handle | None = None
+
+
+class _Distributed:
+    """What is put before the class of an optimizer. Fields are the optimizer's own, but for ``_hvd``."""
+
+    _hvd: _Reduction
+    param_groups: list[dict[str, Any]]
+
+    def synchronize(self) -> None:
+        """Return when the gradients of all parameters are reduced. Collective; ``step`` does it by itself."""
+        self._hvd.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step`` inside does not synchronize: for after a ``synchronize`` of the caller's, as to clip gradients."""
+        self._hvd.steps_synchronize = False
+        try:
+            yield
+        finally:
+            self._hvd.steps_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on so many backward passes come before a step."""
+        self._hvd.set_passes(passes)
+
+    def step(self, closure: Any = None) -> Any:
+        """As of the optimizer, on gradients that are reduced over all ranks."""
+        if self._hvd.steps_synchronize:
+            if self._hvd.synchronized:
+                warnings.warn(
+                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; "
+                    "call it inside 'with optimizer.skip_synchronize():'",
+                    stacklevel=2,
+                )
+            self._hvd.synchronize()
+        self._hvd.synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> Any:
+        """As of the optimizer; an error while gradients are under way."""
+        if self._hvd.under_way():
+            raise KVError(
+                "optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(): the "
+                "gradients are on their way to other ranks; call it before backward, or after step"
+            )
+        return super().zero_grad(*arguments, **options)  # type: ignore[misc]
+
+
+class _Reduction:
+    """Gradients leave in buckets, in one order on all ranks: the reverse of that of the parameters."""
+
+    def __init__(
+        self, params: list[tuple[str, torch.nn.Parameter]], compression: Any, passes: int, op: Operation,
+        predivide: float, sparse_as_dense: bool,
+    ) -> None:  # fmt: skip
+        self._compression, self._op, self._predivide, self._dense = compression, op, predivide, sparse_as_dense
+        self._names = {id(p): name for name, p in params}
+        self._params = [p for _, p in params if p.requires_grad]
+        self._buckets = _buckets(list(reversed(self._params)), Config.from_env().bucket_bytes)
+        self._launched = 0
+        self.steps_synchronize, self.synchronized = True, False
+        self.set_passes(passes)
+        self._alone = basics.size() == 1
+        if not self._alone:
+            for param in self._params:
+                param.register_post_accumulate_grad_hook(self._has_gradient)
+
+    def set_passes(self, passes: int) -> None:
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ConfigError(f"backward_passes_per_step={passes!r}: expected a number of passes, at least 1")
+        self._passes = passes
+        self._left = {id(param): passes for param in self._params}
+
+    def under_way(self) -> bool:
+        return self._launched > 0
+
+    def _has_gradient(self, param: torch.Tensor) -> None:
+        self._left[id(param)] -= 1
+        if self._left[id(param)] < 0:
+            raise KVError(
+                f"the gradient of {self._names[id(param)]} was computed more than backward_passes_per_step="
+                f"{self._passes} times before a step; give the number of backward passes of a step"
+            )
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if any(self._left[id(p)] > 0 for p in bucket.params):
+                break
+            self._launch(bucket)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        """Start to reduce; a parameter without a gradient here may have one elsewhere."""
+        gradients = []
+        for param in bucket.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            elif param.grad.layout is not torch.strided:
+                if not self._dense:
+                    raise UnsupportedError(
+                        f"the gradient of {self._names[id(param)]} is sparse; pass sparse_as_dense=True, or make it "
+                        "dense"
+                    )
+                param.grad = param.grad.to_dense()
+            gradients.append(param.grad)
+        op, before, after = self._op, 1.0, 1.0
+        if self._predivide != 1.0:
+            op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
+        title = f"gradients from {self._names[id(bucket.params[0])]} on"
+        bucket.handle = start_allreduce(gradients, True, title, None, op, before, after, None, self._compression)
+        self._launched += 1
+
+    def synchronize(self) -> None:
+        if not self._alone:
+            for bucket in self._buckets[self._launched :]:
+                self._launch(bucket)
+            try:
+                for bucket in self._buckets:
+                    assert bucket.handle is not None
+                    bucket.handle.wait()
+            finally:
+                for bucket in self._buckets:
+                    bucket.handle = None
+                self._launched = 0
+        self.set_passes(self._passes)
+        self.synchronized = True
+
+
+def _buckets(params: list[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    found: list[_Bucket] = []
+    room = 0
+    for param in params:
+        nbytes = param.numel() * param.element_size()
+        if not found or nbytes > room or found[-1].params[0].dtype != param.dtype:
+            found.append(_Bucket())
+            room = bucket_bytes
+        found[-1].params.append(param)
+        room -= nbytes
+    return found
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: Operation = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> Any:  # fmt: skip
+    """``optimizer``, whose ``step`` works on gradients that are reduced over all ranks.
+
+    It is an instance of the optimizer's own class, with the same parameter groups and state. Gradients leave during the
+    last of ``backward_passes_per_step`` backward passes, several together, in one order on all ranks; ``step`` waits
+    for them. The gradients of several passes add up. A parameter without a gradient counts as zeros.
+
+    Args:
+        named_parameters: names for messages; all parameters of the optimizer that need gradients must be among them.
+        op: ``Average`` or ``Sum`` (or ``Min``, ``Max``).
+        gradient_predivide_factor: f divides by f before the sum and by size/f after it; with ``Average`` only.
+        num_groups, groups: how Horovod groups tensors; kvmpi's own way (``KVMPI_BUCKET_BYTES``) is taken instead.
+        sparse_as_dense: sparse gradients are made dense; else they are an error.
+    Raises:
+        ConfigError: the arguments do not go together.
+        UnsupportedError: Adasum, or a process set.
+        NotLaunchedError: ``init`` was not called.
+    """
+    check_process_set(process_set)
+    basics.group()
+    op = chosen(op, None, "DistributedOptimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}: expected an instance of a torch.optim class")
+    if isinstance(optimizer, _Distributed):
+        raise ConfigError("optimizer is distributed already")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ConfigError("gradient_predivide_factor goes with op=hvd.Average only")
+    if not gradient_predivide_factor > 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor}: expected a number above 0")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [(f"parameter {i}", p) for i, p in enumerate(params)]
+    if named_parameters is not None:
+        named = list(named_parameters)
+        if any(not isinstance(item, tuple) for item in named):
+            raise ConfigError("named_parameters: expected pairs of name and parameter, as model.named_parameters()")
+        names = [name for name, _ in named]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"named_parameters has these names twice: {', '.join(twice)}")
+        known, own = {id(p) for _, p in named}, {id(p) for p in params}
+        missing = sum(id(p) not in known for p in params)
+        if missing:
+            raise ConfigError(f"named_parameters lacks {missing} of the optimizer's parameters")
+        named = [(name, p) for name, p in named if id(p) in own]
+    kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    found = kind.__new__(kind)
+    found.__dict__ = optimizer.__dict__
+    found._hvd = _Reduction(
+        named, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense
+    )  # fmt: skip
+    return found
