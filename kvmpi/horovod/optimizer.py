@@ -97,7 +97,7 @@ class _Reduction:
         self._left = {id(param): passes for param in self._params}
 
     def under_way(self) -> bool:
-        return self._launched > 0
+        return not self._alone and any(left <= 0 for left in self._left.values())
 
     def _has_gradient(self, param: torch.Tensor) -> None:
         self._left[id(param)] -= 1

@@ -64,11 +64,14 @@ def _meet(where: str, timeout: timedelta = timedelta(seconds=150)) -> None:
     _outside.wait([f"meeting/{where}/all"], timeout)
 
 
-def _new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
-    return _make_group(*arguments, backend=BACKEND if backend == "gloo" else backend, **options)
+def _instead_of_gloo(make: Any) -> Any:
+    def call(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+        return make(*arguments, backend=BACKEND if backend == "gloo" else backend, **options)
+
+    return call
 
 
-_make_group, dist.new_group = dist.new_group, _new_group
+dist.new_group, dist.init_process_group = map(_instead_of_gloo, (dist.new_group, dist.init_process_group))
 
 
 def outcome_of(name: str) -> str:
@@ -77,7 +80,7 @@ def outcome_of(name: str) -> str:
     common_utils.set_rng_seed(1234)
     try:
         store = dist.PrefixStore(name, _outside)
-        dist.init_process_group(BACKEND, timeout=TIMEOUT, store=store, rank=RANK, world_size=SIZE)
+        dist.init_process_group(backend=BACKEND, timeout=TIMEOUT, store=store, rank=RANK, world_size=SIZE)
         getattr(case, name)()
     except SystemExit as end:
         return f"skipped: {SKIPS.get(end.code, end.code)}"

@@ -1,0 +1,295 @@
+"""Run by test_horovod on 1 to 3 ranks: Horovod's operations against what torch computes in float64."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kvmpi.horovod as hvd
+from kvmpi.errors import (
+    ConfigError,
+    DTypeMismatchError,
+    KVError,
+    NotLaunchedError,
+    OrderMismatchError,
+    ShapeMismatchError,
+    UnsupportedError,
+)
+
+torch.set_num_threads(1)
+
+OPS = {
+    hvd.Sum: lambda rows: rows.sum(0),
+    hvd.Average: lambda rows: rows.mean(0),
+    hvd.Min: lambda rows: rows.amin(0),
+    hvd.Max: lambda rows: rows.amax(0),
+    hvd.Product: lambda rows: rows.prod(0),
+}
+
+
+def value(rank: int, *shape: int) -> torch.Tensor:
+    """Small multiples of 1/2, by rank and index: sums and means of them are exact for one rank, two and four."""
+    count = int(np.prod(shape))
+    return (((torch.arange(count) * 7 + rank * 3) % 5) / 2).reshape(shape)
+
+
+def rows(size: int, *shape: int) -> torch.Tensor:
+    return torch.stack([value(rank, *shape).double() for rank in range(size)])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=1e-6, msg=lambda m: f"{what}: {m}")
+
+
+def raises(kind: type[Exception], text: str) -> Any:
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def allreduces(rank: int, size: int) -> None:
+    for op, oracle in OPS.items():
+        expected = oracle(rows(size, 3, 4))
+        mine = value(rank, 3, 4)
+        close(hvd.allreduce(mine, op=op), expected, str(op))
+        close(mine, value(rank, 3, 4), "allreduce leaves its tensor alone")
+        close(hvd.synchronize(hvd.allreduce_async(mine, op=op)), expected, str(op))
+        close(mine, value(rank, 3, 4), "allreduce_async leaves its tensor alone")
+        assert hvd.allreduce_(mine, op=op) is mine
+        close(mine, expected, f"{op} in place")
+        mine = value(rank, 3, 4)
+        handle = hvd.allreduce_async_(mine, name="x", op=op)
+        assert hvd.synchronize(handle) is mine
+        assert hvd.poll(handle)
+        close(mine, expected, f"{op} in place, later")
+    close(hvd.allreduce(value(rank, 5)), rows(size, 5).mean(0), "the default is the average")
+    close(hvd.allreduce(value(rank, 5), average=False), rows(size, 5).sum(0), "average=False")
+    halves = hvd.allreduce(value(rank, 5), compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert halves.dtype == torch.float32
+    close(halves, rows(size, 5).sum(0), "by way of float16")
+    scaled = hvd.allreduce(value(rank, 5), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    close(scaled, 1.5 * rows(size, 5).sum(0), "scaled")
+    close(hvd.allreduce(torch.tensor(float(rank))), torch.tensor((size - 1) / 2), "without dimensions")
+    several = [value(rank, 3), value(rank, 0), value(rank, 2, 2)]
+    for found, shape in zip(hvd.grouped_allreduce(several, op=hvd.Sum), ((3,), (0,), (2, 2)), strict=True):
+        close(found, rows(size, *shape).sum(0), "grouped")
+    hvd.grouped_allreduce_(several, op=hvd.Sum)
+    close(several[2], rows(size, 2, 2).sum(0), "grouped in place")
+    handle = hvd.grouped_allreduce_async([value(rank, 3)], op=hvd.Sum)
+    close(hvd.synchronize(handle)[0], rows(size, 3).sum(0), "grouped, later")
+    weights = value(rank, 4).requires_grad_()
+    (hvd.allreduce(weights, op=hvd.Sum) * (rank + 1)).sum().backward()
+    close(weights.grad, torch.full((4,), size * (size + 1) / 2), "the gradient of a sum is the sum of gradients")
+    with raises(DTypeMismatchError, "avg of torch.int64 would have to be rounded"):
+        hvd.allreduce(torch.ones(2, dtype=torch.int64))
+    with raises(UnsupportedError, "Adasum"):
+        hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+    with raises(ConfigError, "both given"):
+        hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
+
+
+def moves(rank: int, size: int) -> None:
+    gathered = hvd.allgather(value(rank, rank + 1, 3))
+    close(gathered, torch.cat([value(r, r + 1, 3) for r in range(size)]), "allgather of different lengths")
+    none = hvd.allgather(torch.empty(0, 2) if rank else torch.ones(1, 2))
+    close(none, torch.ones(1, 2), "allgather of nothing but one row")
+    root = size - 1
+    mine = value(rank, 2, 2)
+    close(hvd.broadcast(mine, root), value(root, 2, 2), "broadcast")
+    close(mine, value(rank, 2, 2), "broadcast leaves its tensor alone")
+    assert hvd.broadcast_(mine, root) is mine
+    close(mine, value(root, 2, 2), "broadcast in place")
+    sent = value(rank, 2 * size, 3)
+    parts = [value(r, 2 * size, 3).chunk(size)[rank] for r in range(size)]
+    close(hvd.alltoall(sent), torch.cat(parts), "alltoall")
+    splits = [[(r + to) % 3 for to in range(size)] for r in range(size)]
+    sent = value(rank, sum(splits[rank]), 2)
+    output, received = hvd.alltoall(sent, splits=torch.tensor(splits[rank]))
+    expected = [value(r, sum(splits[r]), 2).split(splits[r])[rank] for r in range(size)]
+    close(output, torch.cat(expected), "alltoall with splits")
+    assert received.tolist() == [splits[r][rank] for r in range(size)]
+    for length in (size, 2 * size + 1):
+        for op in (hvd.Sum, hvd.Average):
+            total = OPS[op](rows(size, length, 2))
+            part = torch.tensor_split(total, size)[rank]
+            close(hvd.reducescatter(value(rank, length, 2), op=op), part, f"reducescatter of {length} rows")
+    hvd.barrier()
+    with raises(ConfigError, "ranks go from 0"):
+        hvd.broadcast(mine, size)
+    if size > 1:
+        with raises(ShapeMismatchError, "shape (2,) on MPI rank 0 and (3,)"):
+            hvd.allgather(torch.ones(2, 2 if rank == 0 else 3))
+        with raises(OrderMismatchError, "allreduce of 'a'"):
+            hvd.allreduce(torch.ones(2), name="b" if rank == 1 else "a")
+        with raises(ShapeMismatchError, "splits"):
+            hvd.alltoall(torch.ones(3), splits=[1] * size if rank == 1 and size != 3 else [7] * size)
+
+
+class Stranger:
+    pass
+
+
+def objects(rank: int, size: int) -> None:
+    obj = {
+        "list": [1, -2.5, None, True, "ä", b"\0"], "tuple": (0.9, 0.999), 3: {"set": {1, 2}}, "large": 1 << 80,
+        "ordered": OrderedDict([("b", 1), ("a", 2)]), "tensor": torch.arange(6).reshape(2, 3).bfloat16(),
+        "scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "array": np.arange(4.0).reshape(2, 2),
+        "infinite": float("inf"), "number": np.float32(1.5),
+    }  # fmt: skip
+    found = hvd.broadcast_object(obj if rank == size - 1 else None, root_rank=size - 1)
+    assert list(found) == list(obj)
+    for key in ("list", "tuple", 3, "large", "ordered", "infinite", "number"):
+        assert found[key] == obj[key], key
+        assert type(found[key]) is type(obj[key]), key
+    for key in ("tensor", "scalar", "empty"):
+        assert torch.equal(found[key], obj[key]), key
+        assert found[key].dtype == obj[key].dtype, key
+    np.testing.assert_array_equal(found["array"], obj["array"])
+    assert hvd.allgather_object({"rank": rank, "text": "x" * rank}) == [
+        {"rank": r, "text": "x" * r} for r in range(size)
+    ]
+    with raises(UnsupportedError, "Stranger is not sent between ranks: it would have to be pickled"):
+        hvd.broadcast_object({"a": [Stranger()]}, root_rank=rank)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3)).eval()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def start(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def one_process(size: int, passes: int = 1, factor: float = 1.0) -> nn.Module:
+    """The samples of all ranks, the gradient a mean over ranks and a sum over passes."""
+    net = model().double()
+    optimizer = start(net)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(passes):
+            for r in range(size):
+                (factor / size * net(batch(10 * step + part, r).double()).square().mean()).backward()
+        optimizer.step()
+    return net
+
+
+def same_weights(net: nn.Module, expected: nn.Module, what: str, tolerance: float = 1e-6) -> None:
+    for found, wanted in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=0, msg=lambda m: f"{what}: {m}")
+
+
+def optimizers(rank: int, size: int) -> None:
+    variants: list[tuple[dict[str, Any], int, float]] = [
+        ({}, 1, 1.0),
+        ({"op": hvd.Sum}, 1, size),
+        ({"gradient_predivide_factor": 2.0}, 1, 1.0),
+        ({"backward_passes_per_step": 2}, 2, 1.0),
+        ({"compression": hvd.Compression.fp16}, 1, 1.0),
+    ]
+    for options, passes, factor in variants:
+        net = model()
+        with torch.no_grad():
+            net[0].weight.mul_(1 + rank)  # rank 0's weights count
+        optimizer = hvd.DistributedOptimizer(start(net), named_parameters=net.named_parameters(), **options)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        assert isinstance(optimizer, torch.optim.SGD)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(passes):
+                net(batch(10 * step + part, rank)).square().mean().backward()
+            optimizer.step()
+        same_weights(net, one_process(size, passes, factor), str(options), 2e-3 if "compression" in options else 1e-6)
+    # State and options reach ranks that have none.
+    other = start(copy.deepcopy(net)) if rank else optimizer
+    if rank:
+        other.param_groups[0]["lr"] = 5.0
+    hvd.broadcast_optimizer_state(other, root_rank=0)
+    assert other.param_groups[0]["lr"] == 0.1
+    momentum = [state["momentum_buffer"] for state in other.state_dict()["state"].values()]
+    assert len(momentum) == 6
+    close(hvd.allreduce(momentum[0]), momentum[0], "the state is the same everywhere")
+
+    # Clipping between synchronize and step; a parameter that only one rank has used; a scheduler.
+    net = model()
+    unused = nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([*net.parameters(), unused], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, [*net.named_parameters(), ("unused", unused)])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loss = net(batch(0, rank)).square().mean() + (unused.sum() if rank == 0 else 0)
+    loss.backward()
+    if size > 1:
+        with raises(KVError, "between loss.backward() and optimizer.step()"):
+            optimizer.zero_grad()
+    optimizer.synchronize()
+    close(unused.grad, torch.full((3,), 1 / size), "used by one rank only")
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    assert norm > 1e-3
+    before = net[0].weight.detach().clone()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert 0 < (net[0].weight - before).norm() <= 1.1e-3, "the step was that of clipped gradients"
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.5
+    if size > 1:
+        net(batch(0, rank)).mean().backward()
+        with raises(KVError, "more than backward_passes_per_step=1 times"):
+            net(batch(0, rank)).mean().backward()
+    with raises(ConfigError, "names twice: a"):
+        hvd.DistributedOptimizer(start(net), [("a", p) for p in net.parameters()])
+    with raises(ConfigError, "lacks 5"):
+        hvd.DistributedOptimizer(start(net), list(net.named_parameters())[:1])
+    with raises(ConfigError, "goes with op=hvd.Average"):
+        hvd.DistributedOptimizer(start(net), op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def uneven(rank: int, size: int) -> None:
+    """Rank r has r + 1 batches; each is summed over those that have one, as zeros of the others leave it."""
+    for step in range(rank + 1):
+        found = hvd.allreduce(value(rank, 4), op=hvd.Sum)
+        close(found, rows(size, 4)[step:].sum(0), f"sum {step} of the ranks that are left")
+    assert hvd.join() == size - 1
+    if size > 1:
+        if rank == 0:
+            with raises(UnsupportedError, "has joined"):
+                hvd.join()
+        else:
+            with raises(UnsupportedError, "has joined"):
+                hvd.allgather(torch.ones(1))
+        assert hvd.join() in range(size)
+    close(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([float(size)]), "after all have joined")
+
+
+def main() -> None:
+    with raises(NotLaunchedError, "call hvd.init() first"):
+        hvd.rank()
+    assert not hvd.is_initialized()
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    rank, size = hvd.rank(), hvd.size()
+    assert size == int(sys.argv[1])
+    assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
+    with raises(UnsupportedError, "kvmpi run --restart"):
+        hvd.elastic.run(main)
+    for check in (allreduces, moves, objects, optimizers, uneven):
+        check(rank, size)
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.size() == size
+    print("all checks passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Horovod's API: one job for each size, which runs ``programs/horovod_checks.py``, and its documented training loop."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+
+from kvmpi.errors import ConfigError
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def test_operations_alone() -> None:
+    command = [sys.executable, str(PROGRAMS / "horovod_checks.py"), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "all checks passed\n"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_operations(size: int) -> None:
+    job = run_job(f"-n {size}", PROGRAMS / "horovod_checks.py", size, timeout_s=150)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(size)]
+
+
+def test_the_documented_loop() -> None:
+    job = run_job("-n 2", PROGRAMS / "digits.py", "--epochs", 4, timeout_s=150)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "weights alike" in job.stdout, job.stdout
+    accuracy = [float(text) for text in re.findall(r"accuracy ([0-9.]+)%", job.stdout)]
+    assert len(accuracy) == 4
+    assert accuracy[-1] > 70, job.stdout
+
+
+def test_several_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvmpi.horovod as hvd
+
+    monkeypatch.setenv("KVMPI_NUM_CLIENTS", "2")
+    monkeypatch.setenv("KVMPI_NUM_WORKERS", "2")
+    with pytest.raises(ConfigError, match=r"2 clients.*-c 1"):
+        hvd.init()
+    assert not hvd.is_initialized()
