@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import kvmpi
+import kvmpi.horovod
 import kvmpi.torch
+import kvmpi.torch.rendezvous
 from kvmpi import config, errors, optim
 from kvmpi.wire import PROTOCOL_VERSION, entries, messages
 
@@ -47,11 +49,20 @@ def api() -> str:
     parts.append("## PyTorch: kvmpi.torch\n")
     for name in sorted(kvmpi.torch.__all__):
         cls = getattr(kvmpi.torch, name)
+        if inspect.isfunction(cls):
+            parts.append(_function(f"kvmpi.torch.{name}", cls))
+            continue
         parts.append(_class(f"kvmpi.torch.{name}", cls))
         for method, member in _members(cls).items():
             if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
                 of = member.fget if isinstance(member, property) else member
                 parts.append(_function(f"{name}.{method}", of, level=4))  # type: ignore[arg-type]
+    parts.append(_function("kvmpi.torch.c10d.make_client_the_world", kvmpi.torch.rendezvous.make_client_the_world))
+    parts.append("## Horovod's API: kvmpi.horovod\n")
+    for name in kvmpi.horovod.__all__:
+        of = getattr(kvmpi.horovod, name)
+        if inspect.isfunction(of):
+            parts.append(_function(f"hvd.{name}", of))
     parts.append("## Errors: kvmpi.errors\n\n| error | also | meaning |\n|---|---|---|")
     for name, cls in errors.BY_NAME.items():
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)

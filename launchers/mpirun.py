@@ -17,6 +17,8 @@ from kvmpi.launchers.hosts import Host
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
 FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+#: By which torchrun, or kvmpi.torch.c10d, tells the processes of a job where they meet.
+TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 #: Open MPI would count the slots of an allocation, which other processes of the job use too.
 _NO_ALLOCATION = ("--prtemca", "ras", "^slurm,lsf,pbs,gridengine")
@@ -146,9 +148,13 @@ def detect_kind(path: str, environ: Mapping[str, str]) -> str:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the traces of an MPI job that the launcher itself runs in; ``PMIX_MCA_`` settings stay."""
+    """``environ`` without the traces of a job that the launcher itself runs in; ``PMIX_MCA_`` settings stay.
+
+    A job is one of MPI, or one of torch.distributed: a process that has a rank there.
+    """
+    foreign = TORCH_RENDEZVOUS if "RANK" in environ else ()
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith("PMIX_MCA_") or not name.startswith(FOREIGN_PREFIXES)
+        if name.startswith("PMIX_MCA_") or not (name.startswith(FOREIGN_PREFIXES) or name in foreign)
     }

@@ -82,6 +82,12 @@ def test_what_another_job_left_in_the_environment_is_dropped():
     assert kept.items() <= env.items()
 
 
+def test_where_another_job_of_torch_meets_is_dropped():
+    of_torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert mpirun.clean({**of_torchrun, "HOME": "/"}) == {"HOME": "/"}
+    assert mpirun.clean({"MASTER_ADDR": "a"}) == {"MASTER_ADDR": "a"}, "the user's own, for a job to come"
+
+
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (2, 7, "1"), (9, 4, "2")])
 def test_cores_are_divided_among_workers(cores, workers, threads):
     assert plan(workers, 1, cores=cores).env["OMP_NUM_THREADS"] == threads

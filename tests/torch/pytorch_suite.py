@@ -1,12 +1,11 @@
 """Runs PyTorch's own tests of torch.distributed and DDP, as its wheel ships them, with ``kvmpi`` in the place of gloo.
 
-    kvmpi run -n 4 tests/torch/pytorch_suite.py [--backend gloo] [--failures] [NAME...]
+    kvmpi run -n 4 tests/torch/pytorch_suite.py [--failures] [NAME...]
 
 It needs PyTorch's own test dependency: pip install expecttest.
 
 Each test gets a world of its own. Rank 0 prints one line per test: passed, skipped (by PyTorch: no GPU, another
-backend) or failed and why, and a summary; exit status 1 if one failed. ``--failures`` shows no others. With
-``--backend gloo`` one sees which of PyTorch's tests fail by themselves here.
+backend) or failed and why, and a summary; exit status 1 if one failed. ``--failures`` shows no others.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ torch.manual_seed(0)  # the suite makes objects when it is imported
 from torch.testing._internal import common_distributed, common_utils  # noqa: E402
 from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402
 
-BACKEND = "gloo" if "gloo" in sys.argv else "kvmpi"
 os.environ["BACKEND"] = "mpi"  # or many tests are skipped in a world of fewer than 8 ranks
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 #: As long as a test may wait for a rank that has failed.
@@ -66,7 +64,7 @@ def _meet(where: str, timeout: timedelta = timedelta(seconds=150)) -> None:
 
 def _instead_of_gloo(make: Any) -> Any:
     def call(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
-        return make(*arguments, backend=BACKEND if backend == "gloo" else backend, **options)
+        return make(*arguments, backend="kvmpi" if backend == "gloo" else backend, **options)
 
     return call
 
@@ -80,7 +78,7 @@ def outcome_of(name: str) -> str:
     common_utils.set_rng_seed(1234)
     try:
         store = dist.PrefixStore(name, _outside)
-        dist.init_process_group(backend=BACKEND, timeout=TIMEOUT, store=store, rank=RANK, world_size=SIZE)
+        dist.init_process_group(backend="kvmpi", timeout=TIMEOUT, store=store, rank=RANK, world_size=SIZE)
         getattr(case, name)()
     except SystemExit as end:
         return f"skipped: {SKIPS.get(end.code, end.code)}"

@@ -18,6 +18,7 @@ from kvmpi.launchers import mpirun
 
 pytest.importorskip("mpi4py")
 
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHECKS = Path(__file__).parent / "programs" / "c10d_checks.py"
 
 
@@ -28,8 +29,7 @@ def output_of(command: list[str], env: dict[str, str], timeout_s: float = 150.0)
 
 
 def plain_environment() -> dict[str, str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if not k.startswith("KVMPI_") and k not in names}
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVMPI_") and k not in RENDEZVOUS}
 
 
 def test_alone_without_a_launcher() -> None:
@@ -58,6 +58,17 @@ def test_four_workers() -> None:
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(4)]
 
 
+def test_a_part_of_pytorchs_own_tests() -> None:
+    """All of it, and what does not pass: docs/torch-distributed.md."""
+    names = (
+        "test_all_reduce_sum test_all_reduce_coalesced_product test_all_to_all_single_unequal_split test_scatter_checks "
+        "test_DistributedDataParallelCPU test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
+    )
+    job = run_job("-n 2", CHECKS.parents[1] / "pytorch_suite.py", *names.split(), timeout_s=150)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count(": passed") == 8, job.stdout
+
+
 # ---- what is refused, in this process
 
 
@@ -66,6 +77,8 @@ def create(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``create_group`` in a process that no MPI has started."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
+    for name in RENDEZVOUS:  # or the import would say where to meet, to this process and to those that it starts
+        monkeypatch.setenv(name, "0")
     import kvmpi.torch.c10d  # noqa: F401 - registers the backend
     from kvmpi.torch import rendezvous
 

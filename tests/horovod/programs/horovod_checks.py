@@ -1,4 +1,4 @@
-"""Run by test_horovod on 1 to 3 ranks: Horovod's operations against what torch computes in float64."""
+"""Run by test_horovod on 3 ranks: Horovod's operations against what torch computes in float64."""
 
 from __future__ import annotations
 

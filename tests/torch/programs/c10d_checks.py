@@ -353,10 +353,10 @@ def absent(rank: int, size: int) -> None:
 
 #: Each where it tells something that it does not tell elsewhere.
 CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
-    1: (reductions, moves, groups, asynchronous, mistakes, training),
+    1: (reductions, moves, groups, asynchronous, mistakes),
     2: (reductions, moves, groups, asynchronous, mistakes, messages, training),
     3: (reductions, moves, messages, mistakes),
-    4: (moves, groups, asynchronous, messages, training),
+    4: (reductions, groups, asynchronous, messages),
 }
 
 
