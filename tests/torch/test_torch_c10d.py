@@ -61,8 +61,9 @@ def test_four_workers() -> None:
 def test_a_part_of_pytorchs_own_tests() -> None:
     """All of it, and what does not pass: docs/torch-distributed.md."""
     names = (
-        "test_all_reduce_sum test_all_reduce_coalesced_product test_all_to_all_single_unequal_split test_scatter_checks "
-        "test_DistributedDataParallelCPU test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
+        "test_all_reduce_sum test_all_reduce_coalesced_product test_all_to_all_single_unequal_split "
+        "test_scatter_checks test_DistributedDataParallelCPU "
+        "test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
     )
     job = run_job("-n 2", CHECKS.parents[1] / "pytorch_suite.py", *names.split(), timeout_s=150)
     assert job.returncode == 0, job.stdout + job.stderr

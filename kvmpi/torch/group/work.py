@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Work as _TorchWork  # torch.distributed has it only of late
 
 from kvmpi.collectives.transfers import Transfer
 from kvmpi.engine import Work
 from kvmpi.torch.futures import future_of
 
 
-class GroupWork(dist.Work):
+class GroupWork(_TorchWork):
     """A ``torch.distributed.Work`` over a Work of kvmpi.
 
     Args:
