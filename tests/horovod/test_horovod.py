@@ -14,13 +14,13 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_operations_of_three_ranks() -> None:
-    job = run_job("-n 3", PROGRAMS / "horovod_checks.py", 3, timeout_s=150)
+    job = run_job("-n 3", PROGRAMS / "horovod_checks.py", 3, timeout_s=400)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(3)]
 
 
 def test_the_documented_loop() -> None:
-    job = run_job("-n 2", PROGRAMS / "digits.py", "--epochs", 4, timeout_s=150)
+    job = run_job("-n 2", PROGRAMS / "digits.py", "--epochs", 4, timeout_s=400)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "weights alike" in job.stdout, job.stdout
     accuracy = [float(text) for text in re.findall(r"accuracy ([0-9.]+)%", job.stdout)]

@@ -1,0 +1,147 @@
+"""Exchanges of parts, and reductions that are no sums, with ranks as threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_helpers import to_float64, vectors
+from rank_threads import RunRanks
+
+from kvmpi.collectives.exchange import GroupCollectives, exchange, pieces
+from kvmpi.deadline import Deadline
+from kvmpi.errors import DTypeMismatchError, KVTimeoutError, ShapeMismatchError, UnsupportedError
+
+SIZES = (1, 2, 3, 4, 7)
+COUNTS = (0, 1, 5, 1000)
+UFUNCS: dict[str, Any] = {"product": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def within(seconds: float = 20.0) -> Deadline:
+    return Deadline(seconds)
+
+
+def part(source: int, dest: int) -> np.ndarray:  # type: ignore[type-arg]
+    """What one rank sends to another: as long as their numbers say, nothing at times."""
+    return (100 * source + 10 * dest + np.arange((source + 2 * dest) % 4)).astype("i4")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_gets_what_every_other_sends_it(run_ranks: RunRanks, size: int) -> None:
+    def work(comm: Any) -> list[Any]:
+        found = [np.empty_like(part(source, comm.rank)) for source in range(size)]
+        sends = [part(comm.rank, dest) for dest in range(size)]
+        GroupCollectives(comm).exchange(sends, found, within(), "test")
+        return found
+
+    for rank, found in enumerate(run_ranks(size, work)):
+        for source in range(size):
+            np.testing.assert_array_equal(found[source], part(source, rank), f"from {source} to {rank} of {size}")
+
+
+def test_some_ranks_may_send_nothing(run_ranks: RunRanks) -> None:
+    def work(comm: Any) -> Any:
+        sends = [np.array([comm.rank], "i8") if dest == 1 else None for dest in range(3)]
+        found = [np.zeros(1, "i8") if comm.rank == 1 else None for _ in range(3)]
+        GroupCollectives(comm).exchange(sends, found, within(), "test")
+        return found
+
+    outcomes = run_ranks(3, work)
+    assert [int(found[0]) for found in outcomes[1]] == [0, 1, 2]
+
+
+def test_a_message_larger_than_mpi_can_count_goes_in_pieces() -> None:
+    whole = np.arange(10, dtype="i4")
+    parts = list(pieces(whole, max_bytes=16))
+    assert [piece.nbytes for piece in parts] == [16, 16, 8]
+    np.testing.assert_array_equal(np.concatenate(parts).view("i4"), whole)
+    assert not list(pieces(whole[:0]))
+
+
+def test_a_rank_that_does_not_take_part_is_named(run_ranks: RunRanks) -> None:
+    def work(comm: Any) -> None:
+        parts = [np.zeros(4) for _ in range(3)]
+        exchange(comm, parts, [p.copy() for p in parts], Deadline(0.3), lambda ranks: f"waits for {ranks}")
+
+    outcomes = run_ranks(3, work, absent=(2,), errors=True)
+    for rank in (0, 1):
+        assert isinstance(outcomes[rank], KVTimeoutError)
+        assert "waits for [2]" in str(outcomes[rank])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_texts_of_all_ranks(run_ranks: RunRanks, size: int) -> None:
+    texts = [bytes([rank]) * (rank * 3 % 5) for rank in range(size)]
+    for found in run_ranks(size, lambda comm: GroupCollectives(comm).all_tell(texts[comm.rank], within(), "test")):
+        assert found == texts
+
+
+def test_counts_that_do_not_fit_are_an_error_on_all(run_ranks: RunRanks) -> None:
+    def work(comm: Any) -> None:
+        sent = [1, 1, 1] if comm.rank != 2 else [1, 5, 1]
+        GroupCollectives(comm).check_counts([1] * 3, [1] * 3, within(), "test")
+        GroupCollectives(comm).check_counts(sent, [1] * 3, within(), "test")
+
+    for outcome in run_ranks(3, work, errors=True):
+        assert isinstance(outcome, ShapeMismatchError)
+        assert "MPI rank 2 sends 5 elements to MPI rank 1, which expects 1" in str(outcome)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int64"])
+def test_reductions_that_are_no_sums(run_ranks: RunRanks, size: int, dtype: str) -> None:
+    def work(comm: Any) -> dict[Any, Any]:
+        collectives, found = GroupCollectives(comm), {}
+        for op in UFUNCS:
+            for count in COUNTS:
+                mine = vectors(comm.rank, 1, count, dtype)[0]
+                kept = mine.copy()
+                out = np.empty_like(mine)
+                collectives.fold(mine, out, dtype, op, within(), "fold")
+                np.testing.assert_array_equal(mine, kept)
+                collectives.fold(mine, mine, dtype, op, within(), "fold in place")
+                np.testing.assert_array_equal(mine, out)
+                root = count % size
+                reduced = np.empty_like(kept) if comm.rank == root else None
+                collectives.reduce(kept, reduced, dtype, op, root, within(), "reduce")
+                if reduced is not None:
+                    np.testing.assert_array_equal(reduced, out)
+                found[op, count] = out
+        return found
+
+    outcomes = run_ranks(size, work)
+    for op, ufunc in UFUNCS.items():
+        for count in COUNTS:
+            terms = np.stack([vectors(rank, 1, count, dtype)[0] for rank in range(size)])
+            found = outcomes[0][op, count]
+            for other in outcomes[1:]:
+                np.testing.assert_array_equal(other[op, count], found, f"{op} of {count} {dtype}")
+            if dtype.startswith(("int", "uint")):
+                with np.errstate(over="ignore"):
+                    np.testing.assert_array_equal(found, ufunc.reduce(terms, axis=0, dtype=terms.dtype))
+            else:
+                exact = ufunc.reduce(to_float64(terms, dtype), axis=0)
+                eps = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+                tiny = {"float32": 0.0, "float16": 2.0**-24, "bfloat16": 0.0}[dtype]
+                bound = (size * 2.0**-23 + eps) * np.abs(exact) + tiny
+                assert (np.abs(to_float64(found, dtype) - exact) <= bound).all(), f"{op} of {count} {dtype}"
+
+
+def test_a_sum_to_one_rank(run_ranks: RunRanks) -> None:
+    def work(comm: Any) -> Any:
+        mine = np.arange(10, dtype="f4") * (comm.rank + 1)
+        out = np.empty(10, "f4") if comm.rank == 2 else None
+        GroupCollectives(comm).reduce(mine, out, "float32", "sum", 2, within(), "test")
+        return out
+
+    np.testing.assert_array_equal(run_ranks(4, work)[2], np.arange(10) * 10)
+
+
+def test_what_cannot_be_combined(run_ranks: RunRanks) -> None:
+    def work(comm: Any, op: str) -> None:
+        GroupCollectives(comm).fold(np.zeros(3, "f4"), np.zeros(3, "f4"), "float32", op, within(), "test")
+
+    for op, error in (("bxor", DTypeMismatchError), ("median", UnsupportedError)):
+        for outcome in run_ranks(2, lambda comm, op=op: work(comm, op), errors=True):
+            assert isinstance(outcome, error), op
