@@ -11,7 +11,7 @@ import torch
 from kvmpi.collectives import Entry
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ShapeMismatchError
+from kvmpi.errors import KVError, ShapeMismatchError
 from kvmpi.torch.group import GroupWork, KvmpiProcessGroup
 from kvmpi.torch.group.base import Plan
 from kvmpi.torch.group.tensors import numbers, octets, reduction
@@ -91,6 +91,10 @@ class HorovodGroup(KvmpiProcessGroup):
             return Plan([Entry(0, tuple(tensor.shape), _dtype(tensor))], run, found)
 
         return self._start(title, None, prepare)
+
+    def _reworded(self, error: KVError) -> KVError:
+        """Here ranks are those of the client, and the time is ``KVMPI_TIMEOUT_S``, as the error says."""
+        return error
 
     def _rows_of(
         self, rows: Sequence[int], rest: Sequence[int], like: torch.Tensor
