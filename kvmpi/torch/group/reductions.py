@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
-from kvmpi.torch.group.tensors import Flat, numbers, reduction
+from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
 _OPS = {
@@ -29,11 +30,40 @@ class Reductions(GroupBase):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
         op = _op_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if len(found) == 1 and found[0].layout is torch.sparse_coo:
+            return self._sum_sparse(found[0], op, timeout or opts)
         return self.reduce_all(found, op, f"all_reduce[{op}]", timeout or opts)
 
     def reduce_all(self, tensors: Tensors, op: str, title: str, options: Any = None) -> GroupWork:
         """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS`` or "avg"."""
         return self._start(title, options, lambda: self._reduction(tensors, op))
+
+    def _sum_sparse(self, tensor: torch.Tensor, op: str, options: Any) -> GroupWork:
+        """Sum a sparse tensor in place: the elements of all ranks are brought together and added up on each."""
+
+        def prepare() -> Plan:
+            if op not in ("sum", "avg"):
+                raise UnsupportedError(f"{op} of a sparse tensor: what is not there is 0 in sums only")
+            mine = tensor.detach().coalesce()
+            numbers(mine.values(), op)
+
+            def run(deadline: Deadline, label: str) -> None:
+                parts: list[torch.Tensor] = []
+                for part in (mine.indices().t(), mine.values()):
+                    texts = self._collectives.all_tell(octets(part).buffer.tobytes(), deadline, label)
+                    count = len(parts[0]) if parts else sum(map(len, texts)) // (8 * mine.sparse_dim())
+                    found = torch.empty((count, *part.shape[1:]), dtype=part.dtype)
+                    np.copyto(octets(found).buffer, np.frombuffer(b"".join(texts), np.uint8))
+                    parts.append(found.to(tensor.device))
+                indices, values = parts
+                total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
+                with torch.no_grad():
+                    tensor.copy_(total / self.size() if op == "avg" else total)
+
+            entry = Entry(0, tuple(tensor.shape), f"sparse {str(tensor.dtype).removeprefix('torch.')}")
+            return Plan([entry], run, [tensor])
+
+        return self._start(f"all_reduce[{op}]", options, prepare)
 
     def _reduction(self, tensors: Tensors, op: str) -> Plan:
         flats = [numbers(tensor, op) for tensor in tensors]

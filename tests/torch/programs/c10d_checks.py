@@ -105,6 +105,17 @@ def reductions(rank: int, size: int) -> None:
     tensor = torch.complex(torch.ones(3) * rank, torch.ones(3))
     dist.all_reduce(tensor)
     same(tensor, torch.complex(torch.ones(3) * sum(range(size)), torch.ones(3) * size), "complex")
+    for op, share in ((ReduceOp.SUM, 1), (ReduceOp.AVG, 1 / size)):
+        for width in (0, 2):  # rows r and r + 1 of rank r, and nothing of the last of several ranks
+            rank_rows = [[] if size > 1 and r == size - 1 else [r, r + 1] for r in range(size)]
+            expected = torch.zeros(size + 2, width)
+            for r in range(size):
+                expected[rank_rows[r]] += share * (r + 1)
+            indices = torch.tensor([rank_rows[rank]], dtype=torch.int64).reshape(1, -1)
+            values = torch.full((indices.shape[1], width), rank + 1.0)
+            sparse = torch.sparse_coo_tensor(indices, values, (size + 2, width), check_invariants=True)
+            dist.all_reduce(sparse, op)
+            torch.testing.assert_close(sparse.to_dense(), expected, rtol=1e-6, atol=0)
     strided = torch.zeros(4, 6)[:, ::2]
     strided += value(rank, 12, torch.float32).reshape(4, 3)
     dist.all_reduce(strided)
@@ -283,7 +294,7 @@ def mistakes(rank: int, size: int) -> None:
         with raises(OrderMismatchError, "different calls"):
             dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(1))
         with raises(UnsupportedError, "layout"):
-            dist.all_reduce(torch.eye(2).to_sparse() if rank == 1 else torch.eye(2))
+            dist.all_reduce(torch.eye(2).to_mkldnn() if rank == 1 else torch.eye(2))
         with raises(ShapeMismatchError, "sends 2 elements to MPI rank 0, which expects 1"):
             dist.all_to_all_single(
                 torch.empty(size if rank == 0 else size + (rank != 1)),
@@ -329,6 +340,14 @@ def training(rank: int, size: int) -> None:
     trained(parallel, lambda step: batch(step, rank))
     for found, wanted in zip(mine.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    torch.manual_seed(5)
+    words = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3))
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(words))
+    bags = [torch.arange(6).reshape(2, 3) * (r + 2) % 20 for r in range(size)]
+    parallel(bags[rank]).square().mean().backward()
+    words(torch.cat(bags)).square().mean().backward()
+    for found, wanted in zip(parallel.module.parameters(), words.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.to_dense(), wanted.grad.to_dense(), atol=1e-6, rtol=0)
     sharded = copy.deepcopy(model())
     mesh = dist.init_device_mesh("cpu", (size,))
     for layer in (sharded[0], sharded[2], sharded):
