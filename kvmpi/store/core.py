@@ -170,6 +170,11 @@ class StoreCore:
     def num_servers(self) -> int:
         return 0
 
+    @property
+    def keys(self) -> list[Key]:
+        """The keys there are, in the order of their ``init``."""
+        return list(self._keys)
+
     # ---- how calls begin
 
     def _check_open(self) -> None:

@@ -1,10 +1,11 @@
-"""PyTorch on a KVStore: a trainer for gradients, averaging of weights for islands, a hook for DDP.
+"""PyTorch on a KVStore: exchange of gradients, averaging of weights for islands, a hook for DDP.
 
 ``kvmpi.torch.c10d``, which must be imported by name, is a backend of torch.distributed.
 """
 
 from kvmpi.torch.averaging import DiLoCo, ElasticAveraging
 from kvmpi.torch.ddp_hook import ddp_comm_hook
+from kvmpi.torch.distributed import DistributedOptimizer
 from kvmpi.torch.trainer import Trainer
 
-__all__ = ["DiLoCo", "ElasticAveraging", "Trainer", "ddp_comm_hook"]
+__all__ = ["DiLoCo", "DistributedOptimizer", "ElasticAveraging", "Trainer", "ddp_comm_hook"]

@@ -1,4 +1,4 @@
-"""The parameters of a model as keys of a store: key i is parameter i, everywhere with worker 0's first weights."""
+"""The parameters of a model as keys of a store, everywhere with worker 0's first weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Mappi
 
 
 class KeyedParameters:
-    """A fixed list of parameters with their names; ``keys[i]`` is ``i``."""
+    """A fixed list of parameters with their names; ``keys[i]`` is ``first_key + i``."""
 
-    def __init__(self, params: Parameters) -> None:
+    def __init__(self, params: Parameters, first_key: int = 0) -> None:
         """Take ``model.parameters()``, ``model.named_parameters()`` or a dict of tensors.
 
         Raises:
@@ -40,7 +40,13 @@ class KeyedParameters:
             if id(tensor) in first:
                 raise ConfigError(f"{self.names[index]} is the same tensor as {self.names[first[id(tensor)]]}")
             first[id(tensor)] = index
-        self.keys = list(range(len(self.tensors)))
+        self.keys = list(range(first_key, first_key + len(self.tensors)))
+
+    def extend(self, others: KeyedParameters) -> None:
+        """Go on with ``others``, too."""
+        self.names += others.names
+        self.tensors += others.tensors
+        self.keys += others.keys
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -53,3 +59,39 @@ class KeyedParameters:
     def create_in(self, kv: KVStore) -> None:
         """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``."""
         kv.broadcast(self.keys, self.data, self.data)
+
+
+def start_alike(kv: KVStore, tensors: Iterable[torch.Tensor]) -> None:
+    """Give all workers worker 0's values of tensors that are not trained: frozen parameters, buffers.
+
+    Collective over all workers. It makes a key for each.
+    """
+    found = [_carried(tensor.detach()) for tensor in tensors]
+    writable = [t for t in found if all(step or n < 2 for n, step in zip(t.shape, t.stride(), strict=True))]
+    if writable:
+        first = next_key(kv)
+        kv.broadcast(list(range(first, first + len(writable))), writable, writable)
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that stores carry."""
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def next_key(kv: KVStore) -> int:
+    """The first int that is no key yet, and nor is any above it."""
+    return 1 + max((key for key in kv.keys if isinstance(key, int)), default=-1)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest: ``tensor.permute(...)`` is contiguous where there is such an order.
+
+    So a tensor in channels-last format can be sent, and filled, where it lies. Of a tensor with gaps: as they are.
+    """
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return dimensions
+    found = tuple(sorted(dimensions, key=lambda d: (-tensor.stride()[d], d)))
+    return found if tensor.permute(found).is_contiguous() else dimensions

@@ -293,12 +293,7 @@ class Trainer:
 
     def _options(self) -> Any:
         """What the user's optimizer says at the moment, to see whether it has changed."""
-        if self._torch is None:
-            return [self._rule]
-        return [
-            {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
-            for group in self._torch.param_groups
-        ]
+        return [self._rule] if self._torch is None else options_of(self._torch)
 
     def _own_rule(self) -> optim.Rule:
         if self._torch is None:
@@ -398,6 +393,14 @@ class Trainer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._owned and self._kv is not None:
             self._kv.__exit__(kind, error, trace)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group as they are now, to see later whether they have changed."""
+    return [
+        {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _save_atomically(state: dict[str, Any], path: str) -> None:

@@ -1,0 +1,85 @@
+"""Which gradients travel together, and when a bucket may leave: arithmetic that knows neither torch nor a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvmpi.errors import KVError
+
+#: Large enough that a call's fixed cost is small beside its bytes, small enough that there are several to overlap.
+BUCKET_BYTES = 4 << 20
+#: Of the first bucket, with which exchanging begins, and of the last, which nothing is left to hide.
+EDGE_BYTES = 1 << 20
+
+
+def complete_order(seen: Iterable[int], count: int) -> list[int]:
+    """All of ``range(count)``: as ``seen``, then what is missing there from the last to the first.
+
+    Backward passes reach parameters about in the reverse of the order in which a model defines them.
+    """
+    first = dict.fromkeys(index for index in seen if 0 <= index < count)
+    return [*first, *(index for index in reversed(range(count)) if index not in first)]
+
+
+def plan(
+    order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES, edge_bytes: int = EDGE_BYTES
+) -> list[tuple[int, ...]]:
+    """Cut ``order`` into buckets, each a stretch of it.
+
+    A bucket has at most ``bucket_bytes``, the first and the last at most ``edge_bytes``, or a single member. The last
+    is filled from behind, the others from the front.
+
+    Args:
+        order: indices in the order in which their gradients are expected.
+        nbytes: by index.
+    """
+    edge_bytes = min(edge_bytes, bucket_bytes)
+    start, room = len(order), edge_bytes
+    while start and (start == len(order) or nbytes[order[start - 1]] <= room):
+        start -= 1
+        room -= nbytes[order[start]]
+    found: list[list[int]] = []
+    room = 0
+    for index in order[:start]:
+        if not found or nbytes[index] > room:
+            room = bucket_bytes if found else edge_bytes
+            found.append([])
+        found[-1].append(index)
+        room -= nbytes[index]
+    return [tuple(bucket) for bucket in [*found, list(order[start:])] if bucket]
+
+
+class Progress:
+    """One pass over a plan: gradients arrive in any order, buckets leave in the order of the plan."""
+
+    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+        self._missing = [len(bucket) for bucket in buckets]
+        self._next = 0
+        #: What has arrived, in its order.
+        self.arrived: dict[int, None] = {}
+
+    def arrive(self, index: int) -> range:
+        """The buckets that may leave now that the gradient ``index`` is there.
+
+        Raises:
+            KVError: it is there already.
+        """
+        if index in self.arrived:
+            raise KVError(f"gradient {index} arrives twice in one pass")
+        self.arrived[index] = None
+        self._missing[self._bucket_of[index]] -= 1
+        first = self._next
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._next += 1
+        return range(first, self._next)
+
+    def absent(self, number: int) -> list[int]:
+        """What of bucket ``number`` has not arrived."""
+        return [index for index in self._buckets[number] if index not in self.arrived]
+
+    def finish(self) -> range:
+        """No more will arrive: the buckets that have not left."""
+        first, self._next = self._next, len(self._buckets)
+        return range(first, self._next)

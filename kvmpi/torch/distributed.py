@@ -1,0 +1,343 @@
+"""``DistributedOptimizer``: an existing PyTorch loop goes on as it is, and exchanges gradients during its backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.store import KVStore
+from kvmpi.torch.buckets import BUCKET_BYTES
+from kvmpi.torch.exchange import Exchange
+from kvmpi.torch.forks import warn_of_forks
+from kvmpi.torch.layers import Layers
+from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
+from kvmpi.torch.trainer import options_of
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose gradients are exchanged while the backward pass goes on. Two lines of a loop change.
+
+    ::
+
+        kv = kvmpi.create("mpi")
+        optimizer = kvmpi.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters()), kv, model)
+        for x, y in batches:                     # this worker's share
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()      # gradients leave, bucket by bucket, last layers first
+            optimizer.step()
+
+    It is an optimizer like the one that it was given, with its parameter groups, state and ``state_dict``, for
+    schedulers, ``GradScaler`` and checkpoints. Construction is collective over all workers, and gives all of them
+    worker 0's weights and buffers; so load a checkpoint of the model before, and one of the optimizer on every worker.
+
+    **Gradients come back** where the store is synchronous and has no optimizer. When ``backward`` returns, every
+    ``p.grad`` is the mean over all workers: clip, unscale, look at them as in a loop of one process. A parameter that
+    no worker has used has no gradient. Several backward passes before a step add up; inside ``no_sync`` they exchange
+    nothing, which is what accumulation wants for all but the last.
+
+    **Weights come back** with ``update_on_kvstore=True``, a store with an optimizer (``kv.set_optimizer``), and
+    asynchronous stores. The store updates with the optimizer's rule and options; schedulers reach it before the next
+    gradients do. What leaves in ``backward`` cannot be changed any more: clipping and ``GradScaler`` are errors. Given
+    the model, ``step`` does not wait for the weights: each layer's next forward waits for its own, and so do the
+    model's and this optimizer's ``state_dict``. Call ``synchronize`` before anything else reads weights (a moving
+    average, a norm). Given parameters only, ``step`` waits.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kvstore: KVStore,
+        named_parameters: torch.nn.Module | Parameters | None = None,
+        *,
+        average: bool | None = None,
+        update_on_kvstore: bool | None = None,
+        norm_buffers: str = "first",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Create the keys, broadcast weights and buffers, put hooks on parameters.
+
+        Args:
+            named_parameters: the model, ``model.named_parameters()``, or by default what the optimizer has.
+            average: divide by the number of workers (of an asynchronous client: by its own). By default, unless
+                somebody else has set the store's optimizer, whose ``rescale_grad`` it is then.
+            update_on_kvstore: whether the store updates weights; by default only where it must.
+            norm_buffers: running statistics of batch normalisation after each step: "first", those of the first
+                worker; "mean" over workers; "own". Where weights come back, the workers are those of the client.
+            bucket_bytes: gradients leave together up to this size.
+        Raises:
+            ConfigError: (a ``ValueError``) the arguments do not go together.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer is {type(optimizer).__name__}: expected an instance of a torch.optim class")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError("optimizer is a DistributedOptimizer already")
+        if not isinstance(kvstore, KVStore):
+            raise ConfigError(f"kvstore is {kvstore!r}: expected a store, for example kvmpi.create('mpi')")
+        if norm_buffers not in ("first", "mean", "own"):
+            raise ConfigError(f"norm_buffers={norm_buffers!r}: expected 'first', 'mean' or 'own'")
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}: expected at least 1")
+        self._inner, self._kv, self._bucket_bytes = optimizer, kvstore, bucket_bytes
+        self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+        self._update_on_kvstore = self._decide(update_on_kvstore)
+        self._names = self._names_of(named_parameters)
+        self._divisor = 1
+        self._average = kvstore.optimizer is None if average is None else average
+        if self._average:
+            self._divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
+        scale = 1.0 if self._update_on_kvstore and kvstore.optimizer is None else 1.0 / self._divisor
+        self._scale = scale
+        warn_of_forks(kvstore)
+        self._layers: Layers | None = None
+        # In the order of the model, where it is known: the reverse of it is the first guess at what comes when.
+        place = {identity: number for number, identity in enumerate(self._names)}
+        tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
+        self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
+        self._params.create_in(kvstore)
+        if self._model is not None:
+            start_alike(kvstore, self._rest_of(self._model))
+        self._exchange = self._new_exchange()
+        if self._update_on_kvstore and kvstore.optimizer is None:
+            kvstore.set_optimizer(self._own_rule().with_hyperparams(**self._rescaled()))
+        self._options = options_of(optimizer)
+        if self._model is not None:
+            if norm_buffers != "own":
+                self._exchange.norms = NormBuffers(
+                    kvstore, self._model, norm_buffers, in_client=self._update_on_kvstore
+                )
+            if self._update_on_kvstore:
+                self._layers = Layers(self._model, self._index, self._exchange)
+
+    # ---- construction
+
+    def _decide(self, wanted: bool | None) -> bool:
+        kv = self._kv
+        must = kv.is_capable("async") or kv.optimizer is not None
+        if wanted is False and must:
+            why = "it is asynchronous" if kv.optimizer is None else f"it applies {kv.optimizer!r} to what is pushed"
+            raise ConfigError(f"update_on_kvstore=False with store type {kv.type!r}: {why}")
+        if kv.optimizer is not None and kv.optimizer.averages:
+            raise ConfigError(
+                f"the store's {kv.optimizer!r} works on weights, not on gradients; use kvmpi.torch.ElasticAveraging or "
+                "DiLoCo, and DistributedOptimizer with kv.client inside a client"
+            )
+        if not (wanted or must):
+            return False
+        if not kv.is_capable("optimizer"):
+            raise ConfigError(f"update_on_kvstore=True with store type {kv.type!r}: it takes no optimizer")
+        if kv.optimizer is None:
+            if self._inner.state:
+                raise ConfigError(
+                    "the optimizer has stepped already, and the store would not get its state: pass a new one"
+                )
+            try:
+                optim.from_any(self._inner)
+            except UnsupportedError as error:
+                hint = "" if must else "; or leave update_on_kvstore=False"
+                raise ConfigError(f"the store cannot apply this optimizer: {error}{hint}") from None
+        return True
+
+    def _names_of(self, named: Any) -> dict[int, str]:
+        """Names of tensors, by identity."""
+        if named is None:
+            return {}
+        params = KeyedParameters(named.named_parameters() if isinstance(named, torch.nn.Module) else named)
+        found = {id(tensor): name for name, tensor in zip(params.names, params.tensors, strict=True)}
+        strangers = sum(id(tensor) not in found for tensor in self._own_tensors())
+        if strangers:
+            raise ConfigError(
+                f"the optimizer has {strangers} parameters that named_parameters has not; make both from one model"
+            )
+        return found
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        return [tensor for group in self._inner.param_groups for tensor in group["params"]]
+
+    def _rest_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """What else of the model is to begin alike everywhere."""
+        own = {id(tensor) for tensor in self._own_tensors()}
+        rest = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in own and t.numel()}
+        return [tensor.detach() for tensor in rest.values()]
+
+    def _named(self, tensors: list[torch.Tensor], first: int) -> list[tuple[str, torch.Tensor]]:
+        return [(self._names.get(id(t), f"parameter {i}"), t) for i, t in enumerate(tensors, first)]
+
+    def _new_exchange(self) -> Exchange:
+        self._index = {id(tensor): i for i, tensor in enumerate(self._params.tensors)}
+        return Exchange(
+            self._kv, self._params, weights_back=self._update_on_kvstore, scale=self._scale, average=self._average,
+            bucket_bytes=self._bucket_bytes, before_pass=self._send_options,
+        )  # fmt: skip
+
+    # ---- the rule of the store
+
+    def _own_rule(self) -> optim.Rule:
+        return optim.from_any(self._inner)
+
+    def _rescaled(self) -> dict[str, float]:
+        return {"rescale_grad": 1.0 / self._divisor}
+
+    def _send_options(self) -> None:
+        """Bring the store's rule up to date with what a scheduler, or anybody else, has written into the optimizer."""
+        kv, options = self._kv, options_of(self._inner)
+        if not self._update_on_kvstore or options == self._options:
+            return
+        assert kv.optimizer is not None
+        now, mine = kv.optimizer.hyperparams(), self._own_rule().hyperparams()
+        changed = {n: v for n, v in mine.items() if n in now and n != "rescale_grad" and now[n] != v}
+        if changed:
+            kv.set_hyperparams(**changed)
+        self._options = options
+
+    # ---- as an optimizer
+
+    @property
+    def kvstore(self) -> KVStore:
+        """The store."""
+        return self._kv
+
+    @property
+    def update_on_kvstore(self) -> bool:
+        """Whether the store holds the weights and applies the optimizer."""
+        return self._update_on_kvstore
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer that this one was made from."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer that this one was made from; empty where the store updates."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer that this one was made from."""
+        return self._inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_inner" not in self.__dict__:
+            raise AttributeError(name)
+        if name == "_step_supports_amp_scaling" and self._update_on_kvstore:
+            raise ConfigError(
+                "GradScaler with a store that updates weights: it has got scaled gradients during the backward pass. "
+                "Let the gradients come back, with update_on_kvstore=False and a store of a synchronous type"
+            )
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r}, kvstore={self._kv.type!r})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the weights. What no backward has exchanged is exchanged now: all workers step equally often."""
+        if not self._update_on_kvstore:
+            if closure is None and not self._exchange.fresh:
+                self._exchange.finish()
+            for name in ("grad_scale", "found_inf"):  # what GradScaler tells optimizers that unscale by themselves
+                if name in vars(self):
+                    setattr(self._inner, name, vars(self)[name])
+            result = self._inner.step() if closure is None else self._inner.step(closure)
+            self._exchange.fresh = False
+            return result
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._exchange.fresh:
+            self._exchange.finish()
+        self._exchange.check_unchanged()
+        self._exchange.fresh = False
+        if self._layers is None:
+            self._exchange.wait()
+        else:
+            self._layers.after_step()
+        # Where lr_scheduler looks whether the optimizer has stepped, before it warns that it should have.
+        self._inner._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every optimizer; with ``set_to_none=False`` gradients stay where they leave from."""
+        if not set_to_none:
+            self._exchange.wait()
+        self._inner.zero_grad(set_to_none)
+        if not self._update_on_kvstore:
+            self._exchange.fresh = False
+
+    def synchronize(self) -> None:
+        """Return when nothing is under way: gradients that have come back, or weights, are those of all workers.
+
+        To be called by all workers alike where a backward pass was broken off; else it waits, and nothing more.
+        """
+        if self._exchange.is_open:
+            self._exchange.finish()
+        self._exchange.wait()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this worker; the first one outside exchanges the sum. For all alike."""
+        with self._exchange.no_sync():
+            yield
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of every optimizer; collective over all workers, since new keys are made."""
+        self.synchronize()
+        self._inner.add_param_group(param_group)
+        if self._update_on_kvstore:
+            self._own_rule()
+        added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
+        new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
+        new.create_in(self._kv)
+        self._params.extend(new)
+        norms = self._exchange.norms
+        self._exchange.close()
+        self._exchange = self._new_exchange()
+        self._exchange.norms = norms
+        if self._layers is not None:
+            self._layers.watch(self._index, self._exchange)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer. Where the store updates, it has the state: ``kv.save_optimizer_states`` writes it."""
+        self.synchronize()
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer; on every worker alike.
+
+        Raises:
+            ConfigError: there is state in it, and the store updates.
+        """
+        if self._update_on_kvstore and state_dict.get("state"):
+            raise ConfigError(
+                "load_state_dict: the store updates weights, and keeps its optimizer's state to itself; "
+                "save and load that with kv.save_optimizer_states and kv.load_optimizer_states"
+            )
+        self._inner.load_state_dict(state_dict)
+
+    def join(self) -> None:
+        """This worker has no more batches: the others go on without it. See ``KVStore.join`` and ``Trainer.join``.
+
+        To be called once by every worker, after its last ``step``.
+        """
+        self.synchronize()
+        self._kv.join()
+        if self._update_on_kvstore:
+            trained = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]
+            self._kv.pull([self._params.keys[i] for i in trained], [self._params.data[i] for i in trained])
+
+    def detach(self) -> None:
+        """Take the hooks off parameters and model: the optimizer that this one was made from goes on alone."""
+        self.synchronize()
+        self._exchange.close()
+        if self._layers is not None:
+            self._layers.close()

@@ -1,0 +1,315 @@
+"""Gradients leave for the store during the backward pass: hooks, buckets in ``kv.empty`` memory, what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from kvmpi.engine import Work
+from kvmpi.errors import ConfigError, KVError
+from kvmpi.store import KVStore
+from kvmpi.torch import buckets
+from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key
+
+
+class _Bucket:
+    """Gradients that travel together: slices of one block of memory for each dtype and device.
+
+    In a block they lie in the order of their keys, which is the order of the call: then even what a collective would
+    have to pack is where it belongs.
+    """
+
+    def __init__(self, indices: Iterable[int], tensors: list[torch.Tensor], empty: Callable[..., Any]) -> None:
+        self.indices = sorted(indices)
+        self.blocks: list[torch.Tensor] = []
+        #: By index: the gradient as the parameter shows it, and the same memory in the order in which it lies there.
+        self.grads: dict[int, torch.Tensor] = {}
+        self.arrays: dict[int, torch.Tensor] = {}
+        self.version = 0
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in self.indices:
+            kinds.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            block = empty(
+                (sum(tensors[i].numel() for i in members),), dtype, None if device.type == "cpu" else str(device)
+            )
+            self.blocks.append(block)
+            start = 0
+            for i in members:
+                order = memory_order(tensors[i])
+                shape = [tensors[i].shape[d] for d in order]
+                self.arrays[i] = block[start : start + math.prod(shape)].view(shape)
+                self.grads[i] = self.arrays[i].permute([order.index(d) for d in range(len(order))])
+                start += math.prod(shape)
+
+    def block_version(self) -> int:
+        """Grows when anybody but the store writes to the gradients."""
+        return sum(block._version for block in self.blocks)
+
+
+class _Flight:
+    """A bucket under way, until its results are there."""
+
+    def __init__(self, bucket: _Bucket, works: list[Work | None]) -> None:
+        self.bucket, self.works = bucket, works
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
+
+
+class Exchange:
+    """What ``DistributedOptimizer`` does with gradients and weights.
+
+    A *pass* begins with the first gradient of a backward, and ends with that backward. Each bucket leaves as soon as it
+    is full and those before it in the plan have left; at the end what is not full leaves with zeros.
+
+    Args:
+        weights_back: the store holds weights and updates them; else gradients come back, summed.
+        scale: every gradient is multiplied by it before it leaves.
+        average: the sum with this scale is a mean, of which the mean is itself: a second pass before a step adds up.
+        before_pass: called before anything leaves.
+    """
+
+    def __init__(
+        self, kv: KVStore, params: KeyedParameters, *, weights_back: bool, scale: float, average: bool,
+        bucket_bytes: int, before_pass: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._kv, self._params, self._weights_back = kv, params, weights_back
+        self._scale, self._average, self._bucket_bytes, self._before_pass = scale, average, bucket_bytes, before_pass
+        self._lock = threading.RLock()  # gradients on several devices arrive in several threads
+        self._tensors = params.tensors
+        # A client of one worker pushes when it likes, and only what it has.
+        self._alone = weights_back and kv.is_capable("async") and kv.mpi_size == 1
+        self._hooks: dict[int, Any] = {}
+        self._paused = self._open = False
+        self._planned = False
+        #: Since the last step: whether gradients are as the store has returned, or taken, them.
+        self.fresh = False
+        #: What is exchanged along with each pass.
+        self.norms: NormBuffers | None = None
+        self._flights: dict[int, _Flight] = {}
+        self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
+        # The sum over workers, which travels with the last bucket: whether any worker has one.
+        self._all_used = torch.zeros(len(self._tensors))
+        self._all_used_key = next_key(kv)
+        if not weights_back:
+            kv.init(self._all_used_key, self._all_used)
+        self._order_key = 0
+        if kv.mpi_size > 1:
+            self._order_key = next_key(kv.client)
+            kv.client.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
+        self._order = buckets.complete_order((), len(self._tensors))
+        self._plan()
+
+    def close(self) -> None:
+        """Leave the parameters alone from here on."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    # ---- the plan
+
+    def _plan(self) -> None:
+        """Lay out buckets for what requires a gradient now; all workers do so at the same point of their programs."""
+        self._trained = [p.requires_grad for p in self._tensors]
+        order = [i for i in self._order if self._trained[i]]
+        nbytes = [p.numel() * p.element_size() for p in self._tensors]
+        plan = buckets.plan(order, nbytes, self._bucket_bytes)
+        self._buckets = [_Bucket(indices, self._tensors, self._kv.empty) for indices in plan]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        self._progress = buckets.Progress(plan)
+        for i in order:
+            if i not in self._hooks:
+                self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: self._arrived(index)
+
+    def _learn_order(self, arrived: Iterable[int]) -> None:
+        """Plan again, in the order in which gradients came on the client's first worker."""
+        order = buckets.complete_order(arrived, len(self._tensors))
+        if self._kv.mpi_size > 1:
+            found = torch.tensor(order, dtype=torch.int64) + 1
+            if self._kv.mpi_rank != 0:
+                found.zero_()
+            self._kv.client.pushpull(self._order_key, found)
+            if not found.any():  # the first worker has joined
+                return
+            order = (found - 1).tolist()
+        if order != self._order:
+            self._order = order
+            self._plan()
+
+    # ---- a pass
+
+    def _arrived(self, index: int) -> None:
+        """The hook of a parameter: its ``grad`` has got all that this backward gives."""
+        with self._lock, torch.no_grad():
+            if self._paused:
+                self.fresh = False
+                return
+            if not self._open:
+                self._begin(index)
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            if index in self._progress.arrived:
+                raise KVError(
+                    f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
+                    "backward before this one has failed; call optimizer.synchronize() where you catch that error"
+                )
+            if not self._trained[index]:
+                return
+            self._take(index)
+            for number in self._progress.arrive(index):
+                self._send(number)
+
+    def _begin(self, index: int | None) -> None:
+        if self.fresh and (self._weights_back or not self._average):
+            adds_up = index is None or self._tensors[index].grad is self._bucket_of[index].grads[index]
+            if self._weights_back or adds_up:
+                raise ConfigError(
+                    "a second backward before optimizer.step(), when the gradients of the first have left for the "
+                    "store: do all but the last of them inside 'with optimizer.no_sync():'"
+                )
+        self._before_pass()
+        if self._trained != [p.requires_grad for p in self._tensors]:
+            self._plan()
+        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
+        self._used = [0.0] * len(self._tensors)
+        self._sent: list[_Flight] = []
+        self._open = True
+
+    def _take(self, index: int) -> None:
+        """Bring a gradient to where it leaves from, and let the parameter show it there."""
+        bucket, tensor = self._bucket_of[index], self._tensors[index]
+        grad, place = tensor.grad, self._bucket_of[index].grads[index]
+        if index in self._flights:
+            self.wait([index])  # a layer that was not used since
+        if grad is None:
+            place.zero_()
+            return
+        self._used[index] = 1.0
+        if grad is place:
+            return
+        if grad.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {self._params.names[index]} is sparse, which stores do not carry; "
+                "make it dense (torch.nn.Embedding(..., sparse=False))"
+            )
+        bucket.grads[index].copy_(grad)
+        tensor.grad = place
+
+    def _send(self, number: int) -> None:
+        bucket, kv = self._buckets[number], self._kv
+        if self._scale != 1.0:
+            for block in bucket.blocks:
+                block.mul_(self._scale)
+        bucket.version = bucket.block_version()
+        keys = [self._params.keys[i] for i in bucket.indices]
+        arrays = [bucket.arrays[i] for i in bucket.indices]
+        if not self._weights_back:
+            if number == len(self._buckets) - 1:
+                self._all_used.copy_(torch.tensor(self._used))
+                keys, arrays = [*keys, self._all_used_key], [*arrays, self._all_used]
+            self._sent.append(_Flight(bucket, [kv.pushpull(keys, arrays, priority=number, async_op=True)]))
+            return
+        weights = [self._tensors[i].detach() for i in bucket.indices]
+        weights = [weight.permute(memory_order(weight)) for weight in weights]
+        pushed, left = list(range(len(keys))), list[int]()
+        if self._alone:
+            pushed = [n for n in pushed if self._used[bucket.indices[n]]]
+            left = [n for n in range(len(keys)) if n not in pushed]
+        works = []
+        if pushed:
+            some = [arrays[n] for n in pushed], [weights[n] for n in pushed]
+            works.append(kv.pushpull([keys[n] for n in pushed], *some, number, async_op=True))
+        if left:
+            works.append(kv.pull([keys[n] for n in left], [weights[n] for n in left], number, async_op=True))
+        self._flights.update(dict.fromkeys(bucket.indices, _Flight(bucket, works)))
+        self._note_change(bucket)
+
+    def _note_change(self, bucket: _Bucket) -> None:
+        """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
+        torch.autograd.graph.increment_version([self._tensors[i] for i in bucket.indices])
+
+    def finish(self) -> None:
+        """End the pass, or make one if there was none: everything leaves; where gradients come back, they are there."""
+        with self._lock, torch.no_grad():
+            if not self._open:
+                self._begin(None)
+            arrived = list(self._progress.arrived)
+            absent = [i for number in range(len(self._buckets)) for i in self._progress.absent(number)]
+            for i in absent:
+                self._take(i)
+            for number in self._progress.finish():
+                self._send(number)
+            self._open, self.fresh = False, True
+            if self.norms is not None:
+                self.norms.start()
+            if not self._weights_back:
+                self._receive()
+            if self.norms is not None:
+                self.norms.finish()
+            if not self._planned and arrived:
+                self._planned = True
+                self._learn_order(arrived)
+
+    def _receive(self) -> None:
+        """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
+        for flight in self._sent:
+            flight.wait()
+        self._sent = []
+        used = self._all_used.tolist()
+        for i, bucket in self._bucket_of.items():
+            self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._open
+
+    # ---- weights that come back
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights are on their way."""
+        return bool(self._flights)
+
+    def wait(self, indices: Iterable[int] | None = None) -> None:
+        """Return when the weights of these parameters, or all, are there."""
+        with self._lock:
+            for i in list(self._flights) if indices is None else indices:
+                flight = self._flights.get(i)
+                if flight is None:
+                    continue
+                for other in flight.bucket.indices:
+                    self._flights.pop(other, None)
+                flight.wait()
+                self._note_change(flight.bucket)
+
+    def check_unchanged(self) -> None:
+        """Raise if somebody has changed gradients that the store has taken already: it would be in vain."""
+        for bucket in self._buckets:
+            shown = all((g := self._tensors[i].grad) is None or g is bucket.grads[i] for i in bucket.indices)
+            if not shown or bucket.version != bucket.block_version():
+                raise ConfigError(
+                    "gradients were changed after the backward pass (clipped, unscaled, added to): the servers have "
+                    "taken them by then. Let the gradients come back, with update_on_kvstore=False and a store of a "
+                    "synchronous type without an optimizer, or leave them as they are"
+                )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to ``grad`` and exchange nothing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before

@@ -1,0 +1,82 @@
+"""Which layer waits for which weights: forward hooks, where weights come back while the loop goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvmpi.torch.exchange import Exchange
+
+
+class Layers:
+    """Before a module's forward, the weights that it uses are there.
+
+    Those are its own, and those of modules inside it that are never called (as the projection inside
+    ``nn.MultiheadAttention``): which are called is seen in the first forward, when nothing is under way. Weights of
+    modules that no called module contains, and of models that were compiled in place, are waited for after the step.
+
+    Args:
+        index: the numbers of parameters, by identity.
+    """
+
+    def __init__(self, model: torch.nn.Module, index: Mapping[int, int], exchange: Exchange) -> None:
+        self._parents: dict[torch.nn.Module, torch.nn.Module | None] = {}
+        self._called: set[torch.nn.Module] = set()
+        self._handles: list[Any] = []
+        # A compiler that meets the hook must not look into it: what it sees would count for all calls to come.
+        self._hook = torch.compiler.disable(self._before_forward)
+        self._visit(model, None, hooked=True)
+        self.watch(index, exchange)
+
+    def watch(self, index: Mapping[int, int], exchange: Exchange) -> None:
+        """Go on with other parameters."""
+        self._index, self._exchange = index, exchange
+        self._stale = True
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _visit(self, module: torch.nn.Module, parent: torch.nn.Module | None, *, hooked: bool) -> None:
+        if module in self._parents:
+            return
+        self._parents[module] = parent
+        self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._exchange.wait()))
+        in_place = getattr(module, "_compiled_call_impl", None) is not None  # hooks are part of what is compiled
+        if hooked and not in_place:
+            self._handles.append(module.register_forward_pre_hook(self._hook, prepend=True))
+        compiled = in_place or type(module).__name__ == "OptimizedModule"
+        for child in module.children():
+            self._visit(child, module, hooked=hooked and not compiled)
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if module not in self._called:
+            self._called.add(module)
+            self._stale = True
+        if self._exchange.in_flight:
+            self._exchange.wait(self._weights_of(module))
+
+    def after_step(self) -> None:
+        """Wait for what no forward would wait for."""
+        self._exchange.wait(self._weights_of(None))
+
+    def _weights_of(self, module: torch.nn.Module | None) -> list[int]:
+        if self._stale:
+            self._stale = False
+            self._found: dict[torch.nn.Module | None, list[int]] = {}
+            left = set(self._index.values())
+            for owner in self._parents:
+                caller: torch.nn.Module | None = owner
+                while caller is not None and caller not in self._called:
+                    caller = self._parents[caller]
+                for parameter in owner._parameters.values():
+                    i = self._index.get(id(parameter))
+                    if i is not None:
+                        left.discard(i)
+                        self._found.setdefault(caller, []).append(i)
+            self._found.setdefault(None, []).extend(left)
+        return self._found.get(module, [])

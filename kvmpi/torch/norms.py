@@ -1,0 +1,70 @@
+"""Running statistics of normalisation layers, which see other data in every worker and have no gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from kvmpi.engine import Work
+from kvmpi.store import KVStore
+from kvmpi.torch.parameters import next_key
+
+
+class NormBuffers:
+    """After each step all workers go on with the statistics of the first, or with the mean of all.
+
+    All buffers of one dtype travel as one vector, with how many workers are in the sum at its end: a worker that has
+    joined contributes nothing.
+
+    Args:
+        policy: "first" or "mean".
+        in_client: only the workers of one client exchange them: the store itself would take them for gradients.
+    """
+
+    def __init__(self, kv: KVStore, model: torch.nn.Module, policy: str, *, in_client: bool) -> None:
+        self._takes_part = policy == "mean"
+        self._vectors: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
+        self._work: Work | None = None
+        if (kv.mpi_size if in_client else kv.num_workers) == 1:
+            return
+        self._kv = kv.client if in_client else kv
+        self._takes_part = policy == "mean" or self._kv.rank == 0
+        by_dtype: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+                for buffer in module.buffers(recurse=False):
+                    by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+        key = next_key(self._kv)
+        for number, (dtype, found) in enumerate(by_dtype.items()):
+            vector = self._kv.empty((sum(b.numel() for b in found.values()) + 1,), dtype)
+            vector.zero_()
+            self._kv.init(key + number, vector)
+            self._vectors.append((key + number, vector, list(found.values())))
+
+    def start(self) -> None:
+        """Send them. Collective."""
+        if not self._vectors:
+            return
+        for _, vector, buffers in self._vectors:
+            if self._takes_part:
+                torch.cat([*(b.detach().reshape(-1).cpu() for b in buffers), vector.new_ones(1)], out=vector)
+            else:
+                vector.zero_()
+        keys, vectors = [key for key, _, _ in self._vectors], [vector for _, vector, _ in self._vectors]
+        self._work = self._kv.pushpull(keys, vectors, async_op=True)
+
+    def finish(self) -> None:
+        """Take what has come back."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        for _, vector, buffers in self._vectors:
+            count = int(vector[-1])
+            if not count:  # the first worker has joined: everybody keeps its own
+                continue
+            if count > 1:
+                vector.copy_(torch.div(vector, count, rounding_mode=None if vector.is_floating_point() else "floor"))
+            start = 0
+            for buffer in buffers:
+                buffer.copy_(vector[start : start + buffer.numel()].view(buffer.shape))
+                start += buffer.numel()
