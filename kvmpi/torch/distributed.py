@@ -99,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         place = {identity: number for number, identity in enumerate(self._names)}
         tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
         self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
-        self._params.create_in(kvstore)
+        self._params.create_in(kvstore, as_they_lie=True)
         if self._model is not None:
             start_alike(kvstore, self._rest_of(self._model))
         self._exchange = self._new_exchange()
@@ -244,10 +244,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._update_on_kvstore:
             if closure is None and not self._exchange.fresh:
                 self._exchange.finish()
-            for name in ("grad_scale", "found_inf"):  # what GradScaler tells optimizers that unscale by themselves
-                if name in vars(self):
-                    setattr(self._inner, name, vars(self)[name])
-            result = self._inner.step() if closure is None else self._inner.step(closure)
+            # What GradScaler tells optimizers that unscale by themselves.
+            told = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+            vars(self._inner).update(told)
+            try:
+                result = self._inner.step() if closure is None else self._inner.step(closure)
+            finally:
+                for name in told:
+                    delattr(self._inner, name)
             self._exchange.fresh = False
             return result
         result = None
@@ -297,7 +301,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._own_rule()
         added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
         new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
-        new.create_in(self._kv)
+        new.create_in(self._kv, as_they_lie=True)
         self._params.extend(new)
         norms = self._exchange.norms
         self._exchange.close()
@@ -333,7 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._kv.join()
         if self._update_on_kvstore:
             trained = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]
-            self._kv.pull([self._params.keys[i] for i in trained], [self._params.data[i] for i in trained])
+            self._kv.pull([self._params.keys[i] for i in trained], [self._params.as_it_lies(i) for i in trained])
 
     def detach(self) -> None:
         """Take the hooks off parameters and model: the optimizer that this one was made from goes on alone."""

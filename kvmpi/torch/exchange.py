@@ -220,8 +220,7 @@ class Exchange:
                 keys, arrays = [*keys, self._all_used_key], [*arrays, self._all_used]
             self._sent.append(_Flight(bucket, [kv.pushpull(keys, arrays, priority=number, async_op=True)]))
             return
-        weights = [self._tensors[i].detach() for i in bucket.indices]
-        weights = [weight.permute(memory_order(weight)) for weight in weights]
+        weights = [self._params.as_it_lies(i) for i in bucket.indices]
         pushed, left = list(range(len(keys))), list[int]()
         if self._alone:
             pushed = [n for n in pushed if self._used[bucket.indices[n]]]

@@ -56,9 +56,19 @@ class KeyedParameters:
         """The tensors without their autograd history; the same memory."""
         return [tensor.detach() for tensor in self.tensors]
 
-    def create_in(self, kv: KVStore) -> None:
-        """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``."""
-        kv.broadcast(self.keys, self.data, self.data)
+    def as_it_lies(self, index: int) -> torch.Tensor:
+        """One of ``data`` with its dimensions in the order of its memory: contiguous, if it has no gaps."""
+        data = self.tensors[index].detach()
+        return data.permute(memory_order(data))
+
+    def create_in(self, kv: KVStore, *, as_they_lie: bool = False) -> None:
+        """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``.
+
+        Args:
+            as_they_lie: the keys get the shapes of ``as_it_lies``.
+        """
+        values = [self.as_it_lies(i) for i in range(len(self))] if as_they_lie else self.data
+        kv.broadcast(self.keys, values, values)
 
 
 def start_alike(kv: KVStore, tensors: Iterable[torch.Tensor]) -> None:

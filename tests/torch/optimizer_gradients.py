@@ -1,0 +1,330 @@
+"""Run by test_torch_optimizer_jobs: gradients come back to several workers; all loops of optimizer_loops and more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import optimizer_loops as loops
+import torch
+from optimizer_loops import (
+    STEPS,
+    Winding,
+    adamw,
+    convolutions,
+    expect,
+    flat,
+    image_shard,
+    loss_of,
+    mlp,
+    plain_steps,
+    same_in_all,
+    sgd,
+    shard,
+    statistics,
+    winding,
+    winding_steps,
+)
+from torch import nn
+
+import kvmpi
+from kvmpi.errors import ConfigError
+from kvmpi.torch import DistributedOptimizer
+
+torch.set_num_threads(1)
+FOLDER = Path(sys.argv[1])
+
+
+def every_loop(kv: kvmpi.KVStore) -> None:
+    for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
+                 loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures,
+                 loops.scaled, loops.checkpointed(False), loops.checkpointed(True)):  # fmt: skip
+        same_in_all(kv, loop)
+    same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True)
+
+
+def parameter_groups(kv: kvmpi.KVStore) -> None:
+    def groups(model: Any) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": decayed}], lr=0.01)
+
+    same_in_all(kv, loops.schedules, optimizer=groups)
+
+
+def groups_that_are_added(kv: kvmpi.KVStore) -> None:
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        plain_steps(model, optimizer, shards)
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.3})
+        plain_steps(model, optimizer, shards)
+
+    def make(seed: int) -> nn.Module:
+        model = mlp(seed)
+        model[0].requires_grad_(False)
+        return model
+
+    same_in_all(kv, loop, make=make, optimizer=lambda m: torch.optim.SGD(m[2:].parameters(), lr=0.1, momentum=0.9))
+
+
+def half_types(kv: kvmpi.KVStore) -> None:
+    def single(step: int, rank: int) -> Any:
+        return shard(step, rank, torch.float32)
+
+    same_in_all(kv, loops.autocast, make=lambda s: mlp(s, torch.float32), get=single, tolerance=1e-5)
+    same_in_all(kv, loops.scaled, make=lambda s: mlp(s, torch.float32), get=single, tolerance=1e-5,
+                optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=True))  # fmt: skip
+
+    def mixed(seed: int) -> nn.Module:
+        model = mlp(seed, torch.bfloat16)
+        model[2].float()
+        return model
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            for _, x, y in shards(step):
+                x = model[1](model[0](x)).float()
+                loss = nn.functional.cross_entropy(model[4](torch.tanh(model[2](x)).bfloat16()).float(), y)
+                (loss / len(shards(step))).backward()
+            optimizer.step()
+
+    def sgd_once(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    same_in_all(kv, loop, make=mixed, optimizer=sgd_once, tolerance=0.01, get=lambda s, r: shard(s, r, torch.bfloat16))
+
+
+def graphs_that_change(kv: kvmpi.KVStore) -> None:
+    # AdamW moves what has a gradient of zero, and leaves alone what has none.
+    model, _ = same_in_all(kv, winding_steps, make=winding, optimizer=adamw)
+    assert isinstance(model, Winding)
+
+
+def images(kv: kvmpi.KVStore) -> None:
+    for policy in ("first", "mean"):
+        model, _ = same_in_all(kv, plain_steps, make=convolutions, get=image_shard, norm_buffers=policy)
+        expected = statistics(policy, kv.num_workers)
+        for buffer, value in zip(model.buffers(), expected, strict=True):
+            torch.testing.assert_close(buffer, value, atol=1e-12, rtol=0)
+    assert model[0].weight.grad.stride() == model[0].weight.stride() != model[0].weight.contiguous().stride()
+    model, _ = same_in_all(kv, plain_steps, make=convolutions, get=image_shard, norm_buffers="own")
+    mean = flat(model.buffers())
+    kv.init(kv.keys[-1] + 1, mean)
+    kv.pushpull(kv.keys[-1], mean)
+    assert not torch.allclose(mean / kv.num_workers, flat(model.buffers()))
+
+
+def no_copies(kv: kvmpi.KVStore) -> None:
+    """The gradients of a bucket lie end to end in one block, in the order of the keys, and stay there."""
+    model = mlp(kv.rank)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=400)
+    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 2)
+    places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 2)
+    assert places == {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+    for bucket in optimizer._exchange._buckets:
+        start = bucket.blocks[0].data_ptr()
+        assert bucket.blocks[0].numel() == sum(bucket.grads[i].numel() for i in bucket.indices)
+        for i in bucket.indices:
+            assert optimizer._params.tensors[i].grad.data_ptr() == bucket.arrays[i].data_ptr() == start
+            start += bucket.grads[i].numel() * 8
+    optimizer.detach()
+
+
+def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
+    """Layers run in another order in each worker; all plan by worker 0's."""
+
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+            for i in order:
+                x = self.layers[i](x)
+            return x
+
+    model = Scattered().double()
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+    mine = [2, 0, 3, 1] if kv.rank == 0 else [0, 1, 2, 3]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(shard(step, kv.rank)[1], mine).sum().backward()
+        optimizer.step()
+    planned = [bucket.indices[0] // 2 for bucket in optimizer._exchange._buckets]
+    assert list(dict.fromkeys(planned)) == [1, 3, 0, 2], planned
+    optimizer.detach()
+
+
+def compiled(kv: kvmpi.KVStore) -> None:
+    def make(seed: int) -> Any:
+        return torch.compile(mlp(seed), backend="aot_eager")
+
+    same_in_all(kv, plain_steps, make=make)
+
+
+def resumed(kv: kvmpi.KVStore) -> None:
+    """Saved in the middle by worker 0 alone, loaded by all into other models."""
+
+    def start(seed: int, given: Any = None) -> Any:
+        model = mlp(seed)
+        if given:
+            model.load_state_dict(given["model"])
+        optimizer = DistributedOptimizer(adamw(model), kv, model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        if given:
+            optimizer.load_state_dict(given["optimizer"])
+            schedule.load_state_dict(given["schedule"])
+        return model, optimizer, schedule
+
+    def steps(model: Any, optimizer: Any, schedule: Any, first: int, last: int, ranks: range) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss_of(model, [shard(step, rank) for rank in ranks]).backward()
+            optimizer.step()
+            schedule.step()
+
+    own = range(kv.rank, kv.rank + 1)
+    model, optimizer, schedule = start(kv.rank)
+    steps(model, optimizer, schedule, 0, 3, own)
+    path = FOLDER / f"checkpoint of {kv.type}"
+    if kv.rank == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+        torch.save(state, path)
+    kv.barrier()
+    optimizer.detach()
+    model, optimizer, schedule = start(kv.rank + 7, torch.load(path, weights_only=True))
+    steps(model, optimizer, schedule, 3, STEPS, own)
+    optimizer.detach()
+    plain = mlp(0)
+    plain_optimizer = adamw(plain)
+    steps(plain, plain_optimizer, torch.optim.lr_scheduler.ExponentialLR(plain_optimizer, 0.7), 0, STEPS,
+          range(kv.num_workers))  # fmt: skip
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+
+
+def two_optimizers(kv: kvmpi.KVStore) -> None:
+    def loop(model: Any, optimizers: Any, shards: Any) -> None:
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, shards(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    plain, model = mlp(0), mlp(kv.rank)
+    own = [torch.optim.SGD(model[:2].parameters(), lr=0.1), torch.optim.AdamW(model[2:].parameters(), lr=0.01)]
+    both = [DistributedOptimizer(optimizer, kv, model) for optimizer in own]
+    loop(model, both, lambda step: [shard(step, kv.rank)])
+    theirs = [torch.optim.SGD(plain[:2].parameters(), lr=0.1), torch.optim.AdamW(plain[2:].parameters(), lr=0.01)]
+    loop(plain, theirs, lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    for optimizer in both:
+        optimizer.detach()
+
+
+def sums(kv: kvmpi.KVStore) -> None:
+    """Without ``average`` gradients are sums, and cannot be added to."""
+
+    def scaled_sgd(model: Any) -> torch.optim.Optimizer:
+        mine = 0.1 / kv.num_workers if isinstance(model, _Mine) else 0.1
+        return torch.optim.SGD(model.parameters(), lr=mine)
+
+    class _Mine(nn.Sequential):
+        pass
+
+    plain, model = mlp(0), _Mine(*mlp(kv.rank))
+    optimizer = DistributedOptimizer(scaled_sgd(model), kv, model, average=False)
+    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)])
+    plain_steps(plain, scaled_sgd(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    loss_of(model, [shard(0, kv.rank)]).backward()
+    expect(ConfigError, "a second backward", lambda: loss_of(model, [shard(0, kv.rank)]).backward())
+    optimizer.detach()
+
+
+def after_an_error(kv: kvmpi.KVStore) -> None:
+    """One worker's backward breaks off in the middle; it synchronises, and all go on."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("no room")
+
+    model, plain = mlp(kv.rank), mlp(0)
+    optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1), sgd(plain)
+    for step in range(4):
+        optimizer.zero_grad()
+        _, x, y = shard(step, kv.rank)
+        hidden = model[:3](x)
+        if step == 2 and kv.rank == 1:
+            hidden = Breaks.apply(hidden)
+        loss = nn.functional.cross_entropy(model[3:](hidden), y)
+        try:
+            loss.backward()
+        except MemoryError:
+            optimizer.synchronize()
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        for rank in range(kv.num_workers):
+            _, x, y = shard(step, rank)
+            hidden = plain[:3](x)
+            hidden = hidden.detach() if step == 2 and rank == 1 else hidden
+            (nn.functional.cross_entropy(plain[3:](hidden), y) / kv.num_workers).backward()
+        plain_optimizer.step()
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    optimizer.detach()
+
+
+def uneven_batches(name: str) -> None:
+    """The workers with the most batches have what one process has; who has none contributes zeros to every mean."""
+    with kvmpi.create(name) as kv:
+        batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
+        model, plain = convolutions(kv.rank), convolutions(0)
+        optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model), sgd(plain)
+        for step in range(batches[kv.rank]):
+            optimizer.zero_grad()
+            loss_of(model, [image_shard(step, kv.rank)]).backward()
+            optimizer.step()
+        optimizer.join()
+        for step in range(max(batches)):
+            plain_optimizer.zero_grad()
+            for rank in range(kv.num_workers):
+                if batches[rank] > step:
+                    (loss_of(plain, [image_shard(step, rank)]) / kv.num_workers).backward()
+            plain_optimizer.step()
+        if batches[kv.rank] == max(batches):
+            assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12, f"{name}, {batches}"
+            assert flat(model.buffers()).abs().min() > 0
+
+
+CHECKS = (
+    every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, images, no_copies, compiled,
+    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error,
+)  # fmt: skip
+
+
+def main() -> None:
+    stores, chosen, algorithms = (set(filter(None, text.split(","))) for text in sys.argv[2:5])
+    for name in sorted(stores):
+        with kvmpi.create(name) as kv:
+            for check in CHECKS:
+                if not chosen or check.__name__ in chosen:
+                    check(kv)
+        if not chosen or "uneven_batches" in chosen:
+            uneven_batches(name)
+    for algorithm in sorted(algorithms):
+        with kvmpi.create("mpi", allreduce=algorithm) as kv:
+            same_in_all(kv, plain_steps)
+            same_in_all(kv, winding_steps, make=winding, optimizer=adamw)
+    print("all checks passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Training loops as people write them, run by workers with ``DistributedOptimizer`` and by one process without.
+
+A loop gets a model, an optimizer and, for each step, shards: (rank, x, y) of those whose data it trains on. A worker
+has one shard, the process that is the oracle has all of them; the loss is the mean of the shards' losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import kvmpi
+from kvmpi.torch import DistributedOptimizer
+
+STEPS, BATCH = 6, 4
+Shard = tuple[int, torch.Tensor, torch.Tensor]
+Shards = Callable[[int], list[Shard]]
+
+
+def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def shard(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Shard:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64).to(dtype)
+    return rank, x, torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def loss_of(model: Any, shards: list[Shard]) -> torch.Tensor:
+    return sum(nn.functional.cross_entropy(model(x), y) for _, x, y in shards) / len(shards)
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def expect(error: type[BaseException], text: str, call: Callable[[], Any]) -> None:
+    """``call`` must raise ``error`` with ``text`` in it."""
+    said = None
+    try:
+        call()
+    except error as caught:
+        said = str(caught)
+    assert said is not None, f"no {error.__name__}"
+    assert text in said, said
+
+
+def no_sync(optimizer: Any) -> Any:
+    return optimizer.no_sync() if isinstance(optimizer, DistributedOptimizer) else contextlib.nullcontext()
+
+
+def same_in_all(
+    kv: kvmpi.KVStore,
+    loop: Callable[..., Any],
+    make: Callable[[int], nn.Module] = mlp,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    get: Callable[[int, int], Any] = shard,
+    tolerance: float = 1e-12,
+    parameters_only: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Run ``loop`` in all workers together and here alone; weights and what it returns must be the same."""
+    plain, model = make(0), make(kv.rank)  # worker 0's weights count
+    options = {"bucket_bytes": 150, **options}
+    given = model.named_parameters() if parameters_only else model
+    distributed = DistributedOptimizer(optimizer(model), kv, given, **options)
+    mine = loop(model, distributed, lambda step: [get(step, kv.rank)])
+    distributed.synchronize()
+    theirs = loop(plain, optimizer(plain), lambda step: [get(step, rank) for rank in range(kv.num_workers)])
+    difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
+    assert difference <= tolerance, f"{loop.__name__}: weights differ by {difference}"
+    assert mine == theirs, f"{loop.__name__}: {mine}, expected {theirs}"
+    distributed.detach()
+    return model, plain
+
+
+# ---- loops
+
+
+def plain_steps(model: Any, optimizer: Any, shards: Shards, steps: int = STEPS) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, shards(step)).backward()
+        optimizer.step()
+
+
+def gradients_in_place(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, shards(step)).backward()
+        optimizer.step()
+
+
+def zeroed_by_the_model(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, shards(step)).backward()
+        optimizer.step()
+
+
+def schedules(model: Any, optimizer: Any, shards: Shards) -> list[float]:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    decay = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    rates = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, shards(step)).backward()
+        optimizer.step()
+        warm.step()
+        decay.step()
+        rates.append(optimizer.param_groups[-1]["lr"])
+    return rates
+
+
+def accumulation(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            with no_sync(optimizer):
+                (loss_of(model, shards(100 * part + step)) / 3).backward()
+        (loss_of(model, shards(200 + step)) / 3).backward()
+        optimizer.step()
+
+
+def accumulation_that_exchanges(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            loss_of(model, shards(100 * part + step)).backward()
+        optimizer.step()
+
+
+def only_without_sync(model: Any, optimizer: Any, shards: Shards) -> None:
+    """The step exchanges what no backward has."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with no_sync(optimizer):
+            loss_of(model, shards(step)).backward()
+        optimizer.step()
+
+
+def clipping(model: Any, optimizer: Any, shards: Shards) -> list[float]:
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, shards(step)).backward()
+        norms.append(round(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), 10))
+        optimizer.step()
+    return norms
+
+
+def closures(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, shards(step))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def scaled(model: Any, optimizer: Any, shards: Shards) -> list[float]:
+    """Worker 0's loss overflows in step 2: nobody steps, and all scale down."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    scales = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = shards(step)
+        loss = loss_of(model, found)
+        if step == 2 and any(rank == 0 for rank, _, _ in found):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def autocast(model: Any, optimizer: Any, shards: Shards) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for one in (found := shards(step)):  # by itself, since gradients of one cast weight add up in bfloat16
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, [one]) / len(found)
+            loss.backward()
+        optimizer.step()
+
+
+def checkpointed(reentrant: bool) -> Callable[..., None]:
+    def loop(model: Any, optimizer: Any, shards: Shards) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            total: Any = 0.0
+            for _, x, y in shards(step):
+                hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
+                total = total + nn.functional.cross_entropy(model[3:](hidden), y)
+            (total / len(shards(step))).backward()
+            optimizer.step()
+
+    return loop
+
+
+# ---- a model that uses its parameters in all the ways that there are
+
+
+class Winding(nn.Module):
+    """``never`` is used by no worker, ``odd`` by workers of odd rank in even steps, ``late`` from step 3 on.
+
+    ``first`` is frozen until step 2; ``shared`` stands in two places, and is used there and by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.shared = nn.Linear(5, 5)
+        self.again = self.shared
+        self.tied = nn.Linear(5, 5, bias=False)
+        self.tied.weight = self.shared.weight
+        self.odd = nn.Linear(5, 5)
+        self.late = nn.Linear(5, 5)
+        self.never = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        x = self.first(x)
+        x = self.again(torch.tanh(self.shared(x)))
+        x = x + self.tied(x)
+        if step >= 3:
+            x = self.late(x)
+        if step % 2 == 0 and rank % 2 == 1:
+            x = x + self.odd(x)
+        return self.last(torch.tanh(x))
+
+
+def winding(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Winding().double()
+
+
+def winding_steps(model: Any, optimizer: Any, shards: Shards) -> list[list[str]]:
+    """What has no gradient after a backward is the same as in one process."""
+    missing = []
+    for step in range(STEPS):
+        if step == 2:
+            model.first.requires_grad_(True)
+        if step == 5:
+            model.shared.requires_grad_(False)
+        optimizer.zero_grad()
+        found = shards(step)
+        losses = [nn.functional.cross_entropy(model(x, rank, step), y) for rank, x, y in found]
+        (sum(losses) / len(found)).backward()
+        missing.append([name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+    return missing
+
+
+# ---- images
+
+
+def convolutions(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    body = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4),
+        nn.Flatten(), nn.Linear(64, 3),
+    )  # fmt: skip
+    return body.double().to(memory_format=torch.channels_last)
+
+
+def image_shard(step: int, rank: int) -> Shard:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return rank, x.to(memory_format=torch.channels_last), torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def statistics(policy: str, num_workers: int) -> list[torch.Tensor]:
+    """What the buffers of ``convolutions`` are after ``plain_steps`` on images, computed with a model per worker."""
+    plain = convolutions(0)
+    optimizer, shards = sgd(plain), [[image_shard(step, rank) for rank in range(num_workers)] for step in range(STEPS)]
+    current = [b.clone() for b in plain.buffers()]
+    for step in range(STEPS):
+        after = []
+        for found in shards[step]:
+            one = convolutions(0)
+            one.load_state_dict(plain.state_dict())
+            for buffer, value in zip(one.buffers(), current, strict=True):
+                buffer.copy_(value)
+            one(found[1])
+            after.append([b.clone() for b in one.buffers()])
+        if policy == "first":
+            current = after[0]
+        else:
+            current = [sum(each).div(num_workers).to(each[0].dtype) for each in zip(*after, strict=True)]
+        optimizer.zero_grad()
+        loss_of(plain, shards[step]).backward()
+        optimizer.step()
+    return current

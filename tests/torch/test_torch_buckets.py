@@ -1,0 +1,70 @@
+"""Plans and passes of ``DistributedOptimizer``, in all orders of arrival, without any gradient."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmpi.errors import KVError
+from kvmpi.torch.buckets import Progress, complete_order, plan
+
+SIZES = st.lists(st.integers(0, 50), max_size=30)
+
+
+@given(SIZES, st.randoms(use_true_random=False), st.integers(1, 100), st.integers(1, 100))
+def test_a_plan_cuts_the_order_and_keeps_to_its_limits(nbytes, random, bucket_bytes, edge_bytes):
+    order = random.sample(range(len(nbytes)), len(nbytes))
+    found = plan(order, nbytes, bucket_bytes, edge_bytes)
+    assert [index for bucket in found for index in bucket] == order
+    edge = min(edge_bytes, bucket_bytes)
+    for number, bucket in enumerate(found):
+        limit = edge if number in (0, len(found) - 1) else bucket_bytes
+        assert bucket
+        assert len(bucket) == 1 or sum(nbytes[i] for i in bucket) <= limit
+    for number in range(1, len(found) - 2):  # no bucket in the middle could have taken what the next begins with
+        assert sum(nbytes[i] for i in found[number]) + nbytes[found[number + 1][0]] > bucket_bytes
+
+
+def test_a_plan_by_hand():
+    assert plan([4, 3, 2, 1, 0], [5, 5, 9, 20, 3], bucket_bytes=20, edge_bytes=10) == [(4,), (3,), (2,), (1, 0)]
+    assert plan([2, 1, 0], [1, 1, 1], 20, 10) == [(2, 1, 0)]
+    assert plan([0, 1], [99, 99], 20, 10) == [(0,), (1,)]
+    assert plan([], []) == []
+
+
+@given(st.lists(st.integers(-3, 12)), st.integers(0, 10))
+def test_an_order_is_completed_from_behind(seen, count):
+    found = complete_order(seen, count)
+    assert sorted(found) == list(range(count))
+    known = list(dict.fromkeys(i for i in seen if 0 <= i < count))
+    assert found[: len(known)] == known
+    assert found[len(known) :] == sorted(found[len(known) :], reverse=True)
+
+
+@given(SIZES, st.randoms(use_true_random=False), st.data())
+def test_buckets_leave_in_order_once_and_full(nbytes, random, data):
+    count = len(nbytes)
+    buckets = plan(random.sample(range(count), count), nbytes, 40, 20)
+    arriving = random.sample(range(count), data.draw(st.integers(0, count)))
+    progress, here, left = Progress(buckets), set(), []
+    for index in arriving:
+        leaving = progress.arrive(index)
+        here.add(index)
+        left += leaving
+        for number, bucket in enumerate(buckets):
+            # Those have left that are full, and all before them.
+            full = all(set(other) <= here for other in buckets[: number + 1])
+            assert (number in left) == full
+            assert progress.absent(number) == [i for i in bucket if i not in here]
+    assert list(progress.arrived) == arriving
+    left += progress.finish()
+    assert left == list(range(len(buckets)))
+    assert not progress.finish()
+
+
+def test_a_gradient_cannot_arrive_twice():
+    progress = Progress([(0, 1)])
+    progress.arrive(1)
+    with pytest.raises(KVError, match="twice"):
+        progress.arrive(1)
