@@ -245,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if closure is None and not self._exchange.fresh:
                 self._exchange.finish()
             # What GradScaler tells optimizers that unscale by themselves.
-            told = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+            told: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
             vars(self._inner).update(told)
             try:
                 result = self._inner.step() if closure is None else self._inner.step(closure)

@@ -90,6 +90,7 @@ class Exchange:
         self._alone = weights_back and kv.is_capable("async") and kv.mpi_size == 1
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
+        self._sent: list[_Flight] = []  # in this pass, or the last
         self._planned = False
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
@@ -183,7 +184,7 @@ class Exchange:
             self._plan()
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
         self._used = [0.0] * len(self._tensors)
-        self._sent: list[_Flight] = []
+        self._sent = []
         self._open = True
 
     def _take(self, index: int) -> None:
@@ -231,7 +232,8 @@ class Exchange:
             works.append(kv.pushpull([keys[n] for n in pushed], *some, number, async_op=True))
         if left:
             works.append(kv.pull([keys[n] for n in left], [weights[n] for n in left], number, async_op=True))
-        self._flights.update(dict.fromkeys(bucket.indices, _Flight(bucket, works)))
+        self._sent.append(_Flight(bucket, works))
+        self._flights.update(dict.fromkeys(bucket.indices, self._sent[-1]))
         self._note_change(bucket)
 
     def _note_change(self, bucket: _Bucket) -> None:
@@ -264,7 +266,6 @@ class Exchange:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
         for flight in self._sent:
             flight.wait()
-        self._sent = []
         used = self._all_used.tolist()
         for i, bucket in self._bucket_of.items():
             self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
@@ -295,7 +296,7 @@ class Exchange:
 
     def check_unchanged(self) -> None:
         """Raise if somebody has changed gradients that the store has taken already: it would be in vain."""
-        for bucket in self._buckets:
+        for bucket in [flight.bucket for flight in self._sent]:
             shown = all((g := self._tensors[i].grad) is None or g is bucket.grads[i] for i in bucket.indices)
             if not shown or bucket.version != bucket.block_version():
                 raise ConfigError(

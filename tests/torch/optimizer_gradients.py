@@ -1,8 +1,9 @@
-"""Run by test_torch_optimizer_jobs: gradients come back to several workers; all loops of optimizer_loops and more."""
+"""Checks of ``DistributedOptimizer`` where gradients come back: all loops of optimizer_loops, and more."""
 
 from __future__ import annotations
 
-import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ from optimizer_loops import (
 from torch import nn
 
 import kvmpi
+from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.torch import DistributedOptimizer
-
-torch.set_num_threads(1)
-FOLDER = Path(sys.argv[1])
 
 
 def every_loop(kv: kvmpi.KVStore) -> None:
@@ -134,7 +133,7 @@ def no_copies(kv: kvmpi.KVStore) -> None:
 
 
 def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
-    """Layers run in another order in each worker; all plan by worker 0's."""
+    """Layers run in another order in each worker; all of a client plan by the first one's."""
 
     class Scattered(nn.Module):
         def __init__(self) -> None:
@@ -148,7 +147,7 @@ def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
 
     model = Scattered().double()
     optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
-    mine = [2, 0, 3, 1] if kv.rank == 0 else [0, 1, 2, 3]
+    mine = [2, 0, 3, 1] if kv.mpi_rank == 0 else [0, 1, 2, 3]
     for step in range(3):
         optimizer.zero_grad()
         model(shard(step, kv.rank)[1], mine).sum().backward()
@@ -189,13 +188,16 @@ def resumed(kv: kvmpi.KVStore) -> None:
     own = range(kv.rank, kv.rank + 1)
     model, optimizer, schedule = start(kv.rank)
     steps(model, optimizer, schedule, 0, 3, own)
-    path = FOLDER / f"checkpoint of {kv.type}"
+    path = Path(tempfile.gettempdir()) / f"kvmpi-test-{Config.from_env().job_id}-{kv.type}"
     if kv.rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
         torch.save(state, path)
     kv.barrier()
     optimizer.detach()
-    model, optimizer, schedule = start(kv.rank + 7, torch.load(path, weights_only=True))
+    state = torch.load(path, weights_only=True)
+    kv.barrier()
+    path.unlink(missing_ok=True)
+    model, optimizer, schedule = start(kv.rank + 7, state)
     steps(model, optimizer, schedule, 3, STEPS, own)
     optimizer.detach()
     plain = mlp(0)
@@ -282,49 +284,47 @@ def after_an_error(kv: kvmpi.KVStore) -> None:
     optimizer.detach()
 
 
-def uneven_batches(name: str) -> None:
-    """The workers with the most batches have what one process has; who has none contributes zeros to every mean."""
-    with kvmpi.create(name) as kv:
-        batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
-        model, plain = convolutions(kv.rank), convolutions(0)
-        optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model), sgd(plain)
-        for step in range(batches[kv.rank]):
-            optimizer.zero_grad()
-            loss_of(model, [image_shard(step, kv.rank)]).backward()
-            optimizer.step()
-        optimizer.join()
-        for step in range(max(batches)):
-            plain_optimizer.zero_grad()
-            for rank in range(kv.num_workers):
-                if batches[rank] > step:
-                    (loss_of(plain, [image_shard(step, rank)]) / kv.num_workers).backward()
-            plain_optimizer.step()
-        if batches[kv.rank] == max(batches):
-            assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12, f"{name}, {batches}"
-            assert flat(model.buffers()).abs().min() > 0
+def forks(kv: kvmpi.KVStore) -> None:
+    """A DataLoader that forks is a warning, once, where the loop asks for it; only if there is MPI."""
+    model = mlp(0)
+    DistributedOptimizer(sgd(model), kv, model).detach()
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert sum(map(float, torch.utils.data.DataLoader([1.0, 2.0], num_workers=1))) == 3.0
+        found += [w for w in caught if w.category is RuntimeWarning]
+    assert len(found) == (kv.mpi_size > 1), [str(w.message) for w in found]
+    for warning in found:
+        assert "multiprocessing_context='forkserver'" in str(warning.message)
+        assert warning.filename == __file__, warning.filename
+
+
+def uneven_batches(kv: kvmpi.KVStore) -> None:
+    """The workers with the most batches have what one process has; who has none contributes zeros to every mean.
+
+    The last check of a store.
+    """
+    batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
+    model, plain = convolutions(kv.rank), convolutions(0)
+    optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model), sgd(plain)
+    for step in range(batches[kv.rank]):
+        optimizer.zero_grad()
+        loss_of(model, [image_shard(step, kv.rank)]).backward()
+        optimizer.step()
+    optimizer.join()
+    for step in range(max(batches)):
+        plain_optimizer.zero_grad()
+        for rank in range(kv.num_workers):
+            if batches[rank] > step:
+                (loss_of(plain, [image_shard(step, rank)]) / kv.num_workers).backward()
+        plain_optimizer.step()
+    if batches[kv.rank] == max(batches):
+        assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12, f"{kv.type}, {batches}"
+        assert flat(model.buffers()).abs().min() > 0
 
 
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, images, no_copies, compiled,
-    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error,
+    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error, forks, uneven_batches,
 )  # fmt: skip
-
-
-def main() -> None:
-    stores, chosen, algorithms = (set(filter(None, text.split(","))) for text in sys.argv[2:5])
-    for name in sorted(stores):
-        with kvmpi.create(name) as kv:
-            for check in CHECKS:
-                if not chosen or check.__name__ in chosen:
-                    check(kv)
-        if not chosen or "uneven_batches" in chosen:
-            uneven_batches(name)
-    for algorithm in sorted(algorithms):
-        with kvmpi.create("mpi", allreduce=algorithm) as kv:
-            same_in_all(kv, plain_steps)
-            same_in_all(kv, winding_steps, make=winding, optimizer=adamw)
-    print("all checks passed")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,47 @@
+"""Run by test_torch_optimizer_jobs: what needs several processes, as STORE/gradients, STORE/weights=CHECK,CHECK ..."""
+
+from __future__ import annotations
+
+import sys
+
+import optimizer_gradients
+import optimizer_weights
+import torch
+from optimizer_loops import adamw, plain_steps, same_in_all, winding, winding_steps
+
+import kvmpi
+
+torch.set_num_threads(1)
+
+
+def gradients(store: str, names: list[str]) -> None:
+    with kvmpi.create(store) as kv:
+        for check in optimizer_gradients.CHECKS:
+            if check.__name__ in names or not names:
+                check(kv)
+
+
+def weights(store: str, names: list[str]) -> None:
+    for check in optimizer_weights.CHECKS:  # each with stores of its own, since a store has one rule
+        if check.__name__ in names or not names:
+            check(store)
+
+
+def algorithms(store: str, names: list[str]) -> None:
+    for name in names:
+        with kvmpi.create(store, allreduce=name) as kv:
+            same_in_all(kv, plain_steps)
+            same_in_all(kv, winding_steps, make=winding, optimizer=adamw)
+
+
+def main() -> None:
+    for argument in sys.argv[1:]:
+        what, _, names = argument.partition("=")
+        store, _, group = what.partition("/")
+        run = {"gradients": gradients, "weights": weights, "algorithms": algorithms}[group]
+        run(store, names.split(",") if names else [])
+        print(f"{what} passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Checks of ``DistributedOptimizer`` where the store updates and weights come back; each makes its stores."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optimizer_loops as loops
+import torch
+from optimizer_loops import (
+    STEPS,
+    adamw,
+    convolutions,
+    expect,
+    flat,
+    image_shard,
+    loss_of,
+    mlp,
+    plain_steps,
+    same_in_all,
+    sgd,
+    shard,
+    winding,
+    winding_steps,
+)
+from torch import nn
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError
+from kvmpi.torch import DistributedOptimizer
+
+
+@contextmanager
+def training(store: str, make: Any = mlp, optimizer: Any = sgd, **options: Any) -> Iterator[Any]:
+    with kvmpi.create(store) as kv:
+        model = make(kv.rank)
+        options = {"update_on_kvstore": True, "bucket_bytes": 150, **options}
+        yield kv, model, DistributedOptimizer(optimizer(model), kv, model, **options)
+
+
+def loops_of_people(store: str) -> None:
+    for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
+                 loops.only_without_sync, loops.checkpointed(False)):  # fmt: skip
+        with kvmpi.create(store) as kv:
+            same_in_all(kv, loop, update_on_kvstore=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, plain_steps, optimizer=adamw, update_on_kvstore=True, parameters_only=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, plain_steps, make=convolutions, get=image_shard, update_on_kvstore=True)
+
+
+def rule_of_the_user(store: str) -> None:
+    """Who sets the store's optimizer says what becomes of the sum; schedulers of the given one reach it."""
+    with kvmpi.create(store) as kv:
+        kv.set_optimizer(optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01, rescale_grad=1 / kv.num_workers))
+        same_in_all(kv, loops.schedules)
+    with kvmpi.create(store) as kv:
+        kv.set_optimizer(optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01))
+        same_in_all(kv, loops.schedules, average=True)
+
+
+def graphs_that_change(store: str) -> None:
+    """Rules of stores take what nobody has used for a gradient of zero."""
+
+    class Filled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+            return super().step(closure)
+
+    def filled(model: Any) -> torch.optim.Optimizer:
+        kind = torch.optim.SGD if model.training_in_store else Filled
+        return kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    made: list[Any] = []
+
+    def make(seed: int) -> Any:
+        made.append(winding(seed))
+        made[-1].training_in_store = len(made) == 2
+        return made[-1]
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        winding_steps(model, optimizer, shards)
+
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, loop, make=make, optimizer=filled, update_on_kvstore=True)
+
+
+class Attentive(nn.Module):
+    """The projection inside ``attention`` is never called; ``head`` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).unsqueeze(1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].squeeze(1))
+
+
+def attentive(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Attentive().double()
+
+
+def layers_wait_for_their_own(store: str) -> None:
+    with training(store, attentive, bucket_bytes=1) as (kv, model, optimizer):
+        names, waits, wait = optimizer._params.names, list[str](), optimizer._exchange.wait
+
+        def noted(indices: Any = None) -> None:
+            waits.extend(names[i] for i in indices or () if i in optimizer._exchange._flights)
+            wait(indices)
+
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2:
+                handles = [
+                    m.register_forward_hook(lambda m, *_: waits.append(type(m).__name__)) for m in model.modules()
+                ]
+                optimizer._exchange.wait = noted
+            loss_of(model, [shard(step, kv.rank)]).backward()
+            optimizer.step()
+            assert optimizer._exchange.in_flight
+        for handle in handles:
+            handle.remove()
+        # What a layer waits for stands before its name, which is noted when its forward is done.
+        begin, middle, end = waits.index("Linear"), waits.index("MultiheadAttention"), waits.index("Attentive")
+        assert sorted(waits[:begin]) == ["body.bias", "body.weight"], waits
+        assert set(waits[begin + 1 : middle]) == {n for n in names if n.startswith("attention")}, waits
+        assert sorted(waits[middle + 1 : end - 1]) == ["head.bias", "head.weight"], waits
+        held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert not optimizer._exchange.in_flight
+        for name, key in zip(names, optimizer._params.keys, strict=True):
+            stored = torch.empty_like(held[name])
+            kv.pull(key, stored)
+            assert torch.equal(held[name], stored), name
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, plain_steps, make=attentive, update_on_kvstore=True)
+
+
+def compiled(store: str) -> None:
+    def whole(seed: int) -> Any:
+        return torch.compile(mlp(seed), backend="aot_eager")
+
+    def in_place(seed: int) -> Any:
+        model = mlp(seed)
+        model.compile(backend="aot_eager")
+        return model
+
+    def inside(seed: int) -> Any:
+        model = mlp(seed)
+        model[2] = torch.compile(model[2], backend="aot_eager")
+        return model
+
+    def afterwards(model: Any, optimizer: Any, shards: Any) -> None:
+        plain_steps(torch.compile(model, backend="aot_eager"), optimizer, shards)
+
+    for make in (whole, in_place, inside):
+        with kvmpi.create(store) as kv:
+            same_in_all(kv, plain_steps, make=make, update_on_kvstore=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, afterwards, update_on_kvstore=True)
+
+
+def too_late(store: str) -> None:
+    """What would change gradients that have left, or use weights that are no more, is an error."""
+
+    def backward(kv: Any, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        loss_of(model, [shard(0, kv.rank)]).backward()
+
+    with training(store) as (kv, model, optimizer):
+        backward(kv, model, optimizer)
+        optimizer.step()
+        backward(kv, model, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        expect(ConfigError, "changed after the backward", optimizer.step)
+    with training(store) as (kv, model, optimizer):
+        backward(kv, model, optimizer)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        expect(ConfigError, "changed after the backward", optimizer.step)
+    with training(store) as (kv, model, optimizer):
+        backward(kv, model, optimizer)
+        expect(ConfigError, "a second backward", lambda: backward(kv, model, optimizer))
+    with training(store) as (kv, model, optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, [shard(0, kv.rank)])).backward()
+        expect(ConfigError, "GradScaler", lambda: scaler.step(optimizer))
+    with training(store, bucket_bytes=1) as (kv, model, optimizer):
+        # The weights of the last layer are used once more, before it, where autograd does not see that.
+        hidden = model[2](model[1](model[0](shard(0, kv.rank)[1])))
+        hidden = hidden @ model[4].weight.detach().T @ model[4].weight.detach()
+        expect(RuntimeError, "modified by an inplace operation", model[4](hidden).sum().backward)
+    with training(store) as (kv, model, optimizer):
+        stepped = adamw(mlp(0))
+        plain_steps(stepped_model := mlp(0), (stepped := adamw(stepped_model)), lambda step: [shard(step, 0)], 1)
+        expect(ConfigError, "save_optimizer_states", lambda: optimizer.load_state_dict(stepped.state_dict()))
+
+
+def resumed(store: str) -> None:
+    path = Path(tempfile.gettempdir()) / f"kvmpi-test-{Config.from_env().job_id}-{store}"
+    with training(store, optimizer=adamw) as (kv, model, optimizer):
+        plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 3)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        kv.save_optimizer_states(path)
+
+    def loaded(seed: int) -> nn.Module:
+        model = mlp(seed)
+        model.load_state_dict(weights)
+        return model
+
+    with training(store, loaded, adamw) as (kv, model, optimizer):
+        kv.load_optimizer_states(path)
+        plain_steps(model, optimizer, lambda step: [shard(step + 3, kv.rank)], 3)
+        optimizer.synchronize()
+        if kv.rank == 0:
+            path.unlink()
+        plain = mlp(0)
+        plain_steps(plain, adamw(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+        assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+
+
+def uneven_batches(store: str) -> None:
+    with training(store) as (kv, model, optimizer):
+        batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
+        plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], batches[kv.rank])
+        optimizer.join()
+        plain = mlp(0)
+        plain_optimizer = sgd(plain)
+        for step in range(max(batches)):
+            plain_optimizer.zero_grad()
+            for rank in range(kv.num_workers):
+                if batches[rank] > step:
+                    (loss_of(plain, [shard(step, rank)]) / kv.num_workers).backward()
+            plain_optimizer.step()
+        if kv.client_rank in (0, kv.num_clients - 1):  # the clients with the most batches
+            assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12, f"{store}, {batches}"
+
+
+def asynchronous(store: str) -> None:
+    """Gradients that do not depend on weights: the sum of all steps is known, whatever their order."""
+    with kvmpi.create(store) as kv:
+        torch.manual_seed(kv.rank)
+        model = nn.ParameterDict({"used": torch.randn(40), "unused": torch.ones(3)}).double()
+        start = torch.manual_seed(0) and torch.randn(40).double()
+        given = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.0)
+        optimizer = DistributedOptimizer(given, kv, model, bucket_bytes=1)
+        assert torch.equal(model["used"].detach().float(), start.float())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model["used"] * (torch.arange(40) + kv.rank + step)).sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        kv.barrier()
+        kv.pull(optimizer._params.keys[1], model["used"].detach())
+        pushed = sum(torch.arange(40) + rank + step for rank in range(kv.num_workers) for step in range(STEPS))
+        expected = start - 0.5 * pushed / kv.mpi_size
+        assert (model["used"].detach() - expected).abs().max() < 1e-9
+        assert torch.equal(model["unused"].detach(), torch.ones(3).double())
+
+
+CHECKS = (
+    loops_of_people, rule_of_the_user, graphs_that_change, layers_wait_for_their_own, compiled, too_late, resumed,
+    uneven_batches, asynchronous,
+)  # fmt: skip
