@@ -132,6 +132,18 @@ def no_copies(kv: kvmpi.KVStore) -> None:
     optimizer.detach()
 
 
+def nothing_leaves_without_sync(kv: kvmpi.KVStore) -> None:
+    model, alone = mlp(0), mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+    for step in range(2):
+        with optimizer.no_sync():
+            loss_of(model, [shard(step, kv.rank)]).backward()
+        loss_of(alone, [shard(step, kv.rank)]).backward()
+        assert torch.equal(flat(p.grad for p in model.parameters()), flat(p.grad for p in alone.parameters()))
+    optimizer.step()
+    optimizer.detach()
+
+
 def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
     """Layers run in another order in each worker; all of a client plan by the first one's."""
 
@@ -326,5 +338,6 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
 
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, images, no_copies, compiled,
+    nothing_leaves_without_sync,
     order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error, forks, uneven_batches,
 )  # fmt: skip

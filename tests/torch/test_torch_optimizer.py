@@ -1,0 +1,265 @@
+"""``DistributedOptimizer`` in one process: an optimizer for whoever looks, all store types, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optimizer_loops as loops
+import pytest
+import torch
+from optimizer_loops import flat, loss_of, mlp, plain_steps, same_in_all, sgd, shard, winding, winding_steps
+from torch import nn
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.errors import ConfigError, KVError
+from kvmpi.torch import DistributedOptimizer
+from kvmpi.torch.parameters import memory_order
+
+SYNC = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
+ASYNC = ["dist_async", "dist_async_mpi"]
+
+
+@pytest.fixture(autouse=True)
+def all_warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def kv() -> Iterator[kvmpi.KVStore]:
+    with kvmpi.create("local") as store:
+        yield store
+
+
+# ---- every store type
+
+
+@pytest.mark.parametrize("store", SYNC)
+def test_gradients_come_back(store: str) -> None:
+    with kvmpi.create(store) as kv:
+        for loop in (plain_steps, loops.schedules, loops.accumulation, loops.clipping, loops.scaled):
+            same_in_all(kv, loop)
+        same_in_all(kv, winding_steps, make=winding, optimizer=loops.adamw)
+
+
+@pytest.mark.parametrize("store", [*SYNC, *ASYNC])
+@pytest.mark.parametrize("parameters_only", [True, False])
+def test_weights_come_back(store: str, parameters_only: bool) -> None:
+    for loop in (plain_steps, loops.schedules, loops.accumulation):
+        with kvmpi.create(store) as kv:
+            update = None if store in ASYNC else True
+            same_in_all(kv, loop, parameters_only=parameters_only, update_on_kvstore=update)
+
+
+def test_an_asynchronous_client_of_one_worker_does_not_push_what_it_has_not() -> None:
+    """So it is as in one process: a layer that was not used does not decay."""
+    with kvmpi.create("dist_async") as kv:
+        same_in_all(kv, winding_steps, make=winding, optimizer=loops.sgd)
+
+
+# ---- an optimizer for whoever looks
+
+
+def test_it_is_the_optimizer_that_it_was_given(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer = DistributedOptimizer(inner, kv, model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.kvstore is kv
+    assert not optimizer.update_on_kvstore
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 2)
+    assert set(optimizer.state) == set(model.parameters())
+    assert optimizer.state_dict()["param_groups"] == inner.state_dict()["param_groups"]
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    optimizer.state_dict()
+    assert calls == ["before", "after", "state"]
+    other = torch.optim.AdamW(mlp().parameters(), lr=0.25)
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups is inner.param_groups
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert "AdamW" in repr(optimizer)
+    assert "kvstore='local'" in repr(optimizer)
+    with pytest.raises(AttributeError):
+        optimizer.no_such_thing  # noqa: B018
+
+
+@pytest.mark.parametrize("inner_scheduler", [True, False])
+@pytest.mark.parametrize("update", [True, False])
+def test_schedulers_see_that_it_steps(kv: kvmpi.KVStore, update: bool, inner_scheduler: bool) -> None:
+    """Without the warning that a scheduler steps before its optimizer."""
+    model = mlp()
+    inner = sgd(model)
+    optimizer = DistributedOptimizer(inner, kv, model, update_on_kvstore=update)
+    schedule = torch.optim.lr_scheduler.StepLR(inner if inner_scheduler else optimizer, 1, 0.5)
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for metric in (1.0, 2.0):
+        plateau.step(metric)
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_when_detached_the_other_goes_on_alone(kv: kvmpi.KVStore) -> None:
+    model, plain = mlp(), mlp()
+    inner, plain_optimizer = sgd(model), sgd(plain)
+    optimizer = DistributedOptimizer(inner, kv, model, update_on_kvstore=True)
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    optimizer.detach()
+    kv.close()
+    before = flat(model.parameters())
+    model.state_dict()
+    plain_steps(model, inner, lambda step: [shard(step, 0)], 1)
+    assert not torch.equal(flat(model.parameters()), before)
+    del plain, plain_optimizer
+
+
+def test_after_the_store_is_closed_a_backward_says_so(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    DistributedOptimizer(sgd(model), kv, model)
+    kv.close()
+    with pytest.raises(KVError, match="is closed"):
+        loss_of(model, [shard(0, 0)]).backward()
+
+
+def test_gradients_are_there_when_backward_returns_and_zero_grad_lets_go_of_them(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+    loss_of(model, [shard(0, 0)]).backward()
+    assert not optimizer._exchange.is_open
+    views = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(model, [shard(1, 0)]).backward()
+    order = [optimizer._params.names[i] for bucket in optimizer._exchange._buckets for i in bucket.indices]
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters())
+    assert all(p.grad.shape == v.shape for p, v in zip(model.parameters(), views, strict=True))
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_buckets_leave_as_soon_as_they_are_full_the_first_layers_first_at_the_servers(
+    monkeypatch: pytest.MonkeyPatch, update: bool
+) -> None:
+    with kvmpi.create("dist_sync") as kv:
+        model = mlp()
+        optimizer = DistributedOptimizer(
+            sgd(model), kv, model.named_parameters(), update_on_kvstore=update, bucket_bytes=1
+        )
+        plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+        names, left, pushpull = optimizer._params.names, list[tuple[list[str], int, int]](), kv.pushpull
+
+        def noted(keys: list[int], values: Any, out: Any = None, priority: int = 0, **options: Any) -> Any:
+            known = [names[optimizer._params.keys.index(key)] for key in keys if key in optimizer._params.keys]
+            left.append((known, priority, len(optimizer._exchange._progress.arrived)))
+            assert options == {"async_op": True}
+            return pushpull(keys, values, out, priority, **options)
+
+        monkeypatch.setattr(kv, "pushpull", noted)
+        optimizer.zero_grad()
+        loss_of(model, [shard(1, 0)]).backward()
+        assert sorted(name for names, _, _ in left for name in names) == sorted(names)
+        assert [len(names) for names, _, _ in left] == [1] * 6
+        assert [names[0].partition(".")[0] for names, _, _ in left] == ["4", "4", "2", "2", "0", "0"]
+        assert [priority for _, priority, _ in left] == list(range(6))
+        assert [arrived for _, _, arrived in left] == list(range(1, 7)), "a bucket left late"
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (0, 2, 3, 1)])
+def test_memory_order_of_permuted_tensors(order: tuple[int, ...]) -> None:
+    tensor = torch.arange(120).view(2, 3, 4, 5).permute(order)
+    found = tensor.permute(memory_order(tensor))
+    assert found.is_contiguous()
+    assert found.data_ptr() == tensor.data_ptr()
+    gaps = torch.arange(120).view(12, 10)[::2, ::3]
+    assert memory_order(gaps) == (0, 1)
+
+
+def test_parameters_with_gaps_and_none_at_all(kv: kvmpi.KVStore) -> None:
+    """Slices of a larger tensor, scalars, empty ones: each as in one process."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        wide = torch.randn(6, 8, dtype=torch.float64)
+        return nn.ParameterList([nn.Parameter(wide[::2, ::3]), torch.tensor(2.0).double(), torch.empty(0).double()])
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model[0].square().sum() * model[1] + model[2].sum()).backward()
+            optimizer.step()
+
+    for update in (False, True):
+        with kvmpi.create("mpi") as store:
+            same_in_all(store, loop, make=make, update_on_kvstore=update)
+
+
+# ---- what it refuses
+
+
+def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
+    def stepped(model: nn.Module) -> torch.optim.Optimizer:
+        plain_steps(model, optimizer := sgd(model), lambda step: [shard(step, 0)], 1)
+        return optimizer
+
+    def with_rule(kv: kvmpi.KVStore, rule: Any, **options: Any) -> Callable[[nn.Module], Any]:
+        kv.set_optimizer(rule)
+        return lambda model: DistributedOptimizer(sgd(model), kv, model, **options)
+
+    def rms(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters())
+
+    return {
+        "expected an instance of a torch.optim class": lambda kv, m: DistributedOptimizer(optim.SGD(0.1), kv, m),
+        "a DistributedOptimizer already": lambda kv, m: DistributedOptimizer(DistributedOptimizer(sgd(m), kv), kv),
+        "expected a store": lambda kv, m: DistributedOptimizer(sgd(m), "mpi", m),
+        "norm_buffers='last'": lambda kv, m: DistributedOptimizer(sgd(m), kv, m, norm_buffers="last"),
+        "bucket_bytes=0": lambda kv, m: DistributedOptimizer(sgd(m), kv, m, bucket_bytes=0),
+        "parameters that named_parameters has not": lambda kv, m: DistributedOptimizer(sgd(m), kv, m[0]),
+        "cannot apply": lambda kv, m: DistributedOptimizer(rms(m), kv, m, update_on_kvstore=True),
+        "stepped already": lambda kv, m: DistributedOptimizer(stepped(m), kv, m, update_on_kvstore=True),
+        "takes no optimizer": lambda kv, m: DistributedOptimizer(sgd(m), kv.client, m, update_on_kvstore=True),
+        "works on weights": lambda kv, m: with_rule(kv, optim.Elastic(0.5))(m),
+        "applies SGD": lambda kv, m: with_rule(kv, optim.SGD(0.1), update_on_kvstore=False)(m),
+    }
+
+
+@pytest.mark.parametrize("said", list(refusals()))
+def test_forbidden_combinations(kv: kvmpi.KVStore, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refusals()[said](kv, mlp())
+
+
+def test_an_asynchronous_store_has_no_gradients_to_give_back() -> None:
+    with kvmpi.create("dist_async") as kv, pytest.raises(ConfigError, match="it is asynchronous"):
+        DistributedOptimizer(sgd(model := mlp()), kv, model, update_on_kvstore=False)
+
+
+def test_a_sparse_gradient_names_its_parameter(kv: kvmpi.KVStore) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    DistributedOptimizer(sgd(model), kv, model)
+    with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_rates_that_differ_by_group_cannot_reach_a_store(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
+    optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), kv, model, update_on_kvstore=True)
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(KVError, match="all groups must agree"):
+        loss_of(model, [shard(1, 0)]).backward()
