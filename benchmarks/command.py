@@ -13,6 +13,7 @@ BENCHMARKS = {
     "allgather": ("kvmpi.benchmarks.collectives", "every rank's segment on every rank"),
     "broadcast": ("kvmpi.benchmarks.collectives", "rank 0's vector on every rank"),
     "ps": ("kvmpi.benchmarks.ps", "push and pull through parameter servers, beside MXNet"),
+    "train": ("kvmpi.benchmarks.train", "steps of training with gradients exchanged, beside DistributedDataParallel"),
     "tune": ("kvmpi.benchmarks.tune", "latencies and bandwidths, by which auto chooses, into a file"),
     "waiting": ("kvmpi.benchmarks.waiting", "what training keeps of its speed while collectives wait"),
 }

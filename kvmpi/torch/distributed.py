@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         kv = kvmpi.create("mpi")
         optimizer = kvmpi.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters()), kv, model)
-        for x, y in batches:                     # this worker's share
+        for x, y in batches:
             optimizer.zero_grad()
             loss_of(model(x), y).backward()      # gradients leave, bucket by bucket, last layers first
             optimizer.step()
@@ -92,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._average:
             self._divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
         scale = 1.0 if self._update_on_kvstore and kvstore.optimizer is None else 1.0 / self._divisor
-        self._scale = scale
+        self._scale, self._warned = scale, False
         warn_of_forks(kvstore)
         self._layers: Layers | None = None
         # In the order of the model, where it is known: the reverse of it is the first guess at what comes when.
@@ -236,6 +237,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         return getattr(self._inner, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled; save its state_dict()")
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, kvstore={self._kv.type!r})"
 
@@ -311,8 +315,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._layers.watch(self._index, self._exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every optimizer. Where the store updates, it has the state: ``kv.save_optimizer_states`` writes it."""
+        """As of every optimizer. Where the store updates, it has the state, and a ``UserWarning`` says so."""
         self.synchronize()
+        if self._update_on_kvstore and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "state_dict: the store updates weights, and has the state of the optimizer; write that with "
+                "kv.save_optimizer_states(path), on all workers",
+                UserWarning,
+                stacklevel=2,
+            )
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

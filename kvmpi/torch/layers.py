@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvmpi.torch.exchange import Exchange
+
+
+class _Hook:
+    """What a module calls; in a copy of the model, which waits for nothing, it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._call is not None:
+            self._call(*arguments)
+
+    def __reduce__(self) -> Any:  # for copy and pickle alike
+        return _Hook, ()
 
 
 class Layers:
@@ -26,7 +40,7 @@ class Layers:
         self._called: set[torch.nn.Module] = set()
         self._handles: list[Any] = []
         # A compiler that meets the hook must not look into it: what it sees would count for all calls to come.
-        self._hook = torch.compiler.disable(self._before_forward)
+        self._hook = _Hook(torch.compiler.disable(self._before_forward))
         self._visit(model, None, hooked=True)
         self.watch(index, exchange)
 
@@ -45,7 +59,7 @@ class Layers:
         if module in self._parents:
             return
         self._parents[module] = parent
-        self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._exchange.wait()))
+        self._handles.append(module.register_state_dict_pre_hook(_Hook(lambda *_: self._exchange.wait())))
         in_place = getattr(module, "_compiled_call_impl", None) is not None  # hooks are part of what is compiled
         if hooked and not in_place:
             self._handles.append(module.register_forward_pre_hook(self._hook, prepend=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,6 +112,33 @@ def test_schedulers_see_that_it_steps(kv: kvmpi.KVStore, update: bool, inner_sch
     for metric in (1.0, 2.0):
         plateau.step(metric)
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_copies_of_the_model_are_on_their_own(kv: kvmpi.KVStore, update: bool) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=update)
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        other.zero_grad()
+        loss_of(other, [shard(0, 0)]).backward()
+        assert other[0].weight.grad is not None
+        other.state_dict()
+    assert optimizer._exchange.in_flight == update
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="save its state_dict"):
+            copied(optimizer)
+
+
+def test_a_state_that_is_elsewhere_is_a_warning(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=True)
+    with pytest.warns(UserWarning, match="save_optimizer_states") as caught:
+        optimizer.state_dict()
+    optimizer.state_dict()  # once is enough
+    assert [w.filename for w in caught] == [__file__]
 
 
 def test_when_detached_the_other_goes_on_alone(kv: kvmpi.KVStore) -> None:
