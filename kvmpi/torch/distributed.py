@@ -346,6 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         To be called once by every worker, after its last ``step``.
         """
         self.synchronize()
+        self._exchange.leave()
         self._kv.join()
         if self._update_on_kvstore:
             trained = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]

@@ -21,13 +21,14 @@ from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key
 class _Bucket:
     """Gradients that travel together: slices of one block of memory for each dtype and device.
 
-    In a block they lie in the order of their keys, which is the order of the call: then even what a collective would
-    have to pack is where it belongs.
+    In a block they lie in the order of their keys, which is the order of a call with all of them: then even what a
+    collective would have to pack is where it belongs.
     """
 
     def __init__(self, indices: Iterable[int], tensors: list[torch.Tensor], empty: Callable[..., Any]) -> None:
         self.indices = sorted(indices)
         self.blocks: list[torch.Tensor] = []
+        self.keys: list[int] = []  # of the blocks, where they have keys
         #: By index: the gradient as the parameter shows it, and the same memory in the order in which it lies there.
         self.grads: dict[int, torch.Tensor] = {}
         self.arrays: dict[int, torch.Tensor] = {}
@@ -103,11 +104,14 @@ class Exchange:
         self._all_used_key = next_key(kv)
         if not weights_back:
             kv.init(self._all_used_key, self._all_used)
-        self._order_key = 0
-        if kv.mpi_size > 1:
-            self._order_key = next_key(kv.client)
-            kv.client.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
+        # Who plans alike: where gradients come back all workers, since buckets are keys; else those that call together.
+        self._planners: KVStore | None = None
+        if (kv.mpi_size if weights_back else kv.num_workers) > 1:
+            self._planners = kv.client if weights_back else kv
+            self._order_key = next_key(self._planners)
+            self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
         self._order = buckets.complete_order((), len(self._tensors))
+        self._buckets: list[_Bucket] = []
         self._plan()
 
     def close(self) -> None:
@@ -124,25 +128,39 @@ class Exchange:
         order = [i for i in self._order if self._trained[i]]
         nbytes = [p.numel() * p.element_size() for p in self._tensors]
         plan = buckets.plan(order, nbytes, self._bucket_bytes)
+        if self._buckets and [sorted(indices) for indices in plan] == [bucket.indices for bucket in self._buckets]:
+            return
         self._buckets = [_Bucket(indices, self._tensors, self._kv.empty) for indices in plan]
+        if not self._weights_back:
+            self._make_keys()
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._progress = buckets.Progress(plan)
         for i in order:
             if i not in self._hooks:
                 self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
 
+    def _make_keys(self) -> None:
+        """A key for each block of gradients that come back: one array costs less than its many parts."""
+        blocks, key = [block for bucket in self._buckets for block in bucket.blocks], next_key(self._kv)
+        if blocks:
+            self._kv.init(list(range(key, key + len(blocks))), blocks)
+        for bucket in self._buckets:
+            bucket.keys = list(range(key, key + len(bucket.blocks)))
+            key += len(bucket.blocks)
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda _: self._arrived(index)
 
     def _learn_order(self, arrived: Iterable[int]) -> None:
-        """Plan again, in the order in which gradients came on the client's first worker."""
+        """Plan again, in the order in which gradients came on the first of those that plan alike."""
+        self._planned = True
         order = buckets.complete_order(arrived, len(self._tensors))
-        if self._kv.mpi_size > 1:
+        if self._planners is not None:
             found = torch.tensor(order, dtype=torch.int64) + 1
-            if self._kv.mpi_rank != 0:
+            if self._planners.rank != 0:
                 found.zero_()
-            self._kv.client.pushpull(self._order_key, found)
-            if not found.any():  # the first worker has joined
+            self._planners.pushpull(self._order_key, found)
+            if not found.any():  # the first has joined
                 return
             order = (found - 1).tolist()
         if order != self._order:
@@ -173,7 +191,8 @@ class Exchange:
 
     def _begin(self, index: int | None) -> None:
         if self.fresh and (self._weights_back or not self._average):
-            adds_up = index is None or self._tensors[index].grad is self._bucket_of[index].grads[index]
+            known = None if index is None else self._bucket_of.get(index)
+            adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads[index])
             if self._weights_back or adds_up:
                 raise ConfigError(
                     "a second backward before optimizer.step(), when the gradients of the first have left for the "
@@ -213,14 +232,15 @@ class Exchange:
             for block in bucket.blocks:
                 block.mul_(self._scale)
         bucket.version = bucket.block_version()
-        keys = [self._params.keys[i] for i in bucket.indices]
-        arrays = [bucket.arrays[i] for i in bucket.indices]
         if not self._weights_back:
+            keys, arrays = bucket.keys, bucket.blocks
             if number == len(self._buckets) - 1:
                 self._all_used.copy_(torch.tensor(self._used))
                 keys, arrays = [*keys, self._all_used_key], [*arrays, self._all_used]
             self._sent.append(_Flight(bucket, [kv.pushpull(keys, arrays, priority=number, async_op=True)]))
             return
+        keys = [self._params.keys[i] for i in bucket.indices]
+        arrays = [bucket.arrays[i] for i in bucket.indices]
         weights = [self._params.as_it_lies(i) for i in bucket.indices]
         pushed, left = list(range(len(keys))), list[int]()
         if self._alone:
@@ -258,8 +278,7 @@ class Exchange:
                 self._receive()
             if self.norms is not None:
                 self.norms.finish()
-            if not self._planned and arrived:
-                self._planned = True
+            if not self._planned:
                 self._learn_order(arrived)
 
     def _receive(self) -> None:
@@ -269,6 +288,13 @@ class Exchange:
         used = self._all_used.tolist()
         for i, bucket in self._bucket_of.items():
             self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+
+    def leave(self) -> None:
+        """No pass will follow: take part in the first one, if there was none, since the others plan after it."""
+        if self.norms is not None:
+            self.norms.leave()
+        if not self._weights_back and not self._planned:
+            self.finish()
 
     @property
     def is_open(self) -> bool:

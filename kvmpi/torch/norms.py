@@ -40,6 +40,10 @@ class NormBuffers:
             self._kv.init(key + number, vector)
             self._vectors.append((key + number, vector, list(found.values())))
 
+    def leave(self) -> None:
+        """This worker has no more batches: what it has is not asked for."""
+        self._takes_part = False
+
     def start(self) -> None:
         """Send them. Collective."""
         if not self._vectors:

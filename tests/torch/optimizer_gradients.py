@@ -116,7 +116,7 @@ def images(kv: kvmpi.KVStore) -> None:
 
 
 def no_copies(kv: kvmpi.KVStore) -> None:
-    """The gradients of a bucket lie end to end in one block, in the order of the keys, and stay there."""
+    """The gradients of a bucket lie end to end in one block, which is what the store gets, and stay there."""
     model = mlp(kv.rank)
     optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=400)
     plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 2)
@@ -145,7 +145,7 @@ def nothing_leaves_without_sync(kv: kvmpi.KVStore) -> None:
 
 
 def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
-    """Layers run in another order in each worker; all of a client plan by the first one's."""
+    """Layers run in another order in each worker; all plan by worker 0's."""
 
     class Scattered(nn.Module):
         def __init__(self) -> None:
@@ -159,7 +159,7 @@ def order_of_the_first_worker(kv: kvmpi.KVStore) -> None:
 
     model = Scattered().double()
     optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
-    mine = [2, 0, 3, 1] if kv.mpi_rank == 0 else [0, 1, 2, 3]
+    mine = [2, 0, 3, 1] if kv.rank == 0 else [0, 1, 2, 3]
     for step in range(3):
         optimizer.zero_grad()
         model(shard(step, kv.rank)[1], mine).sum().backward()

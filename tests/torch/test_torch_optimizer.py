@@ -193,6 +193,8 @@ def test_buckets_leave_as_soon_as_they_are_full_the_first_layers_first_at_the_se
 
         def noted(keys: list[int], values: Any, out: Any = None, priority: int = 0, **options: Any) -> Any:
             known = [names[optimizer._params.keys.index(key)] for key in keys if key in optimizer._params.keys]
+            sent = [bucket for bucket in optimizer._exchange._buckets if set(bucket.keys) & set(keys)]
+            known += [names[i] for bucket in sent for i in bucket.indices]
             left.append((known, priority, len(optimizer._exchange._progress.arrived)))
             assert options == {"async_op": True}
             return pushpull(keys, values, out, priority, **options)
