@@ -284,6 +284,7 @@ def after_an_error(kv: kvmpi.KVStore) -> None:
             loss.backward()
         except MemoryError:
             optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         plain_optimizer.zero_grad()
         for rank in range(kv.num_workers):
@@ -291,6 +292,7 @@ def after_an_error(kv: kvmpi.KVStore) -> None:
             hidden = plain[:3](x)
             hidden = hidden.detach() if step == 2 and rank == 1 else hidden
             (nn.functional.cross_entropy(plain[3:](hidden), y) / kv.num_workers).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         plain_optimizer.step()
     assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
     optimizer.detach()
@@ -319,7 +321,7 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
     """
     batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
     model, plain = convolutions(kv.rank), convolutions(0)
-    optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model), sgd(plain)
+    optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1), sgd(plain)
     for step in range(batches[kv.rank]):
         optimizer.zero_grad()
         loss_of(model, [image_shard(step, kv.rank)]).backward()
