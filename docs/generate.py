@@ -126,13 +126,13 @@ def settings() -> str:
 _SENT = {
     "client → scheduler": ("Barrier", "QueryDead"),
     "client, server → scheduler": ("Register", "Heartbeat", "Leave"),
-    "client → server, scheduler": ("Finish",),
+    "client → server, scheduler": ("Finish", "Enter"),
     "server → scheduler": ("CaughtUp", "Drained", "SnapshotNews"),
     "scheduler → server": ("TakeSnapshot", "Heard"),
     "scheduler → client, server": ("View",),
     "scheduler → client": ("Dead",),
     "client → server": (
-        "Hello", "Init", "Push", "Pull", "Query", "SetRule", "SetHyperparams", "GetState", "PutState", "Bye",
+        "Hello", "Init", "Push", "Pull", "Query", "SetRule", "SetHyperparams", "GetState", "PutState", "Return", "Bye",
     ),
     "server → client": ("Accepted", "Moved", "Value", "State"),
     "whoever was asked → who asked": ("Ack", "Waiting", "Failure"),

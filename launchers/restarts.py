@@ -12,9 +12,9 @@ _LONGEST_PAUSE_S = 10.0
 
 @dataclass
 class Restarts:
-    """Servers whose values others hold too, clients that others wait for, and the scheduler are started again.
+    """Servers whose values others hold too, clients, and the scheduler are started again.
 
-    Each ``most`` times, after pauses that double. Clients that others go on without are not.
+    Each ``most`` times, after pauses that double.
     """
 
     most: int
@@ -30,15 +30,23 @@ class Restarts:
             # What is wrong with its settings would only be wrong again.
             return self.replicas > 0 and (returncode < 0 or returncode == OUT_OF_THE_JOB)
         if role == "scheduler":
-            return self.most > self._count.get(label, 0)
-        waits = self.on_client_loss == "wait" and self._count.get(label, 0) < self.most
+            return self.can_restart(label)
+        waits = self.on_client_loss == "wait" and self.can_restart(label)
         return waits or self.on_client_loss == "shrink"
 
-    def plan(self, label: str, now_s: float) -> str:
-        """``label`` has died, and the job can bear it: what becomes of it, as the end of a sentence."""
+    def can_restart(self, label: str) -> bool:
+        """Whether ``label`` may be started once more."""
+        return self._count.get(label, 0) < self.most
+
+    def plan(self, label: str, now_s: float, *, is_wanted: bool = True) -> str:
+        """``label`` has died, and the job can bear it: what becomes of it, as the end of a sentence.
+
+        Args:
+            is_wanted: there is something left for it to do.
+        """
         count = self._count.get(label, 0)
         server = label.startswith("server")
-        if count >= self.most or (not server and self.on_client_loss == "shrink"):
+        if not self.can_restart(label) or not is_wanted:
             return f"the job goes on without it{': others hold what it held' if server else ''}"
         self._count[label] = count + 1
         self._due[label] = now_s + min(_FIRST_PAUSE_S * 2.0**count, _LONGEST_PAUSE_S)

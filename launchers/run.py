@@ -116,11 +116,20 @@ class Runner:
     def _working(self) -> bool:
         return any(self._alive(process) for process in self._job.of_role("worker", "client"))
 
-    def _somebody_is_left(self) -> bool:
-        """Whether a job without the worker that has just failed still does, or has done, something."""
+    def _is_done(self) -> bool:
+        """Whether some workers have done what was to be done, and no others are at work."""
         ended = [self._children[p.label].returncode for p in self._job.of_role("worker", "client")
                  if p.label in self._children]  # fmt: skip
-        return self._working() or 0 in ended or self._restarts.most > 0
+        return 0 in ended and not self._working()
+
+    def _is_wanted(self, label: str) -> bool:
+        """Whether a process that has died is to be started again: not where others have come to the end without it."""
+        shrinks = self._restarts.on_client_loss == "shrink" and label.split()[0] in ("worker", "client")
+        return not (shrinks and self._is_done())
+
+    def _goes_on_after(self, label: str) -> bool:
+        """Whether a job whose process ``label`` has just failed still does, or has done, something."""
+        return self._working() or self._is_done() or self._restarts.can_restart(label)
 
     def _alive(self, process: Process) -> bool:
         if self._restarts.is_planned(process.label):
@@ -252,7 +261,8 @@ class Runner:
                 self._read(key.fd, key.data)
         self._reap()
         for label in [] if self._stopping or self._over() else self._restarts.take_due(time.monotonic()):
-            self._start(self._plans[label], self._again_env(label))
+            if self._is_wanted(label):
+                self._start(self._plans[label], self._again_env(label))
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
 
@@ -346,8 +356,8 @@ class Runner:
                 if not self._suspect.certain and processes.exit_status(code) not in mute:
                     self._suspect = None
                 self._blame(Failure.of(label, code))
-            elif code != 0 and self._restarts.bears(label, code) and self._somebody_is_left():
-                what = self._restarts.plan(label, time.monotonic())
+            elif code != 0 and self._restarts.bears(label, code) and self._goes_on_after(label):
+                what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
                 self._output.say(f"kvmpi run: {label} {processes.describe_end(code)}; {what}")
             elif code != 0:
                 self._blame(Failure.of(label, code))

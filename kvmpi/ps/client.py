@@ -89,6 +89,8 @@ class PsClient:
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
         self._position: int | None = None
+        # Rounds have gone on without the process before this one; and this one has entered them.
+        self.left_out = self._has_entered = False
         self.clock = 0
         self.resumed_step = 0  # how far the store was in the snapshot that the job was resumed from
 
@@ -135,6 +137,8 @@ class PsClient:
                     f"the scheduler knows {known} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
                 )
             self.resumed_step = message.steps.get(self._store, 0)
+            before = [lost for lost in message.lost if (lost.store, lost.rank) == (self._store, self._client)]
+            self.left_out = any(lost.incarnation < incarnation for lost in before)
             self._link.join()
 
         fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])
@@ -145,6 +149,9 @@ class PsClient:
         """Say to every server who this is."""
         hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
         asks = [Ask(server, m.Hello, hello) for server in self._link.servers]
+        if self.left_out and self._mode == "async":  # there are no rounds to enter
+            self.left_out = False
+            asks.append(Ask(SCHEDULER, m.Enter, (-1,)))
         return self._start(f"client {self._client} opens its sessions", asks, deadline)
 
     def close(self, deadline: Deadline) -> None:
@@ -190,9 +197,50 @@ class PsClient:
             self._placement = self._before_last_keys[1]
             self._before_last_keys = None
 
+    def enter(self, deadline: Deadline) -> Work:
+        """Take part in rounds if they have gone on without the process before this one; else it is done at once.
+
+        To be called when keys have their ``init``, before anything else is done with them. When it is done, all rounds
+        after ``position`` have this client, and wait for it.
+        """
+        work = Work(f"client {self._client} enters rounds")
+        if not self.left_out:
+            work.finish()
+            return work
+        passed = 0
+
+        def hear(message: Message, payloads: list[memoryview]) -> None:
+            nonlocal passed
+            passed = max(passed, message.version if isinstance(message, m.Ack) else 0)
+
+        def then(step: Callable[[], None]) -> Callable[[Work], None]:
+            return lambda done: step() if (error := done.error()) is None else work.finish(error)
+
+        def returned() -> None:
+            asks = [_about(part, m.Enter, (passed, part)) for part in range(self._num_parts)]
+            asks.append(Ask(SCHEDULER, m.Enter, (passed,)))
+            self._start(work.name, asks, deadline).add_done_callback(then(entered))
+
+        def entered() -> None:
+            # Which keys are pushed less often than in every round, only the servers know.
+            asks = [ask for key, layout in self._layouts.items() for ask in self._init_asks(key, layout, None)]
+            for layout in self._layouts.values():
+                layout.found = None
+            self._start(work.name, asks, deadline).add_done_callback(then(positioned))
+
+        def positioned() -> None:
+            self.left_out, self._has_entered, self._position = False, True, passed
+            work.finish()
+
+        asks = [_about(part, m.Return, (part,), on_reply=hear) for part in range(self._num_parts)]
+        self._start(work.name, asks, deadline).add_done_callback(then(returned))
+        return work
+
     def init(self, key: Key, value: Buffer | None, deadline: Deadline) -> Work:
         """Create the key on the servers; client 0 gives the value, for others the Work ends when it is readable."""
-        layout = self._layouts[key]
+        return self._start(self._label("init", key), self._init_asks(key, self._layouts[key], value), deadline)
+
+    def _init_asks(self, key: Key, layout: KeyLayout, value: Buffer | None) -> list[Ask]:
         asks = []
         for i, chunk in enumerate(layout.chunks):
             part = layout.part(i)
@@ -202,7 +250,7 @@ class PsClient:
                 piece = value[chunk.start : chunk.stop]
                 how |= {"payloads": _one(piece), "cost_bytes": piece.nbytes}
             asks.append(_about(part, m.Init, fields, **how))
-        return self._start(self._label("init", key), asks, deadline)
+        return asks
 
     @staticmethod
     def _on_found(layout: KeyLayout) -> Callable[[Message, list[memoryview]], None]:
@@ -227,9 +275,11 @@ class PsClient:
         """
         self._position = self.position
         layout = self._layouts[key]
-        if layout.found is not None:
+        if layout.found is not None and self._has_entered:
+            layout.steps = layout.found
+        elif layout.found is not None:
             layout.steps = layout.found if layout.found > self._position + 1 else min(layout.found, self._position)
-            layout.found = None
+        layout.found = None
         return layout
 
     def set_codec(self, name: str) -> None:
@@ -425,7 +475,13 @@ class PsClient:
     def barrier(self, deadline: Deadline) -> Work:
         """Done when every client of the store has reached it."""
         ordinal, settle = self._next_ordinal("barrier")
-        ask = Ask(SCHEDULER, m.Barrier, (ordinal,))
+        step = max((layout.steps for layout in self._layouts.values()), default=0)
+
+        def hear(message: Message, payloads: list[memoryview]) -> None:
+            if isinstance(message, m.Ack) and self._has_entered:
+                self._ordinals["barrier"] = message.version
+
+        ask = Ask(SCHEDULER, m.Barrier, (ordinal, max(step, self._position or 0)), on_reply=hear)
         return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:

@@ -20,6 +20,11 @@ class Membership:
         incarnations: the process of each client that was here last.
         gone: clients that are lost or have closed the store, and how.
         finished: clients that will push nothing further.
+        entering: clients that are back and have not said yet which round is their first.
+        entered: clients that have said so, and the process of each that has.
+
+    Where rounds go on without a client that is gone, another process of it is here as a guest at first: the client is
+    still among those that are gone, until that ``bring_back``s it.
     """
 
     def __init__(self, num_clients: int, *, in_rounds: bool, on_loss: str) -> None:
@@ -29,6 +34,8 @@ class Membership:
         # By client: the last process of it that is gone, which never comes back.
         self._ended: dict[int, int] = {}
         self.finished: set[int] = set()
+        self.entering: set[int] = set()
+        self.entered: dict[int, int] = {}
 
     @property
     def present(self) -> list[int]:
@@ -38,11 +45,31 @@ class Membership:
     @property
     def deserted(self) -> bool:
         """Whether every client has left, and none is waited for."""
-        return len(self.gone) == self.num_clients and not any(map(self._returns, self.gone))
+        if len(self.gone) < self.num_clients or any(map(self.is_guest, self.gone)):
+            return False
+        return self.is_over if self._shrinks else not any(map(self._returns, self.gone))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is too late to come back: the last client to go has left in good order, so that all is done."""
+        return self._shrinks and next(reversed(self.gone.values()), "") == CLOSED
+
+    @property
+    def _shrinks(self) -> bool:
+        return self._in_rounds and self._on_loss == "shrink"
 
     def _returns(self, client: int) -> bool:
         """Whether a client that is gone is waited for."""
         return self._in_rounds and self._on_loss == "wait" and self.gone[client] != CLOSED
+
+    def is_guest(self, client: int) -> bool:
+        """Whether rounds go on without ``client``, and another process of it is here."""
+        here = self.incarnations.get(client, -1)
+        return self._shrinks and client in self.gone and here > self._ended[client]
+
+    def takes_part(self, client: int) -> bool:
+        """Whether ``client`` may push."""
+        return client not in self.gone and client not in self.entering
 
     def is_needed(self, client: int) -> bool:
         """Whether a round that ``client`` has not pushed to has to wait for it."""
@@ -69,8 +96,29 @@ class Membership:
 
     def lose(self, client: int, why: str, incarnation: int) -> None:
         """A process of a client, and those before it, will push no more."""
+        self.gone.pop(client, None)  # its place among them is that of its last end
         self.gone[client] = why
         self._ended[client] = incarnation
+        self.entering.discard(client)
+
+    def can_return(self, client: int) -> bool:
+        """Whether the process of ``client`` that is here comes after one that rounds may go on without.
+
+        Also if they have not: this server may not have known the one before.
+        """
+        can = self._shrinks and client not in self.entering
+        return can and self.entered.get(client) != self.incarnations.get(client)
+
+    def bring_back(self, client: int) -> None:
+        """Rounds wait again for a client that was gone, until it has entered."""
+        self.gone.pop(client, None)
+        self.finished.discard(client)
+        self.entering.add(client)
+
+    def enter(self, client: int) -> None:
+        """A client that is back takes part again."""
+        self.entering.discard(client)
+        self.entered[client] = self.incarnations[client]
 
     def losses(self) -> list[tuple[int, str, int]]:
         """What has to be said to ``lose`` to make this of nothing."""
@@ -89,11 +137,9 @@ class Membership:
 
     def refusal(self, client: int) -> ClientLostError | None:
         """Why ``client`` cannot take part (any more)."""
-        if client not in self.gone:
+        if client not in self.gone or self._shrinks:
             return None
         cannot = "the rounds of a synchronous store cannot go on with it; start the job again"
-        if self._on_loss == "shrink":
-            cannot = "the rounds of a synchronous store go on without it"
         return ClientLostError(f"client {client} {self.gone[client]}, and {cannot}")
 
     def blame(self) -> str:

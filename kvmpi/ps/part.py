@@ -31,7 +31,7 @@ Buffer = npt.NDArray[Any]
 
 _RETRY_S = 1.0
 #: What keys, shapes, names and hyperparameters of clients are part of, and seldom enough to be looked at.
-_OF_ANY_LENGTH = (entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored)
+_OF_ANY_LENGTH = (entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored, entries.Entered)
 #: Bytes of a state that are on their way to a joiner.
 _INSTALL_WINDOW_BYTES = 8 << 20
 
@@ -50,6 +50,7 @@ class Part:
         seq: entries of the log that this server has; all up to ``committed`` are on every server of the chain.
         complete: whether it has all of the part.
         shards: what it holds, by store.
+        over: stores that it is too late to come back to.
         on_update: called where clients are served, when a chunk has another value.
         empty: makes memory for values.
     """
@@ -62,6 +63,7 @@ class Part:
         self.seq = self.committed = 0
         self.complete = False
         self.shards: dict[int, Shard] = {}
+        self.over: set[int] = set()
         self.on_update: Callable[[int, Shard, Slot], None] | None = None
         self._log: deque[_Record] = deque()
         self._held: deque[tuple[int, list[Reply]]] = deque()
@@ -123,6 +125,7 @@ class Part:
         self.complete = False
         self.seq = self.committed = 0
         self.shards.clear()
+        self.over.clear()
         self._log.clear()
         self._held.clear()
         self.held_bytes.clear()
@@ -173,7 +176,9 @@ class Part:
 
     def drop_deserted(self) -> None:
         """Forget stores that all clients have left; every server of the chain does it at the same entry."""
-        self.shards = {store: shard for store, shard in self.shards.items() if not shard.clients.deserted}
+        for store in [store for store, shard in self.shards.items() if shard.clients.deserted]:
+            if self.shards.pop(store).clients.is_over:
+                self.over.add(store)
 
     def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
         """Log a change; whether the payloads are still to be sent, so that their memory must not change.
@@ -305,6 +310,8 @@ class Part:
     def _begin_install(self) -> list[Outgoing]:
         """The successor needs everything: the state as it is now, and then the log from here on."""
         records = [_Record(self.seq, 0, entries.Begin(), ())]
+        for store in sorted(self.over):
+            records += [_Record(self.seq, store, *record) for record in replay.dump_over()]
         for store, shard in self.shards.items():
             records += [_Record(self.seq, store, *record) for record in replay.dump(shard)]
         self._installs = records

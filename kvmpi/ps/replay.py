@@ -10,6 +10,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.ps import codec
+from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
@@ -25,8 +26,14 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
     match entry:
         case entries.Joined():
             shard.take_in(entry.client, entry.incarnation)
+            if entry.entered:
+                shard.clients.enter(entry.client)
         case entries.Gone():
             shard.clients.lose(entry.client, entry.text, entry.incarnation)
+        case entries.Returned():
+            shard.bring_back(entry.client)
+        case entries.Entered():
+            shard.enter(entry.client, entry.step, entry.passed)
         case entries.RuleCall() | entries.HyperCall():
             shard.rulebook.apply(entry, shard.slots, shard.clients.present)
         case entries.Finished():
@@ -38,6 +45,10 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
             _set_open(slot, payloads[0], shard.num_clients, clients)
             shard.end_round(slot, keep=keep)
+        case entries.Skipped():
+            slot = _slot(shard, entry)
+            slot.begin_round()
+            slot.skip_round(None)
         case entries.Partial():
             _set_open(_slot(shard, entry), payloads[0], entry.cursor, entry.clients)
         case entries.Single():
@@ -63,26 +74,35 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
 def dump(shard: Shard) -> list[Record]:
     """Entries that make ``shard`` as it is, but for what its open rounds hold. Values are copied."""
     records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
-    records += [(entries.Joined(client, number), ()) for client, number in shard.clients.incarnations.items()]
-    records += [(entries.Gone(*loss), ()) for loss in shard.clients.losses()]
-    records += [(entries.Finished(client), ()) for client in sorted(shard.clients.finished)]
+    clients = shard.clients
+    records += [
+        (entries.Joined(client, number, clients.entered.get(client) == number), ())
+        for client, number in clients.incarnations.items()
+    ]
+    records += [(entries.Gone(*loss), ()) for loss in clients.losses()]
+    records += [(entries.Returned(client), ()) for client in sorted(clients.entering)]
+    records += [(entries.Finished(client), ()) for client in sorted(clients.finished)]
     records.append((shard.rulebook.dump(), ()))
     for slot in shard.slots.values():
         names, arrays = slot.dump()
         if slot.met is not None:
             names, arrays = [*names, slot.OLD_VALUE], [*arrays, slot.met.copy()]
         layout = shard.layouts[slot.key]
-        steps = {client: min(step, slot.rounds) for client, step in slot.steps.items()}
+        steps = {client: slot.lasting_steps(client) for client in slot.steps}
         records.append((
             entries.SlotState(
                 slot.key, slot.chunk, layout.num_chunks, slot.count, layout.shape, slot.dtype, slot.rounds,
-                slot.updates, slot.generation, steps if shard.discipline.in_rounds else dict(slot.steps),
-                slot.restored, [in_force(change) for change in slot.rules],
+                slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
             ),
             tuple(arrays),
         ))  # fmt: skip
     return records
+
+
+def dump_over() -> list[Record]:
+    """Entries that make a store that all its clients have left, so that nobody is let in any more."""
+    return [(entries.Opened("sync", 1), ()), (entries.Gone(0, CLOSED, 0), ())]
 
 
 def _slot(shard: Shard, entry: Any) -> Slot:
@@ -98,9 +118,10 @@ def _set_open(slot: Slot, payload: memoryview, cursor: int, clients: list[int]) 
     """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
+    slot.replaced = {client for client in clients if slot.steps.get(client, 0) > slot.rounds}
     slot.add(as_array(payload, DTYPES[dtype]), dtype)
     for client in clients:
-        slot.steps[client] = slot.rounds + 1
+        slot.steps[client] = max(slot.rounds + 1, slot.steps.get(client, 0))
 
 
 def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
@@ -38,13 +39,40 @@ class Member:
     clock: int = 0
 
 
+#: The step after which a client that is back enters, as long as it has not said so.
+_NEVER = 1 << 62
+
+
+class _Arrival(NamedTuple):
+    """A client is at the open barrier."""
+
+    route: bytes
+    request: int
+    step: int
+
+
 @dataclass(slots=True)
 class _Store:
+    """``returning``: clients that are back, and the step after which they enter. They pass at once what comes before,
+    and nobody waits for them there."""
+
     num_clients: int
     barriers_done: int = 0
-    waiting: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    waiting: dict[int, _Arrival] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    returning: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """How far clients are that wait at the open barrier: all make the same calls. Who is back counts for nothing
+        as long as anybody else waits, since it may be at the next one."""
+        others = [arrival.step for rank, arrival in self.waiting.items() if rank not in self.returning]
+        return max(others or (arrival.step for arrival in self.waiting.values()), default=0)
+
+    def is_before_entry(self, rank: int) -> bool:
+        """Whether the open barrier is one that ``rank``, which is back, is not at."""
+        return self.step <= self.returning.get(rank, -1)
 
 
 class SchedulerState:
@@ -83,6 +111,7 @@ class SchedulerState:
         self._chains: Chains | None = None  # until all servers are there
         self._names: dict[bytes, MemberName] = {}
         self._stores: dict[int, _Store] = {}
+        self._over: set[int] = set()  # stores that it is too late to come back to
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
         self._heard_s: float | None = None  # when anybody was heard last
@@ -102,7 +131,7 @@ class SchedulerState:
             if name is None:
                 if isinstance(message, m.Leave):  # said again, because the answer was lost
                     return [Reply(route, m.Ack(message.request, 0))]
-                if isinstance(message, m.Heartbeat | m.Barrier | m.QueryDead | m.Finish):
+                if isinstance(message, m.Heartbeat | m.Barrier | m.QueryDead | m.Finish | m.Enter):
                     # It was told that it is lost, but that went under with a connection: it must not wait for ever.
                     text = "this process counts as lost: it was silent for too long, or another is in its place"
                     return [Reply(route, m.Failure(-1, "PeerLostError", text))]
@@ -146,6 +175,8 @@ class SchedulerState:
                 self._stores[name[1]].finished.add(name[2])
                 self.changes += 1
                 return [Reply(route, m.Ack(message.request, 0)), *self._complete_barrier(self._stores[name[1]])]
+            case m.Enter() if name[0] == "client":
+                return self._enter(name, route, message)
             case m.SnapshotNews() if name[0] == "server":
                 number, manifest = self.book.hear(message)
                 self.complete += [] if manifest is None else [manifest]
@@ -155,6 +186,8 @@ class SchedulerState:
             case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
+                if name[0] == "client" and self._on_client_loss == "shrink":
+                    self._lost[name[1:]] = m.Lost(name[2], name[1], self.members[name].incarnation, CLOSED)
                 self._remove(name)
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
@@ -180,6 +213,10 @@ class SchedulerState:
         if old is not None and old.incarnation > message.incarnation:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
         if message.role == "client":
+            if message.store in self._over:
+                raise ClientLostError(
+                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left"
+                )
             store = self._stores.setdefault(message.store, _Store(message.num_members))
             if store.num_clients != message.num_members:
                 raise ConfigError(
@@ -187,7 +224,7 @@ class SchedulerState:
                     f"{store.num_clients}; all workers must create the same stores in the same order"
                 )
             store.dead.pop(message.rank, None)
-            self._lost.pop((message.store, message.rank), None)
+            self._note_return(store, old, message)
         if old is not None:
             self._remove(name)
         self.changes += 1
@@ -196,6 +233,28 @@ class SchedulerState:
         self._waiting_for_view[route] = message.request
         known = old is not None and old.incarnation == message.incarnation
         return self._welcome_server(message.rank, known=known) if message.role == "server" else self._answer_waiting()
+
+    def _note_return(self, store: _Store, old: Member | None, message: m.Register) -> None:
+        """Where others go on without a client that is lost, all have to know that until its new process has entered."""
+        where = (message.store, message.rank)
+        if self._on_client_loss != "shrink":
+            self._lost.pop(where, None)
+        elif old is None or old.incarnation < message.incarnation:
+            if old is not None:
+                self._lost[where] = m.Lost(message.rank, message.store, old.incarnation, "was lost and started again")
+            if where in self._lost:
+                store.returning[message.rank] = _NEVER
+                store.waiting.pop(message.rank, None)
+
+    def _enter(self, name: MemberName, route: bytes, message: m.Enter) -> list[Reply]:
+        """A client that is back has said after which step rounds wait for it again: barriers do as well."""
+        _, store_id, rank = name
+        store = self._stores[store_id]
+        if rank in store.returning:
+            store.returning[rank] = message.step
+            store.finished.discard(rank)
+            self.changes += 1
+        return [Reply(route, m.Ack(message.request, store.barriers_done)), *self._complete_barrier(store)]
 
     def _welcome_server(self, rank: int, *, known: bool) -> list[Reply]:
         """A server is there: the last one that the job has waited for, one that was lost, or one more."""
@@ -231,14 +290,16 @@ class SchedulerState:
             for name, member in self.members.items()
         ]
         stores = [
-            SavedStore(number, store.num_clients, store.barriers_done, store.dead, sorted(store.finished))
+            SavedStore(
+                number, store.num_clients, store.barriers_done, store.dead, sorted(store.finished), store.returning
+            )
             for number, store in self._stores.items()
         ]
         return SavedScheduler(
             self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
             [] if chains is None else chains.wanted_heads, members, stores, list(self._lost.values()),
             0 if self.book.resumed is None else self.book.resumed.number,
-            {} if self.book.resumed is None else dict(self.book.resumed.steps),
+            {} if self.book.resumed is None else dict(self.book.resumed.steps), sorted(self._over),
         )  # fmt: skip
 
     def restore(self, saved: SavedScheduler, now_s: float) -> None:
@@ -253,8 +314,11 @@ class SchedulerState:
             self.members[name] = Member(old.route, old.incarnation, now_s, old.host, old.endpoints)
             self._names[old.route] = name
         for store in saved.stores:
-            state = _Store(store.num_clients, store.barriers_done, dead=store.dead, finished=set(store.finished))
-            self._stores[store.number] = state
+            self._stores[store.number] = _Store(
+                store.num_clients, store.barriers_done, dead=store.dead, finished=set(store.finished),
+                returning=store.returning,
+            )  # fmt: skip
+        self._over = set(saved.over)
         self._lost = {(lost.store, lost.rank): lost for lost in saved.lost}
 
     def _view(self, request: int = -1) -> m.View:
@@ -293,9 +357,11 @@ class SchedulerState:
     def _barrier(self, name: MemberName, route: bytes, message: m.Barrier) -> list[Reply]:
         _, store_id, client = name
         store = self._stores[store_id]
-        if message.ordinal <= store.barriers_done:
+        # One that is back does not know how many barriers there were; those before it enters are over for it.
+        before = store.returning.get(client)
+        if message.ordinal <= store.barriers_done if before is None else message.step <= before:
             return [Reply(route, m.Ack(message.request, store.barriers_done))]
-        if message.ordinal != store.barriers_done + 1:
+        if message.ordinal != store.barriers_done + 1 and before is None:
             raise ProtocolError(
                 f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {store.barriers_done}"
             )
@@ -304,7 +370,7 @@ class SchedulerState:
             blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
             raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
         known = client in store.waiting
-        store.waiting[client] = (route, message.request)
+        store.waiting[client] = _Arrival(route, message.request, message.step)
         if replies := self._complete_barrier(store):
             return replies
         missing = list(islice(self._missing(store), MAX_NAMED))
@@ -320,16 +386,19 @@ class SchedulerState:
         """Whom the open barrier waits for."""
         for rank in range(store.num_clients):
             gone = rank in store.finished or (rank in store.dead and self._on_client_loss == "shrink")
-            if rank not in store.waiting and not gone:
+            if rank not in store.waiting and not gone and not store.is_before_entry(rank):
                 yield rank
 
     def _complete_barrier(self, store: _Store) -> list[Reply]:
         if not store.waiting or next(self._missing(store), None) is not None:
             return []
-        waiting, store.waiting = store.waiting, {}
+        come = {rank: arrival for rank, arrival in store.waiting.items() if not store.is_before_entry(rank)}
+        store.waiting = {rank: arrival for rank, arrival in store.waiting.items() if rank not in come}
         store.barriers_done += 1
         self.changes += 1
-        return [Reply(r, m.Ack(request, store.barriers_done)) for r, request in waiting.values()]
+        for rank in come:
+            store.returning.pop(rank, None)
+        return [Reply(arrival.route, m.Ack(arrival.request, store.barriers_done)) for arrival in come.values()]
 
     def _silent(self, store_id: int, timeout_s: float, now_s: float) -> list[int]:
         store = self._stores[store_id]
@@ -378,9 +447,14 @@ class SchedulerState:
         store = self._stores[store_id]
         self.changes += 1
         store.dead[rank] = why
-        returning = self._on_client_loss == "wait" and any(text != CLOSED for text in store.dead.values())
+        store.returning.pop(rank, None)
+        # As ``Membership.deserted``.
+        lost = [text for text in store.dead.values() if text != CLOSED]
+        returning = {"wait": bool(lost), "shrink": why != CLOSED}.get(self._on_client_loss, False)
         if len(store.dead) == store.num_clients and not returning:
             del self._stores[store_id]
+            if why == CLOSED and self._on_client_loss == "shrink":
+                self._over.add(store_id)
             self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []
         if not self._ends_barriers(rank, why, store):
@@ -388,4 +462,7 @@ class SchedulerState:
             return self._complete_barrier(store)
         waiting, store.waiting = store.waiting, {}
         error = f"barrier {store.barriers_done + 1} cannot be completed, because client {rank} {why}"
-        return [Reply(r, m.Failure(q, "ClientLostError", error)) for c, (r, q) in waiting.items() if c != rank]
+        return [
+            Reply(arrival.route, m.Failure(arrival.request, "ClientLostError", error))
+            for client, arrival in waiting.items() if client != rank
+        ]  # fmt: skip

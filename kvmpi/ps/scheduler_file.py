@@ -31,6 +31,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     barriers_done: int
     dead: dict[int, str]
     finished: list[int]
+    returning: dict[int, int] = {}
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):
@@ -45,6 +46,7 @@ class SavedScheduler(msgspec.Struct, array_like=True):
     lost: list[Lost]
     snapshot: int = 0  # what the job was resumed from, and how far its stores were there
     steps: dict[int, int] = {}
+    over: list[int] = []
 
 
 def write(path: str, saved: SavedScheduler) -> None:

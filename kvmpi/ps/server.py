@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
-_ABOUT_PARTS = (m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState, m.Finish)
+_ABOUT_PARTS = (
+    m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState, m.Finish, m.Return,
+    m.Enter,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,8 @@ class ServerState:
         return [*out, Reply(route, m.Ack(hello.request, 0))]
 
     def _shard_for(self, part: Part, hello: m.Hello) -> Shard:
+        if hello.store in part.over:
+            raise ClientLostError(f"client {hello.client}: store {hello.store} is over, all its clients have left")
         new = hello.store not in part.shards or part.shards[hello.store].untouched
         shard = part.shard(hello.store, hello.mode, hello.num_clients)
         if (shard.mode, shard.num_clients) != (hello.mode, hello.num_clients):

@@ -11,7 +11,7 @@ What an open round holds does not last: its senders keep it until the round is o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -45,6 +45,9 @@ Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 _WITH_PAYLOADS = (m.Push, m.Init, m.PutState)
 #: More updates than any chunk will ever have; each can still be counted, and said in a message.
 _MAX_UPDATES = 1 << 53
+#: A chunk that is so many rounds behind the furthest is one that is pushed in every round. One that is further behind
+#: is pushed less often.
+_APART = 2
 
 
 def _nothing(_: Slot) -> None:
@@ -113,6 +116,10 @@ class Shard:
                 return self._put_state(client, route, message, payloads)
             case m.Finish():
                 return [*self._finish(client), Reply(route, m.Ack(message.request, 0))]
+            case m.Return():
+                return [Reply(route, m.Ack(message.request, self._return(client)))]
+            case m.Enter():
+                return [*self._enter(client, message.step), Reply(route, m.Ack(message.request, 0))]
         raise ProtocolError(f"server {self.server}: a {type(message).__name__} is no request to a server")
 
     # ---- clients that come and go
@@ -162,6 +169,46 @@ class Shard:
             self._log(entries.Finished(client), ())
             self.clients.finished.add(client)
         return self.go_on()
+
+    def _return(self, client: int) -> int:
+        """``client`` is back: from now on rounds wait for it. The last round of any chunk that does not."""
+        if self.clients.can_return(client):
+            self._log(entries.Returned(client), ())
+            self.bring_back(client)
+        return self._passed(client)
+
+    def bring_back(self, client: int) -> None:
+        """``_return``, as it was logged."""
+        self.clients.bring_back(client)
+        for slot in self.slots.values():
+            if not slot.contributors:
+                slot.cursor = 0  # an open round that nobody has pushed to has not passed anybody
+
+    def _passed(self, client: int) -> int:
+        """The last round of any chunk that ``client`` cannot be in any more."""
+        return max((slot.rounds + (client < slot.cursor) for slot in self.slots.values()), default=0)
+
+    def _enter(self, client: int, step: int) -> list[Reply]:
+        """``client``, which is back, takes part in the rounds after ``step``."""
+        if client not in self.clients.entering:
+            return []  # said again
+        if not self._passed(client) <= step <= _MAX_UPDATES:
+            raise ProtocolError(f"client {client} cannot enter after step {step}: rounds have passed it")
+        slots = self.slots.items()
+        passed = [where for where, slot in slots if client < slot.cursor and step - slot.rounds > _APART]
+        self._log(entries.Entered(client, step, passed), ())
+        self.enter(client, step, passed)
+        return self.go_on()
+
+    def enter(self, client: int, step: int, passed: Iterable[tuple[Key, int]]) -> None:
+        """``_enter``, as it was logged."""
+        self.clients.enter(client)
+        open_rounds = set(passed)
+        for where, slot in self.slots.items():
+            behind = step - slot.rounds > _APART
+            slot.steps[client] = slot.rounds + (where in open_rounds) if behind else step
+            if client in slot.contributors:
+                slot.replaced.add(client)
 
     def go_on(self) -> list[Reply]:
         """Close the rounds that need to wait for nobody any more."""
@@ -226,7 +273,7 @@ class Shard:
         if slot is not None:
             # How far this client is: a process that takes the place of another goes on from there. What is in an
             # open round does not count yet: it may be lost with this server.
-            return [Reply(route, m.Ack(message.request, min(slot.steps.get(client, 0), slot.rounds)))]
+            return [Reply(route, m.Ack(message.request, slot.lasting_steps(client)))]
         if key in self.saved:
             raise ConfigError(
                 f"init of key {key!r}: chunk {message.chunk} of {message.num_chunks} is elsewhere in the snapshot, or "
@@ -324,6 +371,11 @@ class Shard:
                 f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
             )
         if self.discipline.in_rounds:
+            if not self.clients.takes_part(client):
+                raise ProtocolError(
+                    f"push of key {message.key!r} by client {client}: rounds have gone on without it; Return and Enter "
+                    "come first"
+                )
             known = client in slot.held
             slot.held[client] = Contribution(
                 route, message.request, message.fused, message.acknowledge, wire, wire_dtype
@@ -349,40 +401,53 @@ class Shard:
         while True:
             while slot.cursor < self.num_clients:
                 client = slot.cursor
+                # One that was away may have entered at a later round.
+                ahead = slot.steps.get(client, 0) > slot.rounds
                 # A client has at most one push held, its next: at the cursor, that is its push of the open round.
-                contribution = slot.held.pop(client, None)
+                contribution = None if ahead else slot.held.pop(client, None)
                 if contribution is not None:
                     slot.add(contribution.wire, contribution.wire_dtype)
                     slot.contributors.append(client)
                     slot.steps[client] = slot.rounds + 1
                     replies += self._accept(slot, contribution)
-                elif self.clients.is_needed(client):
+                elif not ahead and self.clients.is_needed(client):
                     break
                 slot.cursor += 1
             if not self.discipline.complete(slot.cursor, self.num_clients):
                 return replies + self._fail_stuck(slot)
-            if not slot.contributors:  # nobody is left who would push
+            if not slot.contributors and not self._is_passed_over(slot):  # nobody is left who would push
                 slot.cursor = 0
                 return replies
             replies += self._close_round(slot)
+
+    def _is_passed_over(self, slot: Slot) -> bool:
+        """Whether the open round, which nobody will push to, is one that somebody begins after."""
+        return any(step > slot.rounds and self.clients.takes_part(client) for client, step in slot.steps.items())
 
     def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
         """The push at the cursor is in the open round: it is done, or its sender waits for the end of the round."""
         route, request = contribution.route, contribution.request
         if not contribution.fused and not self.acknowledges_rounds:
             return [Reply(route, m.Ack(request, slot.rounds))]
-        slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused)
+        slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused, slot.rounds + 1)
         ends_at_once = slot.cursor + 1 == self.num_clients
         return [] if ends_at_once and not contribution.acknowledge else [Reply(route, m.Accepted(request))]
 
     def _close_round(self, slot: Slot) -> list[Reply]:
-        """Update the value with the whole round, and answer all who wait for it."""
-        assert slot.accumulator is not None
-        clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
-        self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk, clients), (slot.accumulator,)))
+        """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
+        if slot.accumulator is None:
+            self._log(entries.Skipped(slot.key, slot.chunk), ())
+            slot.begin_round()
+            slot.skip_round(None)
+        else:
+            clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
+            self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk, clients), (slot.accumulator,)))
         self.on_update(slot)
-        waiting, slot.waiting = slot.waiting, {}
-        replies = [self._round_answer(slot, waiter) for waiter in waiting.values()]
+        replies = []
+        for client, waiter in list(slot.waiting.items()):
+            if waiter.step <= slot.rounds:
+                del slot.waiting[client]
+                replies.append(self._round_answer(slot, waiter))
         for client, reader in list(slot.readers.items()):
             if self.discipline.readable(slot.rounds, reader.min_round):
                 del slot.readers[client]
@@ -392,8 +457,8 @@ class Shard:
     @staticmethod
     def end_round(slot: Slot, *, keep: bool) -> None:
         """Update the value with all that the open round has. ``keep``: its memory must stay as it is."""
-        count, slot.cursor = len(slot.contributors), 0
-        slot.contributors.clear()
+        count = len(slot.contributors)
+        slot.begin_round()
         try:
             slot.close_round(count, keep=keep)
         except Exception as error:  # a rule that does not fit this key, or a user's own
@@ -412,7 +477,7 @@ class Shard:
         """A push that is in its round asks again."""
         if message.step > slot.steps.get(client, 0):
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
-        waiter = Waiter(route, message.request, message.fused)
+        waiter = Waiter(route, message.request, message.fused, message.step)
         if not self.discipline.in_rounds or message.step < slot.rounds:
             if not message.fused:
                 return [Reply(route, m.Ack(message.request, slot.rounds))]
@@ -443,7 +508,8 @@ class Shard:
     def _waiting(self, slot: Slot, request: int, route: bytes) -> Reply:
         """Tell a sender that repeats itself whom the open round still lacks."""
         awaited = (client for client in range(slot.cursor, self.num_clients) if self.clients.is_needed(client))
-        missing = (client for client in awaited if client not in slot.held)
+        here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
+        missing = (client for client in here if client not in slot.held)
         return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
 
     # ---- rules and checkpoints

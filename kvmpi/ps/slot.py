@@ -36,11 +36,12 @@ class Contribution:
 
 
 class Waiter(NamedTuple):
-    """A push in the open round whose sender waits for the end of it: with ``fused``, for the value."""
+    """A push whose sender waits for the end of its round ``step``: with ``fused``, for the value."""
 
     route: bytes
     request: int
     fused: bool
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Slot:
         self.rounds = 0
         self.cursor = 0
         self.contributors: list[int] = []
+        # Contributors whose last process is gone, and the next one of which has entered after this round.
+        self.replaced: set[int] = set()
         self.accumulator: Buffer | None = None
         self._spare: Buffer | None = None
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
@@ -180,10 +183,17 @@ class Slot:
         self.accumulator = None
         return self._update(pushed, count, recycle=None if keep else pushed)
 
-    def skip_round(self, error: Exception) -> None:
-        """The open round is over without effect: its clients have gone on and cannot push it again."""
+    def skip_round(self, error: Exception | None) -> None:
+        """The open round is over without effect: because of ``error``, and its clients have gone on and cannot push it
+        again; or because it has none."""
         self.rounds += 1
         self.failed, self.met = error, None
+
+    def begin_round(self) -> None:
+        """The next round is the open one, and nobody is in it."""
+        self.cursor = 0
+        self.contributors.clear()
+        self.replaced.clear()
 
     def _update(self, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
         """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
@@ -275,6 +285,12 @@ class Slot:
     def forget_waiting(self) -> None:
         """Whoever waits for this server will ask another."""
         self.held, self.waiting, self.readers = {}, {}, {}
+
+    def lasting_steps(self, client: int) -> int:
+        """The client's steps without its push in the open round, which may be lost with this server."""
+        steps = self.steps.get(client, 0)
+        lasts = client not in self.contributors or client in self.replaced
+        return steps if lasts else min(steps, self.rounds)
 
     # ---- what a checkpoint holds
 

@@ -110,16 +110,18 @@ class DistStore(KVStore):
 
     def init(self, key: Any, value: Any) -> None:
         super().init(key, value)
-        if self._mode == "sync" and self._config.on_client_loss == "wait":
+        if self._mode == "sync" and self._config.on_client_loss != "fail":
             self._position = self._learn_position()
 
     def _learn_position(self) -> int:
-        """How far the client was before its processes were started again; servers know it for each key."""
+        """How far the client was before its processes were started again, or rounds are that went on without it."""
         call = self._call("init")
         found = ["0"]
 
-        def ask(ps: PsClient) -> None:
-            found[0] = str(ps.position)
+        def ask(ps: PsClient) -> Work:
+            work = ps.enter(call.deadline)
+            work.add_done_callback(lambda _: found.__setitem__(0, str(ps.position)))
+            return work
 
         self._command(ask, call, result=found).wait()
         return int(found[0])

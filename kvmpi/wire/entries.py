@@ -27,10 +27,11 @@ class Opened(_Entry, tag="opened"):
 
 
 class Joined(_Entry, tag="joined"):
-    """A process takes a client's part in the store."""
+    """A process takes a client's part in the store. ``entered``: it is one that was left out, and is back."""
 
     client: int
     incarnation: int
+    entered: bool = False
 
 
 class Gone(_Entry, tag="gone"):
@@ -39,6 +40,23 @@ class Gone(_Entry, tag="gone"):
     client: int
     text: str
     incarnation: int
+
+
+class Returned(_Entry, tag="returned"):
+    """A client that was gone is back: rounds wait for it, until it has said which is its first."""
+
+    client: int
+
+
+class Entered(_Entry, tag="entered"):
+    """A client that is back takes part in the rounds after ``step``; in chunks far behind in all to come.
+
+    ``passed``: those among them whose open round has gone on without it.
+    """
+
+    client: int
+    step: int
+    passed: list[tuple[Key, int]]
 
 
 class Created(_Entry, tag="created"):
@@ -64,6 +82,13 @@ class Round(_Entry, tag="round"):
     key: Key
     chunk: int
     clients: list[int] | None = None
+
+
+class Skipped(_Entry, tag="skipped"):
+    """A synchronous round of a chunk is over without a push: those who are left begin later. Nothing has changed."""
+
+    key: Key
+    chunk: int
 
 
 class Partial(_Entry, tag="partial"):
@@ -160,6 +185,6 @@ class SlotState(_Entry, tag="slot"):
 
 
 Entry = (
-    Begin | Opened | Joined | Gone | Finished | Created | Round | Partial | Single | RuleCall | HyperCall | Restored
-    | StoreState | SlotState
+    Begin | Opened | Joined | Gone | Returned | Entered | Finished | Created | Round | Skipped | Partial | Single
+    | RuleCall | HyperCall | Restored | StoreState | SlotState
 )  # fmt: skip

@@ -15,7 +15,7 @@ from kvmpi.errors import ProtocolError
 from kvmpi.wire.entries import Entry, Key, Number
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 256 << 10
 _BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
@@ -130,6 +130,27 @@ class Finish(Message, tag="finish"):
     """The client will push nothing further: rounds, and at the scheduler barriers, go on without it."""
 
     request: int
+    part: int = 0
+
+
+class Return(Message, tag="return"):
+    """A client whose last process rounds go on without is back: from now on they wait for it.
+
+    The `Ack` says in its `version` the last round of any chunk of that part that does not.
+    """
+
+    request: int
+    part: int = 0
+
+
+class Enter(Message, tag="enter"):
+    """A client that is back takes part in the rounds after `step`; those before go on without it.
+
+    At the scheduler: in the barriers after that step. -1: in all, since there are no rounds.
+    """
+
+    request: int
+    step: int
     part: int = 0
 
 
@@ -278,10 +299,14 @@ class Heard(Message, tag="heard"):
 
 
 class Barrier(Message, tag="barrier"):
-    """A master has reached its ``ordinal``-th barrier of its store."""
+    """A master has reached its ``ordinal``-th barrier of its store, after its step ``step`` with the furthest key.
+
+    The `Ack` says the barrier's number: to a client that is back, another one than its own.
+    """
 
     request: int
     ordinal: int
+    step: int = 0
 
 
 class QueryDead(Message, tag="querydead"):
@@ -398,7 +423,7 @@ class Installed(Message, tag="installed"):
 
 
 _ANY = (
-    Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Bye
+    Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Return | Enter | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
     | Register | View | Heartbeat | Heard | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | TakeSnapshot | SnapshotNews

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 
+RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
 FEWER = """
 import os, signal, sys
 import numpy as np
@@ -54,6 +57,14 @@ def test_pauses_double_and_there_is_an_end():
     assert "goes on without it" in Restarts(0, 1).plan("server 1", 0.0)
 
 
+def test_clients_that_others_go_on_without_are_started_again_while_there_is_something_to_do():
+    restarts = Restarts(1, 0, "shrink")
+    assert "goes on without it" in restarts.plan("worker 1", 0.0, is_wanted=False)
+    assert "started again (1 of 1)" in restarts.plan("worker 1", 0.0)
+    assert "goes on without it" in restarts.plan("worker 1", 1.0)
+    assert restarts.bears("worker 1", -9)
+
+
 @pytest.mark.parametrize(("how", "settings"), [
     ("join", {}), ("die", {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2"}),
 ])  # fmt: skip
@@ -69,3 +80,18 @@ def test_the_others_go_on_with_their_rounds(launch, write, how, settings):
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
     job = launch("-n", "2", "-c", "2", write("fails.py", "raise SystemExit(3)"), env={"KVMPI_ON_CLIENT_LOSS": "shrink"})
     assert job.finish(30.0) == 3
+
+
+@pytest.mark.parametrize(("layout", "store", "dies"), [
+    (("-n", "3", "-c", "3"), "dist_sync", "1"),
+    # All workers of a client go down with its master, and client 0 is who gave the first values.
+    (("-n", "3", "-c", "2"), "dist_sync_mpi", "0"),
+])  # fmt: skip
+def test_a_client_that_was_left_out_comes_back(launch, layout, store, dies):
+    settings = {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2", "KVMPI_HEARTBEAT_S": "0.2"}
+    job = launch(*layout, "-s", "2", "--restart", "2", RETURNING, store, dies, env=settings, whole=True)
+    assert job.finish(90.0) == 0, job.stderr
+    assert job.stdout.count("0 wrong") == 6, job.stdout
+    assert "started again (1 of 2)" in job.stderr
+    away = {int(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if " away for " in line}
+    assert min(away) >= 10, "the others have not gone on"

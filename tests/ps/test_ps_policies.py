@@ -7,7 +7,7 @@ import pytest
 from ps_helpers import Machine, round_of, route, whole_numbers
 
 from kvmpi import optim
-from kvmpi.errors import ClientLostError
+from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -39,9 +39,154 @@ def test_shrink_closes_the_open_round_and_all_that_follow_without_the_lost(repli
         for client in (2, 0):
             machine.push(client, "k", step, pushed(client, step))
         np.testing.assert_array_equal(machine.read("k", step), sum_of([0, 2], step))
+
+
+# ---- clients that were left out, and are back
+
+
+def reborn(machine: Machine, client: int, at: bytes = b"reborn", incarnation: int = 2) -> bytes:
+    assert machine.ok(machine.hello(client, incarnation, at=at))
+    return at
+
+
+def comes_back(machine: Machine, at: bytes) -> int:
+    """The last round that does not wait for the client."""
+    passed = machine.last(machine.send(at, m.Return))
+    assert isinstance(passed, m.Ack)
+    return passed.version
+
+
+def test_a_client_that_is_back_is_in_all_rounds_after_its_entry() -> None:
+    machine = machine_with("shrink")
+    machine.init_all("j", np.zeros(COUNT, "f4"))
+    machine.lose(1)
+    for step in (1, 2):
+        for client in (0, 2):
+            machine.push(client, "k", step, pushed(client, step))
+    machine.push(0, "j", 1, pushed(0, 1))
+    machine.push(2, "j", 1, pushed(2, 1))
+    machine.push(0, "k", 3, pushed(0, 3))
+    at = reborn(machine, 1)
+    early = machine.send(at, m.Push, "k", 0, 1, "none", False, payloads=[pushed(1, 1)])
+    assert isinstance(machine.error(early), ProtocolError), "it has not entered"
+    machine.push(2, "k", 3, pushed(2, 3))
+    np.testing.assert_array_equal(machine.read("k", 3), sum_of([0, 2], 3), "nobody waits for a guest")
+    assert comes_back(machine, at) == 3
+    for key, step in (("k", 4), ("j", 2)):
+        for client in (0, 2):
+            machine.push(client, key, step, pushed(client, step))
+    assert machine.value(machine.pull(0, "k", 4)) is None, "it is not known yet which round is its first"
+    assert machine.value(machine.pull(0, "j", 2)) is None
+    assert machine.ok(machine.send(at, m.Enter, 3))
+    np.testing.assert_array_equal(machine.read("j", 2), sum_of([0, 2], 2), "rounds before that are over")
+    for client in (0, 2):
+        machine.push(client, "j", 3, pushed(client, 3))
+    np.testing.assert_array_equal(machine.read("j", 3), sum_of([0, 2], 3))
+    for key in ("k", "j"):
+        found = machine.send(at, m.Init, key, 0, 1, COUNT, [COUNT], "float32")
+        assert machine.last(found) == m.Ack(found, 3)
+    held = machine.send(at, m.Push, "k", 0, 4, "none", True, payloads=[pushed(1, 4)])
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 4))
+    machine.send(at, m.Return)
+    machine.send(at, m.Enter, 9)  # said again, and late
+    for client in (0, 2):
+        machine.push(client, "k", 5, pushed(client, 5))
+    assert machine.value(machine.pull(0, "k", 5)) is None
+    held = machine.send(at, m.Push, "k", 0, 5, "none", True, payloads=[pushed(1, 5)])
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 5))
+
+
+def test_its_push_may_come_while_rounds_before_its_entry_are_open() -> None:
+    machine = machine_with("shrink")
+    machine.lose(0)
+    machine.push(1, "k", 1, pushed(1, 1))
+    at = reborn(machine, 0)
+    comes_back(machine, at)
+    machine.send(at, m.Enter, 2)
+    held = machine.send(at, m.Push, "k", 0, 3, "none", True, payloads=[pushed(0, 3)])
+    machine.push(2, "k", 1, pushed(2, 1))
+    np.testing.assert_array_equal(machine.read("k", 1, client=2), sum_of([1, 2], 1))
+    for step in (2, 3):
+        for client in (1, 2):
+            machine.push(client, "k", step, pushed(client, step))
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 3))
+
+
+def test_a_client_cannot_enter_before_rounds_that_have_passed_it() -> None:
+    machine = machine_with("shrink")
+    machine.push(1, "k", 1, pushed(1, 1))
+    machine.lose(0)  # whose turn is before the first's
+    at = reborn(machine, 0)
+    assert comes_back(machine, at) == 1
+    assert isinstance(machine.error(machine.send(at, m.Enter, 0)), ProtocolError)
+    machine.push(2, "k", 1, pushed(2, 1))
+    np.testing.assert_array_equal(machine.read("k", 1, client=1), sum_of([1, 2], 1))
+
+
+def test_keys_that_are_pushed_less_often_go_on_where_they_are() -> None:
+    machine = machine_with("shrink", 2)
+    machine.init_all("seldom", np.zeros(COUNT, "f4"))
+    machine.lose(1)
+    for step in range(1, 9):
+        machine.push(0, "k", step, pushed(0, step))
+    machine.push(0, "seldom", 1, pushed(0, 1))
+    at = reborn(machine, 1)
+    assert comes_back(machine, at) == 8
+    machine.send(at, m.Enter, 8)
+    found = machine.send(at, m.Init, "seldom", 0, 1, COUNT, [COUNT], "float32")
+    assert machine.last(found) == m.Ack(found, 1)
+    machine.push(0, "seldom", 2, pushed(0, 2))
+    held = machine.send(at, m.Push, "seldom", 0, 2, "none", True, payloads=[pushed(1, 2)])
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1], 2))
+
+
+def test_a_round_that_nobody_is_left_for_is_over_when_somebody_begins_after_it() -> None:
+    machine = machine_with("shrink", 2)
+    round_of(machine, 1, [pushed(0, 1), pushed(1, 1)])
+    machine.lose(0)
+    machine.lose(1)
+    at = reborn(machine, 1)
+    comes_back(machine, at)
+    machine.send(at, m.Enter, 3)  # another key is so far
+    value = machine.value(machine.send(at, m.Pull, "k", 0, 3))
+    np.testing.assert_array_equal(value, sum_of([0, 1], 1))
+    held = machine.send(at, m.Push, "k", 0, 4, "none", True, payloads=[pushed(1, 4)])
+    np.testing.assert_array_equal(machine.value(held), pushed(1, 4))
+
+
+def test_a_client_that_dies_between_return_and_entry_is_left_out_again() -> None:
+    machine = machine_with("shrink", 2)
+    machine.lose(1)
+    comes_back(machine, reborn(machine, 1))
+    held = machine.push(0, "k", 1, pushed(0, 1), fused=True)
+    assert machine.value(held) is None
+    machine.lose(1, incarnation=2)
+    np.testing.assert_array_equal(machine.value(held), pushed(0, 1))
+    assert comes_back(machine, reborn(machine, 1, b"again", 3)) == 1
+
+
+def test_a_client_whose_last_process_closed_the_store_may_come_back() -> None:
+    """A ``with`` statement closes it also on the way out of a program that fails."""
+    machine = machine_with("shrink")
+    assert machine.ok(machine.send(1, m.Bye))
+    for client in (0, 2):
+        machine.push(client, "k", 1, pushed(client, 1))
+    at = reborn(machine, 1)
+    assert comes_back(machine, at) == 1
+    machine.send(at, m.Enter, 1)
+    for client in (0, 2):
+        machine.push(client, "k", 2, pushed(client, 2))
+    held = machine.send(at, m.Push, "k", 0, 2, "none", True, payloads=[pushed(1, 2)])
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 2))
+
+
+def test_nobody_comes_back_to_a_store_that_all_others_have_left_in_good_order() -> None:
+    machine = machine_with("shrink", 2)
+    machine.lose(1)
+    assert machine.ok(machine.send(0, m.Bye))
     refused = machine.hello(1, 2, at=b"reborn")
     assert isinstance(machine.error(refused), ClientLostError)
-    assert "go on without it" in str(machine.error(refused))
+    assert "is over" in str(machine.error(refused))
 
 
 def test_what_a_client_has_pushed_to_the_open_round_before_it_was_lost_counts() -> None:
@@ -67,7 +212,7 @@ def test_when_everybody_is_lost_no_round_is_closed() -> None:
     machine = machine_with("shrink", 2)
     machine.lose(0)
     machine.lose(1)
-    assert not machine.state.parts[0].shards, "nobody is left who could come back"
+    assert machine.slot("k").rounds == 0, "the values are kept for who may come back"
 
 
 def test_wait_holds_the_round_until_another_process_has_pushed() -> None:

@@ -84,6 +84,15 @@ class Oracle:
         for key in self._keys:
             self._needed[client, key] = 0
 
+    def enter(self, client: int, step: int) -> None:
+        """A client that was left out is back, in the rounds after ``step`` of all keys."""
+        furthest = max(0, *(self.last_begun(other) for other in range(self._num_clients)))
+        if step > furthest:
+            raise Violation(f"client {client} enters after step {step}, nobody has begun more than {furthest}")
+        self.gone.discard(client)
+        for key in self._keys:
+            self._needed[client, key] = _bits(step + 1, self._last_steps[client])
+
     def last_begun(self, client: int) -> int:
         """The last step of which a client has pushed anything."""
         return max(self._begun[client, key].bit_length() - 1 for key in self._keys)

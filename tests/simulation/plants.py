@@ -138,6 +138,22 @@ def _begins_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Part, "resume", lambda self, copy, keys: None)
 
 
+def _enters_a_round_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Shard.enter
+    monkeypatch.setattr(Shard, "enter", lambda self, client, step, passed: real(self, client, step + 1, passed))
+
+
+def _goes_on_while_somebody_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "bring_back", lambda self, client: self.entering.add(client))
+    real = Membership.enter
+
+    def enter(self: Membership, client: int) -> None:
+        self.gone.pop(client, None)
+        real(self, client)
+
+    monkeypatch.setattr(Membership, "enter", enter)
+
+
 #: By name: what plants it, and words of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -145,6 +161,8 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "stale read": (_reads_what_is_not_there_yet, "rounds hold"),
     "round closed twice": (_closes_rounds_twice, "pushes"),
     "live client left out": (_leaves_out_who_is_alive, "must be there"),
+    "returned client left out": (_enters_a_round_too_late, "must be there"),
+    "rounds pass who enters": (_goes_on_while_somebody_enters, "have passed it"),
     "old value": (_answers_with_an_old_value, "goes back"),
     "resurrected client": (_hears_who_is_lost, "which is dead"),
     "resurrected incarnation": (_hears_the_process_before, "which is dead"),

@@ -91,6 +91,7 @@ class Job:
         )  # fmt: skip
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
+        self._closing: set[int] = set()
         self._programs: dict[str, Program] = {}
         self._incarnations = dict.fromkeys(range(self.num_clients), 1)
         self._disturbances = Disturbances(
@@ -150,19 +151,21 @@ class Job:
             return False
         if f"client {rank}.{self._incarnations[rank]}" not in self._programs:
             return False  # another process is about to take its place
-        # Client 0 has the first values, and somebody must be left.
-        return self._policy == "wait" or (rank != 0 and len(self.oracle.gone) + 2 <= self.num_clients)
+        # Client 0 has the first values.
+        return self._policy == "wait" or rank != 0 or self.oracle.num_done > 0
 
     def _on_loss(self, rank: int) -> None:
         """A client's process is dead, or counts as dead soon; then another may be started before it knows."""
         if self._policy == "shrink":
             self.oracle.leave_out(rank)
+            if self.network.random.random() < 0.7 or len(self.oracle.gone) == self.num_clients:
+                self._come_back(rank)
         elif f"client {rank}.{self._incarnations[rank]}" not in self._programs or self.network.random.random() < 0.5:
             self._come_back(rank)
 
     def _come_back(self, rank: int) -> None:
         self._incarnations[rank] += 1
-        pause_s = self.network.random.choice([0.1, 2.5])
+        pause_s = self.network.random.choice([0.1, 0.4, 2.5])
         self.network.start_later(self.network.now_s + pause_s, lambda: self._start_client(rank))
 
     def _start_client(self, rank: int) -> None:
@@ -175,6 +178,10 @@ class Job:
         try:
             yield from self._program(ps, rank, incarnation)
         except (ClientLostError, ProtocolError) as error:
+            if self._policy == "shrink" and incarnation > 1 and "is over" in str(error) and self._closing:
+                self.network.faults.count("too late")
+                self.network.detach(f"client {rank}.{incarnation}")
+                return
             said = any(words in str(error) for words in ("lost", "later incarnation"))
             if not said or not self.network.was_stopped(f"client {rank}.{incarnation}"):
                 raise
@@ -192,9 +199,14 @@ class Job:
         ps.add_keys([(key, (count,), "float32") for key, count in KEYS.items()])
         yield [ps.init(key, np.zeros(count, "f4") if rank == 0 else None, deadline()) for key, count in KEYS.items()]
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
+        yield [ps.enter(deadline())]
         yield [ps.set_rule(rule, deadline())]
         yield [ps.barrier(deadline())]
         first = 1 + ps.resumed_step + ps.position
+        if rank in self.oracle.gone and incarnation == self._incarnations[rank] > 1:
+            self.network.faults.count("return")
+            self.oracle.enter(rank, first - 1)
+            yield from self._read_all(ps, rank, first - 1)
         if self.cluster.config.resume and incarnation == 1 and first <= self._last_step[rank]:
             yield from self._read_all(ps, rank, first - 1)
         if self.mode == "async" and incarnation > 1:
@@ -217,6 +229,7 @@ class Job:
         yield [ps.barrier(deadline())]
         yield from self._read_all(ps, rank, self._last_step[rank], at_the_end=True)
         yield [ps.barrier(deadline())]
+        self._closing.add(rank)
         ps._link.stop_heartbeats()
         asks = [*(Ask(server, m.Bye, ()) for server in ps._link.servers), Ask(SCHEDULER, m.Leave, ())]
         try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
