@@ -10,11 +10,15 @@ from kvmpi.wire.entries import CallsState, RuleInForce
 
 
 class SharedCalls:
-    """The calls of one kind on one server, numbered from 1. Forgets a call when every client has made it."""
+    """The calls of one kind on one server, numbered from 1. Forgets a call when every client has made it.
+
+    Attributes:
+        made: how many there were, by whoever was first.
+    """
 
     def __init__(self, name: str, server: int) -> None:
         self._name, self._server = name, server
-        self._made = 0
+        self.made = 0
         self._calls: dict[int, Any] = {}
         self._seen: dict[int, int] = {}
 
@@ -25,9 +29,9 @@ class SharedCalls:
             ProtocolError: the client skips a number.
             ConfigError: another client's call of this number was different.
         """
-        if ordinal == self._made + 1:
+        if ordinal == self.made + 1:
             return False
-        if not 1 <= ordinal <= self._made:
+        if not 1 <= ordinal <= self.made:
             raise ProtocolError(
                 f"{self._name} number {ordinal} of client {client} on server {self._server} is out of turn"
             )
@@ -44,8 +48,8 @@ class SharedCalls:
 
     def note(self, client: int, ordinal: int, call: Any, clients: Iterable[int]) -> None:
         """``client`` has made this call, which is valid. ``clients`` are those of whom more calls are expected."""
-        if ordinal > self._made:
-            self._made = ordinal
+        if ordinal > self.made:
+            self.made = ordinal
             self._calls[ordinal] = call
         self._seen[client] = max(ordinal, self._seen.get(client, 0))
         done = min((self._seen.get(other, 0) for other in clients), default=ordinal)
@@ -54,9 +58,9 @@ class SharedCalls:
 
     def dump(self, pack: Callable[[Any], RuleInForce]) -> CallsState:
         """All of it, for ``restore``; ``pack`` makes an entry of a call."""
-        return CallsState(self._made, [(number, pack(call)) for number, call in self._calls.items()], dict(self._seen))
+        return CallsState(self.made, [(number, pack(call)) for number, call in self._calls.items()], dict(self._seen))
 
     def restore(self, state: CallsState, unpack: Callable[[RuleInForce], Any]) -> None:
         """Be as ``dump`` has described it."""
-        self._made, self._seen = state.made, dict(state.seen)
+        self.made, self._seen = state.made, dict(state.seen)
         self._calls = {number: unpack(call) for number, call in state.open}

@@ -35,7 +35,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Entered():
             shard.enter(entry.client, entry.step, entry.passed)
         case entries.RuleCall() | entries.HyperCall():
-            shard.rulebook.apply(entry, shard.slots, shard.clients.present)
+            shard.rulebook.apply(entry, shard.slots, shard.clients.callers)
         case entries.Finished():
             shard.clients.finished.add(entry.client)
         case entries.Created():

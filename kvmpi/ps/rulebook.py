@@ -59,6 +59,11 @@ class Rulebook:
         calls = self._choices if isinstance(message, m.SetRule) else self._changes
         return calls.made_by(client) >= message.ordinal
 
+    def is_made(self, message: m.SetRule | m.SetHyperparams) -> bool:
+        """Whether anybody has made the call of this number."""
+        calls = self._choices if isinstance(message, m.SetRule) else self._changes
+        return message.ordinal <= calls.made
+
     def _ahead(self, client: int, slots: Slots) -> list[tuple[Key, int, int]]:
         """How often ``client`` has pushed the chunks in whose open round it is, which only the head knows."""
         found = []
@@ -68,8 +73,8 @@ class Rulebook:
                 found.append((key, chunk, pushed))
         return found
 
-    def apply(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots, present: Iterable[int]) -> None:
-        """Make a call that was logged. ``present``: the clients of whom more calls are expected."""
+    def apply(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots, callers: Iterable[int]) -> None:
+        """Make a call that was logged. ``callers``: the clients of whom more calls are expected."""
         calls = self._choices if isinstance(entry, entries.RuleCall) else self._changes
         call: Any = (entry.rule, entry.hyperparams) if isinstance(entry, entries.RuleCall) else entry.hyperparams
         if not calls.is_repeat(entry.client, entry.ordinal, call):
@@ -82,7 +87,7 @@ class Rulebook:
                 assert self.rule is not None
                 self.rule = self.rule.with_hyperparams(**entry.hyperparams)
             self._install(entry, slots)
-        calls.note(entry.client, entry.ordinal, call, present)
+        calls.note(entry.client, entry.ordinal, call, callers)
 
     def _install(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots) -> None:
         """Put the rule in force, in rounds from the one after the client's last push of each chunk."""

@@ -165,6 +165,26 @@ def test_a_client_that_dies_between_return_and_entry_is_left_out_again() -> None
     assert comes_back(machine, reborn(machine, 1, b"again", 3)) == 1
 
 
+def test_who_is_back_follows_the_changes_of_hyperparameters_that_the_others_make() -> None:
+    """It has missed some, and what it says is not compared with what they said at other times."""
+    machine = machine_with("shrink", 2)
+    machine.rule(optim.Test(lr=-1.0))
+    machine.lose(1)
+    for ordinal in (1, 2):
+        assert machine.ok(machine.send(0, m.SetHyperparams, ordinal, {"lr": -2.0 * ordinal}, 0))
+    at = reborn(machine, 1)
+    comes_back(machine, at)
+    machine.send(at, m.Enter, 0)
+    for ordinal in (3, 4):
+        assert machine.ok(machine.send(0, m.SetHyperparams, ordinal, {"lr": -2.0 * ordinal}, 0))
+        assert machine.ok(machine.send(at, m.SetHyperparams, ordinal - 2, {"lr": -2.0 * ordinal}, 0))
+    before = machine.read("k").astype("f8")
+    machine.push(0, "k", 1, pushed(0, 1))
+    machine.send(at, m.Push, "k", 0, 1, "none", False, payloads=[pushed(1, 1)])
+    np.testing.assert_array_equal(machine.read("k", 1), before + 8.0 * sum_of([0, 1], 1))
+    assert not machine.state.parts[0].shards[1].rulebook.dump().calls[1].open, "calls are not kept for it"
+
+
 def test_a_client_whose_last_process_closed_the_store_may_come_back() -> None:
     """A ``with`` statement closes it also on the way out of a program that fails."""
     machine = machine_with("shrink")
