@@ -42,7 +42,7 @@ class Config:
     heartbeat_timeout_s: float = _setting(20.0, "seconds of silence after which a peer counts as dead")
     on_client_loss: str = _setting(
         "fail", "what synchronous rounds do when a client dies: fail on all others, wait for its return, or go on "
-        "without it", ("fail", "wait", "shrink"),
+        "without it until it is back", ("fail", "wait", "shrink"),
     )  # fmt: skip
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")

@@ -73,7 +73,8 @@ class KVStore(Joining, ABC):
         """How many steps the values had when ``kvmpi run --resume`` started the job; 0 in a new one.
 
         In a client that was started again while others waited for it (``--restart``): also the rounds that it has
-        pushed before, known when all keys have their ``init``.
+        pushed before, known when all keys have their ``init``. If they went on without it
+        (``KVMPI_ON_CLIENT_LOSS=shrink``): also the rounds until it was back, known from the first ``init`` on.
 
         Of a synchronous store: its rounds; of an asynchronous one: its updates, divided by its clients. The same on
         every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
