@@ -54,7 +54,7 @@ class _Arrival(NamedTuple):
 @dataclass(slots=True)
 class _Store:
     """``returning``: clients that are back, and the step after which they enter. They pass at once what comes before,
-    and nobody waits for them there."""
+    and nobody waits for them there. ``left``: clients that have left in good order, and the last process of each."""
 
     num_clients: int
     barriers_done: int = 0
@@ -62,6 +62,7 @@ class _Store:
     dead: dict[int, str] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     returning: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -186,8 +187,8 @@ class SchedulerState:
             case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
-                if name[0] == "client" and self._on_client_loss == "shrink":
-                    self._lost[name[1:]] = m.Lost(name[2], name[1], self.members[name].incarnation, CLOSED)
+                if name[0] == "client":
+                    self._stores[name[1]].left[name[2]] = self.members[name].incarnation
                 self._remove(name)
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
@@ -223,8 +224,8 @@ class SchedulerState:
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
                     f"{store.num_clients}; all workers must create the same stores in the same order"
                 )
-            store.dead.pop(message.rank, None)
-            self._note_return(store, old, message)
+            why = store.dead.pop(message.rank, "was lost and started again")
+            self._note_return(store, message, why, old)
         if old is not None:
             self._remove(name)
         self.changes += 1
@@ -234,14 +235,15 @@ class SchedulerState:
         known = old is not None and old.incarnation == message.incarnation
         return self._welcome_server(message.rank, known=known) if message.role == "server" else self._answer_waiting()
 
-    def _note_return(self, store: _Store, old: Member | None, message: m.Register) -> None:
-        """Where others go on without a client that is lost, all have to know that until its new process has entered."""
+    def _note_return(self, store: _Store, message: m.Register, why: str, old: Member | None) -> None:
+        """Where others go on without a client that is gone, all have to know that until its new process has entered."""
         where = (message.store, message.rank)
         if self._on_client_loss != "shrink":
             self._lost.pop(where, None)
         elif old is None or old.incarnation < message.incarnation:
-            if old is not None:
-                self._lost[where] = m.Lost(message.rank, message.store, old.incarnation, "was lost and started again")
+            gone = store.left.pop(message.rank, None) if old is None else old.incarnation
+            if gone is not None:
+                self._lost[where] = m.Lost(message.rank, message.store, gone, why)
             if where in self._lost:
                 store.returning[message.rank] = _NEVER
                 store.waiting.pop(message.rank, None)
@@ -251,7 +253,10 @@ class SchedulerState:
         _, store_id, rank = name
         store = self._stores[store_id]
         if rank in store.returning:
-            store.returning[rank] = message.step
+            if message.step < 0:
+                del store.returning[rank]
+            else:
+                store.returning[rank] = message.step
             store.finished.discard(rank)
             self.changes += 1
         return [Reply(route, m.Ack(message.request, store.barriers_done)), *self._complete_barrier(store)]
@@ -290,10 +295,8 @@ class SchedulerState:
             for name, member in self.members.items()
         ]
         stores = [
-            SavedStore(
-                number, store.num_clients, store.barriers_done, store.dead, sorted(store.finished), store.returning
-            )
-            for number, store in self._stores.items()
+            SavedStore(number, s.num_clients, s.barriers_done, s.dead, sorted(s.finished), s.returning, s.left)
+            for number, s in self._stores.items()
         ]
         return SavedScheduler(
             self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
@@ -316,7 +319,7 @@ class SchedulerState:
         for store in saved.stores:
             self._stores[store.number] = _Store(
                 store.num_clients, store.barriers_done, dead=store.dead, finished=set(store.finished),
-                returning=store.returning,
+                returning=store.returning, left=store.left,
             )  # fmt: skip
         self._over = set(saved.over)
         self._lost = {(lost.store, lost.rank): lost for lost in saved.lost}

@@ -32,6 +32,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     dead: dict[int, str]
     finished: list[int]
     returning: dict[int, int] = {}
+    left: dict[int, int] = {}
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

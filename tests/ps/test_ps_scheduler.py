@@ -380,6 +380,33 @@ def test_a_client_that_is_lost_again_holds_no_barrier_up() -> None:
     assert m.Ack in map(type, desk.told("1/0"))
 
 
+def test_who_has_no_rounds_to_enter_counts_barriers_at_once() -> None:
+    desk = left_out()
+    desk.say("reborn", m.Enter, -1)
+    desk.inbox.clear()
+    for other in ("1/0", "1/1"):
+        desk.say(other, m.Barrier, 3)
+    assert not desk.inbox
+    for ordinal in (1, 2, 3):
+        desk.say("reborn", m.Barrier, ordinal)
+    assert [type(told) for told in desk.told("1/0")] == [m.Ack]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_view_says_that_a_client_was_left_out_that_had_left_in_good_order(restarts: bool) -> None:
+    desk = Desk(1, on_client_loss="shrink")
+    desk.server(0)
+    desk.client(0, 2)
+    desk.client(1, 2)
+    desk.say("1/1", m.Leave)
+    if restarts:
+        go_on_with_what_was_saved(desk)
+    desk.client(1, 2, at="reborn", incarnation=2)
+    view = desk.told("reborn")[-1]
+    assert isinstance(view, m.View)
+    assert [(lost.rank, lost.incarnation) for lost in view.lost] == [(1, 1)]
+
+
 def test_it_is_too_late_to_come_back_when_all_others_have_left() -> None:
     desk = left_out(2)
     desk.say("reborn", m.Leave)
