@@ -216,7 +216,8 @@ class SchedulerState:
         if message.role == "client":
             if message.store in self._over:
                 raise ClientLostError(
-                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left"
+                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left, "
+                    "and nothing is left to do"
                 )
             store = self._stores.setdefault(message.store, _Store(message.num_members))
             if store.num_clients != message.num_members:
@@ -257,6 +258,7 @@ class SchedulerState:
                 del store.returning[rank]
             else:
                 store.returning[rank] = message.step
+                _log.warning("scheduler: client %d is back, in the rounds after %d", rank, message.step)
             store.finished.discard(rank)
             self.changes += 1
         return [Reply(route, m.Ack(message.request, store.barriers_done)), *self._complete_barrier(store)]
