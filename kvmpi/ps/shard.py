@@ -183,6 +183,10 @@ class Shard:
         for slot in self.slots.values():
             if not slot.contributors:
                 slot.cursor = 0  # an open round that nobody has pushed to has not passed anybody
+            # A process before this one may have entered at a round that has not come yet: that is of no account.
+            pushed = slot.rounds + (client in slot.contributors)
+            slot.steps[client] = min(slot.steps.get(client, 0), pushed)
+            slot.replaced.discard(client)
 
     def _passed(self, client: int) -> int:
         """The last round of any chunk that ``client`` cannot be in any more."""

@@ -185,6 +185,23 @@ def test_who_is_back_follows_the_changes_of_hyperparameters_that_the_others_make
     assert not machine.state.parts[0].shards[1].rulebook.dump().calls[1].open, "calls are not kept for it"
 
 
+def test_where_a_process_has_entered_that_is_dead_says_nothing_of_the_next() -> None:
+    machine = machine_with("shrink")
+    machine.lose(1)
+    at = reborn(machine, 1)
+    comes_back(machine, at)
+    machine.send(at, m.Enter, 2)
+    machine.lose(1, incarnation=2)
+    at = reborn(machine, 1, b"again", 3)
+    assert comes_back(machine, at) == 0
+    for client in (0, 2):
+        machine.push(client, "k", 1, pushed(client, 1))
+    assert machine.value(machine.pull(0, "k", 1)) is None, "it has not said yet whether it is in this round"
+    machine.send(at, m.Enter, 0)
+    held = machine.send(at, m.Push, "k", 0, 1, "none", True, payloads=[pushed(1, 1)])
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 1))
+
+
 def test_a_client_whose_last_process_closed_the_store_may_come_back() -> None:
     """A ``with`` statement closes it also on the way out of a program that fails."""
     machine = machine_with("shrink")
