@@ -3,6 +3,7 @@
 from kvmpi.collectives.agreement import JOIN, Call, Entry, Verdict
 from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
+from kvmpi.collectives.row_sum import broadcast_rows, sum_rows, union_of_ids
 from kvmpi.collectives.tensor import ALGORITHMS, Collectives
 
 __all__ = [
@@ -15,5 +16,8 @@ __all__ = [
     "Request",
     "SoloComm",
     "Verdict",
+    "broadcast_rows",
     "load_figures",
+    "sum_rows",
+    "union_of_ids",
 ]

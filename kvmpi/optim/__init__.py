@@ -4,7 +4,7 @@ A rule is an immutable set of plain numbers. It travels as its registered name a
 belong to a key (stored value, state, master copy) are the caller's.
 """
 
-from kvmpi.optim.apply import make_master, update
+from kvmpi.optim.apply import check_by_rows, make_master, update, update_rows
 from kvmpi.optim.convert import from_any
 from kvmpi.optim.registry import create, known, register
 from kvmpi.optim.rule import Block, Rule
@@ -20,10 +20,12 @@ __all__ = [
     "Outer",
     "Rule",
     "Test",
+    "check_by_rows",
     "create",
     "from_any",
     "known",
     "make_master",
     "register",
     "update",
+    "update_rows",
 ]

@@ -1,11 +1,12 @@
-"""Updates of values of any dtype: half types are computed in float32 and rounded once per update."""
+"""Updates of values of any dtype, whole or by rows: half types are computed in float32 and rounded once per update."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvmpi.errors import DTypeMismatchError, ShapeMismatchError
+from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.optim.rule import Array, Rule
 
 
@@ -75,3 +76,67 @@ def update(
             wide = master[part]
         rule.apply(wide, pushed[part], {name: state[name][part] for name in names}, step, count)
         host.narrow(wide, target[part], dtype)
+
+
+def check_by_rows(rule: Rule | None) -> None:
+    """Raise an ``UnsupportedError`` if ``rule`` cannot update some rows of a value alone."""
+    if rule is not None and rule.averages:
+        raise UnsupportedError(f"{rule!r} takes weights, or differences of weights, as a whole: push a dense array")
+    if rule is not None and not rule.in_blocks:
+        raise UnsupportedError(
+            f"the rule {rule.name!r} must see a whole vector (it overrides apply): push dense arrays"
+        )
+
+
+def update_rows(
+    rule: Rule,
+    stored: Array,
+    dtype: str,
+    pushed: Rows,
+    state: dict[str, Array],
+    step: int,
+    count: int = 1,
+    master: Array | None = None,
+) -> None:
+    """Apply ``rule`` to some rows of ``stored``, and of what it remembers of them; all other rows stay as they are.
+
+    The rows get the same bits as from an ``update`` with zeros elsewhere. That would also move rows of which a momentum
+    is left, or which decay: those are left to the next push that has them, as by torch.optim.SparseAdam and by MXNet
+    with ``lazy_update``. ``step`` counts updates of the vector, whichever rows they had, as there.
+
+    Cost: copies of the rows and their state, in blocks; the first update allocates state for all rows.
+
+    Args:
+        pushed: rows of the matrix that ``stored`` is, in the accumulation dtype.
+        others: see ``update``.
+    Raises:
+        UnsupportedError: a rule that cannot be applied by rows.
+    """
+    check_by_rows(rule)
+    width = pushed.width
+    rule.ensure_state(state, stored.size, host.STORAGE[host.ACCUMULATE[dtype]])
+    if not stored.size:
+        return
+    tables = {name: state[name].reshape(-1, width) for name in rule.slots()}
+    value = stored.reshape(-1, width)
+    length = max(1, host.BLOCK_BYTES // (4 * width))
+    for start in range(0, pushed.count, length):
+        ids = pushed.ids[start : start + length]
+        some = value[ids]
+        states = {name: table[ids] for name, table in tables.items()}
+        masters = None if master is None else master.reshape(-1, width)[ids]
+        update(
+            rule,
+            some.reshape(-1),
+            dtype,
+            pushed.values[start : start + length].reshape(-1),
+            {name: rows.reshape(-1) for name, rows in states.items()},
+            step,
+            count,
+            None if masters is None else masters.reshape(-1),
+        )
+        value[ids] = some
+        for name, rows in states.items():
+            tables[name][ids] = rows
+        if master is not None:
+            master.reshape(-1, width)[ids] = masters
