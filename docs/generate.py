@@ -178,7 +178,7 @@ def _entry_table() -> str:
 
 
 def _example() -> str:
-    message = messages.Pull(request=7, key="w", chunk=0, min_round=1, part=2)
+    message = messages.Pull(request=7, key="w", chunk=0, min_round=1, part=2, rows=-1)
     header = messages.encode(message)
     fields = ", ".join(repr(getattr(message, name)) for name in message.__struct_fields__).replace("'", '"')
     return (

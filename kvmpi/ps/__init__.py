@@ -4,5 +4,6 @@ from kvmpi.ps.client import PsClient
 from kvmpi.ps.embedded import EmbeddedJob
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.placement import Placement
+from kvmpi.ps.row_chunks import ArrivingRows
 
-__all__ = ["EmbeddedJob", "Landing", "Placement", "PsClient"]
+__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient"]

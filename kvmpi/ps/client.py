@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,13 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.machine import host_name
 from kvmpi.ps import codec, placement
 from kvmpi.ps.chains import PARTS_PER_SERVER, part_of
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
+from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
 from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message, as_array
@@ -31,6 +34,7 @@ from kvmpi.wire import messages as m
 Buffer = npt.NDArray[Any]
 Key = int | str
 Settle = Callable[[KVError | None], None]
+OnReply = Callable[[Message, list[memoryview]], None]
 
 #: Longest wait for the answers to a good-bye: a peer that is dead must not hold up the end of a program.
 _GOODBYE_S = 3.0
@@ -49,10 +53,21 @@ class KeyLayout:
     found: int | None = None  # pushes of a process before this one, of the chunk that has fewest
     seen_version: int = 0
     pushing: bool = False
+    by_rows: RowChunks | None = None
 
     def part(self, chunk: int) -> int:
         """The part of the values to which a chunk belongs."""
         return part_of(self.chunks[chunk].server, self.digest + chunk)
+
+
+class _Piece(NamedTuple):
+    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it."""
+
+    rows: int
+    nbytes: int
+    sent_bytes: int
+    payloads: Callable[[], Sequence[Buffer]]
+    on_reply: OnReply
 
 
 @dataclass(slots=True)
@@ -176,7 +191,7 @@ class PsClient:
     def add_keys(self, described: Sequence[tuple[Key, tuple[int, ...], str]]) -> None:
         """Decide where new keys live; must be called with the same keys in the same order on every client."""
         sizes = [
-            placement.KeySize(key, int(np.prod(shape, dtype=np.int64)), DTYPES[dtype].itemsize)
+            placement.KeySize(key, math.prod(shape), DTYPES[dtype].itemsize, placement.width_of(shape))
             for key, shape, dtype in described
         ]
         self._before_last_keys = (frozenset(size.key for size in sizes), deepcopy(self._placement))
@@ -184,9 +199,9 @@ class PsClient:
             # A rule's state is kept in the accumulation dtype: its frames must not be too large to travel either.
             widened = DTYPES[host.ACCUMULATE[dtype]].itemsize
             limit = min(self._config.chunk_bytes, self._config.max_message_bytes * size.itemsize // widened)
-            self._layouts[key] = KeyLayout(
-                shape, dtype, placement.cut(parts, size.itemsize, limit), placement.digest(key)
-            )
+            most_rows = self._config.max_message_bytes // WIRE_ID.itemsize
+            chunks = placement.cut(parts, size.itemsize, limit, size.width, most_rows)
+            self._layouts[key] = KeyLayout(shape, dtype, chunks, placement.digest(key))
 
     def forget_keys(self, keys: Sequence[Key]) -> None:
         """Undo ``add_keys`` of keys whose ``init`` failed."""
@@ -253,7 +268,7 @@ class PsClient:
         return asks
 
     @staticmethod
-    def _on_found(layout: KeyLayout) -> Callable[[Message, list[memoryview]], None]:
+    def _on_found(layout: KeyLayout) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
             if isinstance(message, m.Ack):
                 layout.found = message.version if layout.found is None else min(layout.found, message.version)
@@ -309,30 +324,44 @@ class PsClient:
         on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         layout = self._take_position(key)
+        encode, dtype = self._codec.encode, layout.dtype
+        itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
+        pieces = []
+        for i, chunk in enumerate(layout.chunks):
+            piece = value[chunk.start : chunk.stop]
+            pieces.append(
+                _Piece(
+                    -1,
+                    piece.nbytes,
+                    piece.size * itemsize,
+                    lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
+                    self._on_value(layout, i, out, pushed=True),
+                )
+            )
+        op = "pushpull" if isinstance(out, np.ndarray) else "push"
+        return self._push_pieces(key, op, pieces, deadline, priority, fused=out is not None, on_accepted=on_accepted)
+
+    def _push_pieces(
+        self, key: Key, op: str, pieces: Sequence[_Piece], deadline: Deadline, priority: int, *, fused: bool,
+        on_accepted: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        """Push what there is for each chunk, as one step of the key."""
+        layout = self._layouts[key]
         if layout.pushing:
             raise KVError(
                 f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
             )
         layout.pushing = True
-        encode, name, dtype = self._codec.encode, self._codec.name, layout.dtype
-        sent_bytes = value.size * DTYPES[self._codec.wire_dtype(dtype)].itemsize
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
         step = layout.steps + 1
         asks = []
-        for i, chunk in enumerate(layout.chunks):
-            piece, part = value[chunk.start : chunk.stop], layout.part(i)
+        for i, piece in enumerate(pieces):
+            part = layout.part(i)
+            fields = (key, i, step, self._codec.name, fused, acknowledge, part, piece.rows)
             asks.append(
-                _about(
-                    part,
-                    m.Push,
-                    (key, i, step, name, out is not None, acknowledge, part),
-                    cost_bytes=piece.nbytes,
-                    payloads=lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
-                    on_reply=self._on_value(layout, i, out, pushed=True),
-                )
+                _about(part, m.Push, fields, cost_bytes=piece.nbytes, payloads=piece.payloads, on_reply=piece.on_reply)
             )
-        op = "pushpull" if isinstance(out, np.ndarray) else "push"
 
         def count(error: KVError | None) -> None:
             layout.pushing = False
@@ -340,9 +369,85 @@ class PsClient:
                 layout.steps = step
 
         return self._start(
-            self._label(op, key, step), asks, deadline, priority, phase="push", nbytes=sent_bytes, settle=count,
-            on_accepted=on_accepted,
+            self._label(op, key, step), asks, deadline, priority, phase="push",
+            nbytes=sum(piece.sent_bytes for piece in pieces), settle=count, on_accepted=on_accepted,
         )  # fmt: skip
+
+    # ---- rows
+
+    def rows_of(self, key: Key) -> RowChunks:
+        """How the rows of a key are spread over its chunks.
+
+        Raises:
+            UnsupportedError: the key is not cut at rows.
+        """
+        layout = self._layouts[key]
+        if layout.by_rows is None:
+            layout.by_rows = RowChunks(key, layout.chunks, placement.width_of(layout.shape), layout.dtype)
+        return layout.by_rows
+
+    def push_rows(
+        self, key: Key, rows: Rows, deadline: Deadline, priority: int = 0, changed: ArrivingRows | None = None
+    ) -> Work:
+        """Contribute some rows to the key, in storage dtype; done when every server has them.
+
+        With ``changed``, that gets all rows which the update has changed, with their new values, and then it is done.
+        """
+        layout, chunks = self._take_position(key), self.rows_of(key)
+        encode, dtype = self._codec.encode, layout.dtype
+        itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
+        pieces = []
+        for i, (where, ids) in enumerate(chunks.split(rows.ids)):
+            piece = rows.values[where].reshape(-1)
+
+            def payloads(ids: Buffer = ids, piece: Buffer = piece) -> Sequence[Buffer]:
+                return ids, encode(piece, dtype)
+
+            on_reply = self._on_changed(layout, i, changed)
+            sent_bytes = ids.nbytes + piece.size * itemsize
+            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
+        op = "push of rows" if changed is None else "pushpull of rows"
+        return self._push_pieces(key, op, pieces, deadline, priority, fused=changed is not None)
+
+    def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
+        def on_reply(message: Message, payloads: list[memoryview]) -> None:
+            self._note_version(layout, index, message, pushed=True, read=changed is not None)
+            if changed is not None:
+                changed.take(index, message, payloads)
+
+        return on_reply
+
+    def pull_rows(self, key: Key, ids: Buffer, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
+        """Fill ``out`` (shape ``(ids.size, width)``, storage dtype) with rows ``ids``, ascending, of the value.
+
+        It is not older than this client's last push.
+        """
+        layout, chunks = self._take_position(key), self.rows_of(key)
+        asks, nbytes = [], out.nbytes
+        for i, (where, numbers) in enumerate(chunks.split(ids)):
+            if numbers.size:
+                part = layout.part(i)
+                asks.append(
+                    _about(
+                        part,
+                        m.Pull,
+                        (key, i, layout.steps, part, numbers.size),
+                        reads=True,
+                        payloads=_one(numbers),
+                        cost_bytes=out[where].nbytes,
+                        on_reply=self._on_rows(layout, i, out[where]),
+                    )
+                )
+                nbytes += numbers.nbytes
+        label = self._label("pull of rows", key, layout.steps)
+        return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes)
+
+    def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
+        def on_reply(message: Message, payloads: list[memoryview]) -> None:
+            self._note_version(layout, index, message, pushed=False, read=True)
+            take_rows(out, message, payloads)
+
+        return on_reply
 
     def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
@@ -358,19 +463,12 @@ class PsClient:
         label = self._label("pull", key, layout.steps)
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
 
-    def _on_value(
-        self, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool
-    ) -> Callable[[Message, list[memoryview]], None]:
+    def _on_value(self, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool) -> OnReply:
         chunk = layout.chunks[index]
         where = slice(chunk.start, chunk.stop)
 
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            version = message.version if isinstance(message, m.Value | m.Ack) else 0
-            if index == 0:
-                if pushed and self._mode == "async":
-                    self._recorder.staleness(max(0, version - 1 - layout.seen_version))
-                if out is not None:
-                    layout.seen_version = version
+            self._note_version(layout, index, message, pushed=pushed, read=out is not None)
             if out is None:
                 return
             if not isinstance(message, m.Value) or len(payloads) != 1:
@@ -384,6 +482,16 @@ class PsClient:
                 np.copyto(out[where], value)
 
         return on_reply
+
+    def _note_version(self, layout: KeyLayout, index: int, message: Message, *, pushed: bool, read: bool) -> None:
+        """How old was what this client had; the first chunk speaks for the key."""
+        if index != 0:
+            return
+        version = message.version if isinstance(message, m.Value | m.Ack) else 0
+        if pushed and self._mode == "async":
+            self._recorder.staleness(max(0, version - 1 - layout.seen_version))
+        if read:
+            layout.seen_version = version
 
     # ---- commands to all servers
 
@@ -426,7 +534,7 @@ class PsClient:
         layout = self._layouts[key]
         saved = [SavedChunk(chunk.start, chunk.stop, 0) for chunk in layout.chunks]
 
-        def keep(into: SavedChunk) -> Callable[[Message, list[memoryview]], None]:
+        def keep(into: SavedChunk) -> OnReply:
             def on_reply(message: Message, payloads: list[memoryview]) -> None:
                 if not isinstance(message, m.State) or len(message.names) != len(payloads):
                     raise ProtocolError(f"state of key {key!r}: names and payloads do not match")

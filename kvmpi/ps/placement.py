@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True)
 class KeySize:
-    """A key to place: ``count`` elements of ``itemsize`` bytes."""
+    """A key to place: ``count`` elements of ``itemsize`` bytes, in rows of ``width`` elements."""
 
     key: Key
     count: int
     itemsize: int
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +151,14 @@ class Uniform(Placement):
     name = "uniform"
     #: A part below this size costs more in messages than a second server saves.
     min_part_bytes = 256 << 10
+    #: Parts of fewer pieces of whole rows are cut within rows: else they would differ by more than an eighth.
+    min_part_grains = 8
 
     def split(self, size: KeySize) -> list[Part]:
         num_parts = max(1, min(self.num_servers, size.count * size.itemsize // self.min_part_bytes))
-        ends = _near_equal(size.count, num_parts, _elements_apart(size.itemsize))
+        by_rows = math.lcm(size.width, _elements_apart(size.itemsize))
+        fits = 0 < by_rows * self.min_part_grains * num_parts <= size.count
+        ends = _near_equal(size.count, num_parts, by_rows if fits else _elements_apart(size.itemsize))
         home = _hashed(size.key, self.num_servers)
         return [Part((home + i) % self.num_servers, ends[i], ends[i + 1]) for i in range(num_parts)]
 
@@ -168,17 +174,27 @@ def _near_equal(count: int, num_pieces: int, apart: int) -> list[int]:
     return [min(count, apart * (i * base + min(i, extra))) for i in range(num_pieces + 1)]
 
 
-def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int) -> list[Part]:
+def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int, width: int = 1, most_rows: int = 1 << 62) -> list[Part]:
     """The chunks of a key, in element order: each part in near-equal pieces of at most ``chunk_bytes``.
 
-    A piece has at least one element, even where that is larger than ``chunk_bytes``; an empty part is one empty piece.
+    Pieces of whole rows, at most ``most_rows``, where the part consists of whole rows and one is not too large; else a
+    piece has at least one element, even where that is larger than ``chunk_bytes``. An empty part is one empty piece.
     """
     chunks = []
-    longest = max(1, chunk_bytes // itemsize)
-    apart = _elements_apart(itemsize) if longest >= _elements_apart(itemsize) else 1
-    longest -= longest % apart
+    apart = _elements_apart(itemsize)
     for part in parts:
-        count = part.stop - part.start
-        ends = _near_equal(count, max(1, -(-count // longest)), apart)
+        count, longest = part.stop - part.start, max(1, chunk_bytes // itemsize)
+        if 0 < width <= longest and part.start % width == 0 == part.stop % width:
+            grain = math.lcm(width, apart) if math.lcm(width, apart) <= longest else width
+            longest = min(longest, max(1, most_rows // (grain // width)) * grain)
+        else:
+            grain = apart if apart <= longest else 1
+        longest -= longest % grain
+        ends = _near_equal(count, max(1, -(-count // longest)), grain)
         chunks += [Part(part.server, part.start + a, part.start + b) for a, b in itertools.pairwise(ends)]
     return chunks
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Elements of a row of a key of this shape; 0 where it has no rows, or rows without elements."""
+    return math.prod(shape[1:]) if shape else 0

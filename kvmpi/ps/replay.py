@@ -9,8 +9,11 @@ import numpy.typing as npt
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec
 from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.placement import width_of
+from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
@@ -43,19 +46,19 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Round():
             slot = _slot(shard, entry)
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
-            _set_open(slot, payloads[0], shard.num_clients, clients)
+            _set_open(shard, slot, payloads, shard.num_clients, clients, entry.rows)
             shard.end_round(slot, keep=keep)
         case entries.Skipped():
             slot = _slot(shard, entry)
             slot.begin_round()
             slot.skip_round(None)
         case entries.Partial():
-            _set_open(_slot(shard, entry), payloads[0], entry.cursor, entry.clients)
+            _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry.rows)
         case entries.Single():
             slot = _slot(shard, entry)
             wire_dtype = codec.get(entry.codec).wire_dtype(slot.dtype)
             try:
-                slot.apply_alone(as_array(payloads[0], DTYPES[wire_dtype]), wire_dtype)
+                slot.apply_alone(_pushed(shard, slot, payloads, wire_dtype, entry.rows), wire_dtype)
             except Exception:  # as at the head, whose client was told
                 return
             slot.steps[entry.client] = entry.step
@@ -87,6 +90,8 @@ def dump(shard: Shard) -> list[Record]:
         names, arrays = slot.dump()
         if slot.met is not None:
             names, arrays = [*names, slot.OLD_VALUE], [*arrays, slot.met.copy()]
+        if slot.touched is not None:
+            names, arrays = [*names, slot.TOUCHED], [*arrays, slot.touched.copy()]
         layout = shard.layouts[slot.key]
         steps = {client: slot.lasting_steps(client) for client in slot.steps}
         records.append((
@@ -114,32 +119,42 @@ def _create(shard: Shard, entry: entries.Created | entries.SlotState, value: Buf
     return shard.create(layout, value.copy() if keep else value)
 
 
-def _set_open(slot: Slot, payload: memoryview, cursor: int, clients: list[int]) -> None:
+def _pushed(shard: Shard, slot: Slot, payloads: list[memoryview], dtype: str, rows: int) -> Buffer | Rows:
+    """A push, or a sum of pushes, of a whole chunk or of some rows."""
+    values = as_array(payloads[-1], DTYPES[dtype])
+    if rows < 0:
+        return values
+    width = width_of(shard.layouts[slot.key].shape)
+    return Rows(as_array(payloads[0], WIRE_ID), values.reshape(rows, width))
+
+
+def _set_open(shard: Shard, slot: Slot, payloads: list[memoryview], cursor: int, clients: list[int], rows: int) -> None:
     """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
     slot.replaced = {client for client in clients if slot.steps.get(client, 0) > slot.rounds}
-    slot.add(as_array(payload, DTYPES[dtype]), dtype)
+    slot.add(_pushed(shard, slot, payloads, dtype, rows), dtype)
     for client in clients:
         slot.steps[client] = max(slot.rounds + 1, slot.steps.get(client, 0))
 
 
 def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:
-    own = ("value", Slot.OLD_VALUE)
-    dtypes = [slot.dtype if name in own else host.ACCUMULATE[slot.dtype] for name in names]
+    others = {"value": DTYPES[slot.dtype], Slot.OLD_VALUE: DTYPES[slot.dtype], Slot.TOUCHED: WIRE_ID}
+    accumulated = DTYPES[host.ACCUMULATE[slot.dtype]]
     return {
-        name: as_array(payload, DTYPES[dtype])
-        for name, dtype, payload in zip(names, dtypes, payloads, strict=True)
+        name: as_array(payload, others.get(name, accumulated))
+        for name, payload in zip(names, payloads, strict=True)
     }  # fmt: skip
 
 
 def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryview], *, keep: bool) -> None:
     slot = _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
     arrays = _named(slot, entry.names, payloads)
-    met = arrays.pop(Slot.OLD_VALUE, None)
+    met, touched = arrays.pop(Slot.OLD_VALUE, None), arrays.pop(Slot.TOUCHED, None)
     del arrays["value"]  # it is there
     slot.restore(entry.updates, arrays)
     slot.met = None if met is None else met.copy()
+    slot.touched = None if touched is None else touched.copy()
     slot.failed = None if entry.failed is None else KVError(entry.failed)
     slot.rounds, slot.generation, slot.restored = entry.rounds, entry.generation, entry.restored
     slot.steps = dict(entry.steps)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import (
     ClientLostError,
@@ -29,9 +30,12 @@ from kvmpi.errors import (
     UnsupportedError,
 )
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, consistency
 from kvmpi.ps.membership import Membership
+from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.row_chunks import check_ids, frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
 from kvmpi.wire import Message, as_array, entries
@@ -42,7 +46,7 @@ Buffer = npt.NDArray[Any]
 Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 
 
-_WITH_PAYLOADS = (m.Push, m.Init, m.PutState)
+_WITH_PAYLOADS = (m.Push, m.Pull, m.Init, m.PutState)
 #: More updates than any chunk will ever have; each can still be counted, and said in a message.
 _MAX_UPDATES = 1 << 53
 #: A chunk that is so many rounds behind the furthest is one that is pushed in every round. One that is further behind
@@ -100,7 +104,7 @@ class Shard:
             case m.Push():
                 return self._push(client, route, message, payloads)
             case m.Pull():
-                return self._pull(client, route, message)
+                return self._pull(client, route, message, payloads)
             case m.Query():
                 slot = self._slot(message.key, message.chunk, client)
                 return self._answer_again(client, slot, message, route)
@@ -366,14 +370,20 @@ class Shard:
     def _push(self, client: int, route: bytes, message: m.Push, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
         wire_dtype = codec.get(message.codec).wire_dtype(slot.dtype)
-        wire = self._array(message.key, payloads, wire_dtype, slot.count, "push")
+        wire: Buffer | Rows
+        if message.rows >= 0:
+            wire = self._rows(slot, message, payloads, wire_dtype)
+        else:
+            wire = self._array(message.key, payloads, wire_dtype, slot.count, "push")
         done = slot.steps.get(client, 0)
         if message.step <= done:
-            return self._answer_again(client, slot, message, route)
+            return self._answer_again(client, slot, message, route, wire)
         if message.step != done + 1:
             raise ProtocolError(
                 f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
             )
+        if message.rows >= 0:
+            optim.check_by_rows(slot.rules[-1].rule)
         if self.discipline.in_rounds:
             if not self.clients.takes_part(client):
                 raise ProtocolError(
@@ -391,13 +401,44 @@ class Shard:
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        self._log(entries.Single(message.key, message.chunk, client, message.step, message.codec), (wire,))
+        single = entries.Single(message.key, message.chunk, client, message.step, message.codec, message.rows)
+        self._log(single, frames(wire))
         answer = slot.apply_alone(wire, wire_dtype)
         slot.steps[client] = message.step
         self.on_update(slot)
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
+        if isinstance(wire, Rows):
+            return [self._changed(slot, message.request, route, wire.ids)]
         return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
+
+    def _rows(self, slot: Slot, message: m.Push, payloads: list[memoryview], wire_dtype: str) -> Rows:
+        """What a push of rows brings.
+
+        Raises:
+            ProtocolError: no such rows can be in this chunk.
+        """
+        if len(payloads) != 2:
+            raise ProtocolError(f"push of rows of key {slot.key!r}: {len(payloads)} payload frames, expected 2")
+        ids, width = self._row_ids(slot, payloads[0], message.rows, "push"), self._width(slot)
+        values = self._array(slot.key, payloads[1:], wire_dtype, ids.size * width, "push of rows")
+        return Rows(ids, values.reshape(ids.size, width))
+
+    def _row_ids(self, slot: Slot, payload: memoryview, count: int, what: str) -> Buffer:
+        width = self._width(slot)
+        if slot.count and (not width or slot.count % width):
+            raise ProtocolError(f"{what} of rows of key {slot.key!r}: its chunk {slot.chunk} is not cut at rows")
+        try:
+            return check_ids(payload, count, slot.count // width if width else 0)
+        except ProtocolError as error:
+            raise ProtocolError(f"{what} of rows of key {slot.key!r}, chunk {slot.chunk}: {error}") from None
+
+    def _width(self, slot: Slot) -> int:
+        return width_of(self.layouts[slot.key].shape)
+
+    def _changed(self, slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
+        """Rows of the value, as the answer to a push."""
+        return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(self._width(slot), ids)))
 
     def _drain(self, slot: Slot) -> list[Reply]:
         """Add the held pushes whose turn has come; close rounds that are complete."""
@@ -439,13 +480,15 @@ class Shard:
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
-        if slot.accumulator is None:
+        total = slot.accumulator
+        if total is None:
             self._log(entries.Skipped(slot.key, slot.chunk), ())
             slot.begin_round()
             slot.skip_round(None)
         else:
             clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
-            self.end_round(slot, keep=self._log(entries.Round(slot.key, slot.chunk, clients), (slot.accumulator,)))
+            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total))
+            self.end_round(slot, keep=self._log(entry, frames(total)))
         self.on_update(slot)
         replies = []
         for client, waiter in list(slot.waiting.items()):
@@ -474,10 +517,14 @@ class Shard:
             return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
         if slot.failed is not None:
             return failure(waiter.route, waiter.request, slot.failed, used=True)
+        if slot.touched is not None:
+            return self._changed(slot, waiter.request, waiter.route, slot.touched)
         payload = slot.lend() if slot.met is None else slot.met
         return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
 
-    def _answer_again(self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes) -> list[Reply]:
+    def _answer_again(
+        self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None
+    ) -> list[Reply]:
         """A push that is in its round asks again."""
         if message.step > slot.steps.get(client, 0):
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
@@ -485,6 +532,8 @@ class Shard:
         if not self.discipline.in_rounds or message.step < slot.rounds:
             if not message.fused:
                 return [Reply(route, m.Ack(message.request, slot.rounds))]
+            if isinstance(wire, Rows) and not self.discipline.in_rounds:
+                return [self._changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
             return [self._round_answer(slot, waiter)]
@@ -494,9 +543,13 @@ class Shard:
         replies = [Reply(route, m.Accepted(message.request)), self._waiting(slot, message.request, route)]
         return replies + self._fail_stuck(slot)
 
-    def _pull(self, client: int, route: bytes, message: m.Pull) -> list[Reply]:
+    def _pull(self, client: int, route: bytes, message: m.Pull, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        reader = Reader(route, message.request, message.min_round)
+        if len(payloads) != (message.rows >= 0):
+            raise ProtocolError(f"pull of key {slot.key!r}: {len(payloads)} frames came with {message.rows} rows")
+        # A copy: the numbers may have to wait for their round, and the message's memory goes back.
+        ids = self._row_ids(slot, payloads[0], message.rows, "pull").copy() if payloads else None
+        reader = Reader(route, message.request, message.min_round, ids)
         if self.discipline.readable(slot.rounds, message.min_round):
             return [self._read(slot, reader)]
         known = slot.readers.get(client) == reader
@@ -507,6 +560,9 @@ class Shard:
     def _read(self, slot: Slot, reader: Reader) -> Reply:
         if slot.failed is not None and reader.min_round == slot.rounds:
             return failure(reader.route, reader.request, slot.failed)
+        if reader.ids is not None:
+            rows = slot.take(self._width(slot), reader.ids)
+            return Reply(reader.route, m.Value(reader.request, slot.rounds, reader.ids.size), (rows,))
         return Reply(reader.route, m.Value(reader.request, slot.rounds), (slot.lend(),))
 
     def _waiting(self, slot: Slot, request: int, route: bytes) -> Reply:
@@ -529,7 +585,7 @@ class Shard:
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        named = len(message.names) == len(payloads) == len(set(message.names) - {slot.OLD_VALUE})
+        named = len(message.names) == len(payloads) == len(set(message.names) - {slot.OLD_VALUE, slot.TOUCHED})
         if not named or not 0 <= message.updates <= _MAX_UPDATES:
             raise ProtocolError(
                 f"state of key {message.key!r}: {len(payloads)} payloads for the names {message.names} "
@@ -554,8 +610,9 @@ class Shard:
         """Another server is to go on with the open rounds: log what is in them."""
         for slot in self.slots.values():
             if slot.accumulator is not None and slot.cursor:
-                entry = entries.Partial(slot.key, slot.chunk, slot.cursor, list(slot.contributors))
-                self._log(entry, (slot.accumulator.copy(),))
+                total = slot.accumulator
+                entry = entries.Partial(slot.key, slot.chunk, slot.cursor, list(slot.contributors), num_rows(total))
+                self._log(entry, tuple(frame.copy() for frame in frames(total)))
 
     def forget_waiting(self) -> None:
         """Whoever waits for this server will ask another."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.kernels import host
+from kvmpi.kernels import rows as by_rows
+from kvmpi.kernels.rows import Rows
 from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
@@ -25,13 +27,13 @@ _ADOPT_FROM_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One client's push, held until its turn in its round."""
+    """One client's push, of a whole chunk or of some rows, held until its turn in its round."""
 
     route: bytes
     request: int
     fused: bool
     acknowledge: bool
-    wire: Buffer
+    wire: Buffer | Rows
     wire_dtype: str
 
 
@@ -46,11 +48,12 @@ class Waiter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One client's pull, held until the round ``min_round`` is in the value."""
+    """One client's pull, of all rows or of ``ids``, held until the round ``min_round`` is in the value."""
 
     route: bytes
     request: int
     min_round: int
+    ids: Buffer | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -77,12 +80,15 @@ class Slot:
     ``value`` is taken over if possible, else copied. A synchronous slot whose rule answers with the old value
     also keeps that one, for a client that asks again.
 
+    Pushes of rows are added up as rows, and the rule is applied to these alone, unless one of the round's pushes is of
+    the whole chunk.
+
     Args:
         empty: makes memory for values, such that they can be sent without a copy.
     """
 
-    #: Among the names of a chunk's arrays in a log, that of ``met``; no rule's state is called so.
-    OLD_VALUE = "met"
+    #: Among the names of a chunk's arrays in a log, those of ``met`` and ``touched``; no rule's state is called so.
+    OLD_VALUE, TOUCHED = "met", "touched"
 
     def __init__(
         self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
@@ -102,12 +108,14 @@ class Slot:
         self.contributors: list[int] = []
         # Contributors whose last process is gone, and the next one of which has entered after this round.
         self.replaced: set[int] = set()
-        self.accumulator: Buffer | None = None
+        self.accumulator: Buffer | Rows | None = None
         self._spare: Buffer | None = None
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
-        # What became of the last round: the error if it had no effect, the old value if that is the answer.
+        # What became of the last round: the error if it had no effect, the old value if that is the answer, the rows
+        # that it has changed if these are not all.
         self.failed: Exception | None = None
         self.met: Buffer | None = None
+        self.touched: Buffer | None = None
         # What each client has contributed up to, and what waits: at most one push and one pull of each client.
         self.steps: dict[int, int] = {}
         self.held: dict[int, Contribution] = {}
@@ -143,8 +151,13 @@ class Slot:
 
     # ---- one round
 
-    def add(self, wire: Buffer, wire_dtype: str) -> None:
+    def add(self, wire: Buffer | Rows, wire_dtype: str) -> None:
         """Add one push to the open round. The first one's memory is taken over where that is possible."""
+        if isinstance(wire, Rows):
+            self._add_rows(wire, wire_dtype)
+            return
+        if isinstance(self.accumulator, Rows):
+            self._spread(self.accumulator)
         if self.accumulator is None:
             same_dtype = wire_dtype == host.ACCUMULATE[self.dtype]
             self._adopted = same_dtype and _can_adopt(wire)
@@ -155,19 +168,46 @@ class Slot:
             self._widen(wire, wire_dtype, accumulator)
             self.accumulator = accumulator
         else:
+            assert not isinstance(self.accumulator, Rows)
             host.add_widened(self.accumulator, host.ACCUMULATE[self.dtype], wire, wire_dtype)
 
-    def apply_alone(self, wire: Buffer, wire_dtype: str) -> Buffer:
-        """Apply one push as an update of its own; returns the value that a fused reader gets.
+    def _add_rows(self, wire: Rows, wire_dtype: str) -> None:
+        if isinstance(self.accumulator, np.ndarray):
+            by_rows.add_into(self.accumulator, self._widen_rows(wire, wire_dtype))
+        elif self.accumulator is None:
+            rows = self._widen_rows(wire, wire_dtype)
+            values = rows.values.copy() if rows.values is wire.values else rows.values
+            self.accumulator = Rows(rows.ids.copy(), values)  # the message's memory goes back to where it came from
+        else:
+            self.accumulator = by_rows.added(self.accumulator, self._widen_rows(wire, wire_dtype))
+
+    def _widen_rows(self, wire: Rows, wire_dtype: str) -> Rows:
+        """Rows in the dtype in which this chunk's pushes are added up."""
+        if wire_dtype == host.ACCUMULATE[self.dtype]:
+            return wire
+        return Rows(wire.ids, by_rows.widened(wire.values, wire_dtype))
+
+    def _spread(self, rows: Rows) -> None:
+        """The open round is of the whole chunk: make its sum of rows a sum with zeros elsewhere."""
+        accumulator, self._adopted = self._take_spare(), False
+        accumulator.fill(0)
+        by_rows.add_into(accumulator, rows)
+        self.accumulator = accumulator
+
+    def apply_alone(self, wire: Buffer | Rows, wire_dtype: str) -> Buffer:
+        """Apply one push as an update of its own; returns the value that a fused reader of all rows gets.
 
         A rule that raises leaves no trace: the push does not count.
         """
-        if wire_dtype == host.ACCUMULATE[self.dtype]:
+        if isinstance(wire, Rows):
+            answer = self._update(self._widen_rows(wire, wire_dtype), 1, recycle=None)
+        elif wire_dtype == host.ACCUMULATE[self.dtype]:
             answer = self._update(wire, 1, recycle=None)
         else:
             self.add(wire, wire_dtype)
             answer = self.close_round(1)
-        self.met = None  # clients do not step together here: one old value would not be right for all
+        # Clients do not step together here: what one push has met or changed would not be right for all.
+        self.met = self.touched = None
         return answer
 
     def close_round(self, count: int, *, keep: bool = False) -> Buffer:
@@ -181,13 +221,13 @@ class Slot:
         pushed = self.accumulator
         assert pushed is not None
         self.accumulator = None
-        return self._update(pushed, count, recycle=None if keep else pushed)
+        return self._update(pushed, count, recycle=None if keep or isinstance(pushed, Rows) else pushed)
 
     def skip_round(self, error: Exception | None) -> None:
         """The open round is over without effect: because of ``error``, and its clients have gone on and cannot push it
         again; or because it has none."""
         self.rounds += 1
-        self.failed, self.met = error, None
+        self.failed, self.met, self.touched = error, None, None
 
     def begin_round(self) -> None:
         """The next round is the open one, and nobody is in it."""
@@ -195,23 +235,45 @@ class Slot:
         self.contributors.clear()
         self.replaced.clear()
 
-    def _update(self, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
+    def _update(self, pushed: Buffer | Rows, count: int, recycle: Buffer | None) -> Buffer:
         """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
-        answer = self._apply(self._rule_of_round(self.rounds + 1), pushed, count, recycle)
+        rule = self._rule_of_round(self.rounds + 1)
+        if isinstance(pushed, Rows):
+            self._apply_rows(rule, pushed, count)
+            answer, self.touched = self.value, pushed.ids
+        else:
+            answer, self.touched = self._apply(rule, pushed, count, recycle), None
         self.rounds += 1
         self.failed = None
         self.met = answer if answer is not self.value else None
         return answer
+
+    def _apply_rows(self, rule: optim.Rule | None, pushed: Rows, count: int) -> None:
+        if rule is None:
+            by_rows.put(self.own_value(), Rows(pushed.ids, by_rows.narrowed(pushed.values, self.dtype)))
+            return
+        optim.check_by_rows(rule)
+        self._prepare_master(rule)
+        step = self.updates + 1
+        optim.update_rows(rule, self.own_value(), self.dtype, pushed, self.state, step, count, self.master)
+        self.updates = step
+
+    def _prepare_master(self, rule: optim.Rule) -> None:
+        if not rule.multi_precision:
+            self.master = None
+        elif self.dtype in host.HALF and self.master is None:
+            self.master = optim.make_master(self.value, self.dtype)
+
+    def take(self, width: int, ids: Buffer) -> Buffer:
+        """Copies of rows of the value, flat, for sending."""
+        return by_rows.take(self.value, width, ids).reshape(-1)
 
     def _apply(self, rule: optim.Rule | None, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
         if rule is None:
             self._assign(pushed, recycle)
             return self.value
         step = self.updates + 1
-        if not rule.multi_precision:
-            self.master = None
-        elif self.dtype in host.HALF and self.master is None:
-            self.master = optim.make_master(self.value, self.dtype)
+        self._prepare_master(rule)
         if not rule.replies_old:
             value = self.own_value()
             optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master)

@@ -77,11 +77,15 @@ class Finished(_Entry, tag="finished"):
 
 
 class Round(_Entry, tag="round"):
-    """A synchronous round of a chunk is over: one payload, the sum of the pushes of ``clients``, or of all (none)."""
+    """A synchronous round of a chunk is over: one payload, the sum of the pushes of ``clients``, or of all (none).
+
+    ``rows``: the sum has so many rows only: two payloads, their numbers and themselves; -1: it is of the whole chunk.
+    """
 
     key: Key
     chunk: int
     clients: list[int] | None = None
+    rows: int = -1
 
 
 class Skipped(_Entry, tag="skipped"):
@@ -92,22 +96,24 @@ class Skipped(_Entry, tag="skipped"):
 
 
 class Partial(_Entry, tag="partial"):
-    """The open round of a chunk has pushes of ``clients``, all before ``cursor``: one payload, their sum."""
+    """The open round of a chunk has pushes of ``clients``, all before ``cursor``: their sum, as in Round."""
 
     key: Key
     chunk: int
     cursor: int
     clients: list[int]
+    rows: int = -1
 
 
 class Single(_Entry, tag="single"):
-    """An asynchronous push has been applied: one payload, as it came."""
+    """An asynchronous push has been applied: its payloads, as they came; ``rows`` as in Push."""
 
     key: Key
     chunk: int
     client: int
     step: int
     codec: str
+    rows: int = -1
 
 
 class RuleCall(_Entry, tag="rulecall"):
@@ -166,7 +172,8 @@ class StoreState(_Entry, tag="store"):
 
 
 class SlotState(_Entry, tag="slot"):
-    """All of a chunk: one payload for each name; "met" is the old value that the last round answered with."""
+    """All of a chunk: one payload for each name; "met" is the old value that the last round answered with, "touched"
+    the numbers of the rows that it has changed, if these are not all."""
 
     key: Key
     chunk: int

@@ -52,7 +52,8 @@ class Push(Message, tag="push"):
     """One client's contribution to one chunk at its ``step`` (1 for the first).
 
     ``fused`` also asks for the value, which is then the answer; with ``acknowledge`` the server also says when the
-    contribution is in its round, even if the answer follows at once.
+    contribution is in its round, even if the answer follows at once. ``rows``: the payloads are the numbers of so many
+    rows of the chunk, and these rows; -1: all of it.
     """
 
     request: int
@@ -63,16 +64,21 @@ class Push(Message, tag="push"):
     fused: bool
     acknowledge: bool = False
     part: int = 0
+    rows: int = -1
 
 
 class Pull(Message, tag="pull"):
-    """Ask for one chunk, not before the round ``min_round`` is in it."""
+    """Ask for one chunk, not before the round ``min_round`` is in it.
+
+    ``rows``: for so many rows of it, whose numbers are the payload; -1: for all.
+    """
 
     request: int
     key: Key
     chunk: int
     min_round: int
     part: int = 0
+    rows: int = -1
 
 
 class Query(Message, tag="query"):
@@ -186,10 +192,16 @@ class Moved(Message, tag="moved"):
 
 
 class Value(Message, tag="value"):
-    """One chunk's value (a payload frame) after ``version`` updates."""
+    """One chunk's value (a payload frame) after ``version`` updates.
+
+    ``rows``: so many rows of it: those that a ``Pull`` has named, or, as the answer to a push of rows, the rows that
+    its round has changed, with their numbers in a frame before them. -1: all of it, which is also an answer to such a
+    push.
+    """
 
     request: int
     version: int
+    rows: int = -1
 
 
 class Waiting(Message, tag="waiting"):

@@ -24,7 +24,9 @@ ROUTES = [b"tone", b"ttwo", b"ithree"]
 COUNT = 3
 
 VALUE = np.arange(COUNT, dtype="f4").tobytes()
-payloads = st.sampled_from([[VALUE]] * 7 + [[], [VALUE] * 2, [VALUE[:6]]]) | st.lists(
+IDS, TWO_ROWS = np.array([0, 2], "<u4").tobytes(), VALUE[:8]
+ROWS = [[IDS, TWO_ROWS]] * 2 + [[IDS], [IDS[::-1], TWO_ROWS], [IDS * 2, VALUE]]
+payloads = st.sampled_from([[VALUE]] * 7 + ROWS + [[], [VALUE] * 2, [VALUE[:6]]]) | st.lists(
     st.binary(max_size=20) | st.sampled_from([b"", b"\xff" * len(VALUE), b"x" * 4000]), max_size=3
 )
 
@@ -46,6 +48,11 @@ to_server = st.one_of(
     ),
     *[st.builds(m.Push, request, st.just("k"), st.just(0), few, st.just("none"), st.booleans(), st.booleans())] * 4,
     st.builds(m.Pull, request, key, st.just(0), few),
+    *[st.builds(m.Pull, request, key, st.just(0), few, st.just(0), st.sampled_from([2, 2, 0, 1 << 40]))] * 2,
+    *[
+        st.builds(m.Push, request, key, st.just(0), few, st.just("none"), st.booleans(), st.booleans(), st.just(0),
+                  st.sampled_from([2, 2, 2, 0, 4, 1 << 40, -7]))
+    ] * 3,
     st.builds(m.Query, request, key, st.just(0), few),
     st.tuples(request, few, rules).map(lambda drawn: m.SetRule(drawn[0], drawn[1], *drawn[2])),
     st.builds(m.SetHyperparams, request, few, st.sampled_from([{"lr": 0.5}, {"alpha": 0.1}, {}]), few),

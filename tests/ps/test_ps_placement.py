@@ -74,6 +74,43 @@ def test_placement_and_chunks(
             assert (owners[part.start : part.stop] == part.server).all()
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 900), st.integers(0, 300), st.sampled_from([1, 2, 4, 8]),
+    st.integers(100, 40_000), st.integers(1, 500),
+)  # fmt: skip
+def test_keys_are_cut_at_rows(
+    name: str, num_servers: int, rows: int, width: int, itemsize: int, chunk_bytes: int, most_rows: int
+) -> None:
+    """Wherever a row fits into a chunk and servers get enough of them; at cache lines too, where that is possible."""
+    places = placement.create(name, num_servers)
+    size = KeySize("key", rows * width, itemsize, width)
+    (parts,) = places.place([size])
+    covers(parts, size.count, num_servers)
+    chunks = placement.cut(parts, itemsize, chunk_bytes, width, most_rows)
+    covers(chunks, size.count, num_servers)
+    enough = len(parts) == 1 or rows >= 8 * 64 * len(parts)
+    for chunk in chunks:
+        length = chunk.stop - chunk.start
+        assert length * itemsize <= max(chunk_bytes, itemsize)
+        if 0 < width * itemsize <= chunk_bytes and enough:
+            assert chunk.start % width == chunk.stop % width == 0, "cut within a row"
+            if most_rows >= 64:
+                assert length <= most_rows * width
+            if width * 64 <= chunk_bytes and most_rows >= 64:
+                assert chunk.start * itemsize % 64 == 0
+
+
+def test_rows_are_spread_evenly() -> None:
+    parts = placement.create("uniform", 4).place([KeySize("table", 50_001 * 100, 4, 100)])[0]
+    rows = [(part.stop - part.start) / 100 for part in parts]
+    assert len({part.server for part in parts}) == 4
+    assert all(n.is_integer() for n in rows)
+    assert max(rows) - min(rows) <= 8
+    few = placement.create("uniform", 4).place([KeySize("wide", 3 * 10**6, 4, 10**6)])[0]
+    assert max(part.stop - part.start for part in few) - min(part.stop - part.start for part in few) < 32
+
+
 @pytest.mark.parametrize(("count", "itemsize", "chunk_bytes", "lengths"), [
     (0, 4, 8, [0]), (1, 4, 8, [1]), (2, 4, 8, [2]), (3, 4, 8, [2, 1]), (5, 4, 10, [2, 2, 1]), (3, 8, 1, [1, 1, 1]),
     (9, 4, 16, [3, 3, 3]), (33, 4, 128, [32, 1]), (5000, 4, 8192, [1680, 1664, 1656]),

@@ -14,7 +14,10 @@ from simulation.oracle import BASE, Oracle
 
 from kvmpi import optim
 from kvmpi.config import Config
+from kvmpi.engine import Work
 from kvmpi.errors import ClientLostError, KVError, ProtocolError
+from kvmpi.kernels.rows import Rows
+from kvmpi.ps import ArrivingRows
 from kvmpi.ps.client import _GOODBYE_S, PsClient
 from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.ps.snapshots import Manifest
@@ -240,28 +243,42 @@ class Job:
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
         told = self.oracle.told()
-        yield [ps.pull(key, outs[key], self.cluster.deadline()) for key in KEYS]
+        yield [self._pull(ps, key, outs[key], by_rows=(i + step) % 2 == 0) for i, key in enumerate(KEYS)]
         for key in KEYS:
             self.oracle.check_read(rank, key, outs[key], step, told, **how)
 
+    def _pull(self, ps: PsClient, key: Any, out: np.ndarray, *, by_rows: bool) -> Work:
+        if by_rows:
+            return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), self.cluster.deadline())
+        return ps.pull(key, out, self.cluster.deadline())
+
     def _exchange(self, ps: PsClient, rank: int, step: int) -> Program:
-        """A step with every key: pushpull, or push and then pull."""
+        """A step with every key: pushpull, or push and then pull; of the whole value, or of all its rows."""
         values = {key: np.full(count, float(BASE**rank), "f4") for key, count in KEYS.items()}
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
-        works, to_pull = [], []
+        works, to_pull, arriving = [], [], {}
         for i, key in enumerate(KEYS):
             self.oracle.begin(rank, key, step)
-            if (i + step + rank * (self.mode == "async")) % 2:
-                work = ps.pushpull(key, values[key], outs[key], self.cluster.deadline(), priority=-i)
+            fused = (i + step + rank * (self.mode == "async")) % 2 == 1
+            deadline, value = self.cluster.deadline(), values[key]
+            if (i + step // 2 + rank) % 3 == 0:  # other clients push all of it in the same round
+                changed = arriving[key] = ArrivingRows(ps.rows_of(key)) if fused else None
+                rows = Rows(np.arange(value.size), value.reshape(-1, 1))
+                work = ps.push_rows(key, rows, deadline, priority=-i, changed=changed)
+            elif fused:
+                work = ps.pushpull(key, value, outs[key], deadline, priority=-i)
             else:
-                work = ps.push(key, values[key], self.cluster.deadline(), priority=-i)
-                to_pull.append(key)
+                work = ps.push(key, value, deadline, priority=-i)
+            to_pull += [] if fused else [key]
             work.add_done_callback(self.oracle.note_done(rank, key, step))
             works.append(work)
         yield works
         for value in values.values():
             value[:] = np.nan  # what was pushed is ours again
+        for key, changed in arriving.items():
+            if changed is not None:
+                outs[key][changed.rows().ids] = changed.rows().values[:, 0]
         told = self.oracle.told()
-        yield [ps.pull(key, outs[key], self.cluster.deadline()) for key in to_pull]
+        yield [self._pull(ps, key, outs[key], by_rows=key in arriving) for key in to_pull]
         for key in KEYS:
             self.oracle.check_read(rank, key, outs[key], step, told if key in to_pull else {})
