@@ -183,7 +183,11 @@ def check_writable(array: Any) -> None:
         _check_torch(array)
     if library == "numpy" and not array.flags.writeable:
         raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
-    if library == "torch" and any(step == 0 and n > 1 for n, step in zip(array.shape, array.stride(), strict=True)):
+    if (
+        library == "torch"
+        and array.numel()
+        and any(step == 0 and n > 1 for n, step in zip(array.shape, array.stride(), strict=True))
+    ):
         raise UnsupportedError("out is an expanded torch tensor, whose elements share memory; pass a clone() of it")
 
 
@@ -232,6 +236,72 @@ def empty(
         with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
             return cupy.empty(shape, dtype=DTYPES[name])
     return np.empty(shape, dtype=DTYPES[name])
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value``, or each element of a list, is a NumPy array: for what is asked of every push."""
+    return type(value) is np.ndarray or (type(value) is list and all(type(one) is np.ndarray for one in value))
+
+
+def is_sparse(array: Any) -> bool:
+    """Whether ``array`` is a torch tensor of a sparse layout."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor) and array.layout is not torch.strided
+
+
+def sparse_rows(tensor: Any) -> tuple[Any, Any]:
+    """Row numbers and rows of a torch sparse tensor, as dense tensors of its own memory; numbers may repeat.
+
+    Raises:
+        UnsupportedError: it is not a COO tensor with one sparse dimension.
+    """
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.sparse_coo or tensor.sparse_dim() != 1:
+        found = f"{tensor.sparse_dim()} sparse dimensions" if tensor.layout is torch.sparse_coo else f"{tensor.layout}"
+        raise UnsupportedError(
+            f"a sparse tensor must be torch.sparse_coo with one sparse dimension, as to_sparse(1) makes it; got {found}"
+        )
+    tensor = tensor.detach()
+    return tensor._indices()[0], tensor._values()
+
+
+def sparse_tensor(ids: Buffer, flat: Buffer, shape: tuple[int, ...], dtype: str) -> Any:
+    """A torch sparse tensor of rows ``ids`` (int64, ascending, none twice) with elements ``flat``; shares memory."""
+    torch = sys.modules["torch"]
+    values = wrap(flat, (ids.size, *shape[1:]), dtype, "torch")
+    found = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, shape, check_invariants=False)
+    return found._coalesced_(True)
+
+
+def write_sparse(tensor: Any, ids: Buffer, flat: Buffer, dtype: str) -> None:
+    """Make rows ``ids`` (as of ``sparse_tensor``) all that the torch sparse tensor ``tensor`` has."""
+    with sys.modules["torch"].no_grad():  # what detach gives does not follow a change of the number of rows
+        tensor.copy_(sparse_tensor(ids, flat, tuple(tensor.shape), dtype))
+
+
+def integers(array: Any) -> npt.NDArray[np.int64]:
+    """The numbers of an array of integers, or of a list of ints, flat on the host, in memory of their own.
+
+    Raises:
+        DTypeMismatchError: they are not integers.
+    """
+    if isinstance(array, list | tuple):
+        array = np.array(array, np.int64 if not len(array) else None)
+    library = _library(array)
+    found = array if library == "numpy" else array.detach().cpu().numpy() if library == "torch" else array.get()
+    if found.dtype.kind not in "iu":
+        raise DTypeMismatchError(f"expected integers, got {array.dtype} of {library}")
+    return np.array(found, np.int64).reshape(-1)
+
+
+def on_host(array: Any) -> Buffer:
+    """A flat host copy of the array, or its own memory, in storage dtype."""
+    if _library(array) == "torch":
+        array = array.detach().cpu()
+    elif _library(array) == "cupy":
+        array = array.get()
+    buffer: Buffer = read(array).buffer
+    return buffer
 
 
 def _name_of(dtype: Any) -> str:

@@ -30,6 +30,10 @@ class DTypeMismatchError(KVError, TypeError):
     """An array's dtype differs from its key's, or is one that kvmpi does not carry."""
 
 
+class RowIndexError(KVError, IndexError):
+    """A row id of a row-sparse push or pull is negative, or not below the number of rows of its key."""
+
+
 class OrderMismatchError(KVError):
     """The workers of one client issued different collective calls."""
 

@@ -17,6 +17,7 @@ from kvmpi.store import checkpoint
 from kvmpi.store.core import Invocation, KeyState, Part, check_array
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
+from kvmpi.store.row_sparse import RowSparse
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
@@ -24,7 +25,7 @@ Updater = Callable[[Key, Any, Any], None]
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class KVStore(Joining, ABC):
+class KVStore(Joining, RowSparse, ABC):
     """A key-value store on arrays. Made by ``kvmpi.create``; also a context manager that closes it.
 
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
@@ -39,7 +40,7 @@ class KVStore(Joining, ABC):
         "async": False,
         "elastic": True,
         "compression": False,
-        "sparse": False,
+        "sparse": True,
         "checkpoint": True,
         "replication": False,
         "snapshots": False,
@@ -136,9 +137,18 @@ class KVStore(Joining, ABC):
         With an optimizer or updater the stored value is updated with the sum; without, it becomes the sum. Returns
         when ``value`` may be reused; an error of the servers surfaces at the next call on the key or at ``wait_all``.
 
+        **Some rows only**: a torch sparse tensor with one sparse dimension, or a tuple ``(row_ids, rows)`` of a vector
+        of integers and an array of shape ``(len(row_ids), *value.shape[1:])``. Rows that are there twice are summed,
+        and only these rows travel. The push rule is applied to the rows that anybody has pushed in the round, and all
+        others stay as they are: without an optimizer the rows become their sums; momentum, weight decay and averages of
+        an optimizer change with a row, and not without it (as with ``torch.optim.SparseAdam``). If one client pushes
+        a whole array, the round is of the whole value. See docs/sparse.md.
+
         Raises:
             KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: nothing was pushed.
-            UnsupportedError: an asynchronous store without an optimizer.
+            RowIndexError: a row id is negative, or not below ``value.shape[0]``; nothing was pushed.
+            UnsupportedError: an asynchronous store without an optimizer; rows under an optimizer that cannot be applied
+                to rows (``Elastic``, ``Outer``), or of a key that servers hold in pieces smaller than its rows.
         """
         call = self._call("push", priority, async_op)
         parts = self._enter_keys(call, key, value)
@@ -158,6 +168,10 @@ class KVStore(Joining, ABC):
         """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``.
 
         Under ``Elastic`` the result is the center that the push met, else the new value.
+
+        For a push of rows ``out`` is a whole array, or a torch sparse tensor, which gets the rows that the update has
+        changed: in a synchronous store those that any worker has pushed. Without ``out``, a sparse tensor gets these,
+        and the ``rows`` of a pair become the new ones.
         """
         call = self._call("pushpull", priority, async_op)
         parts = self._enter_keys(call, key, value, value if out is None else out)

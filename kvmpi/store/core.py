@@ -33,7 +33,9 @@ from kvmpi.errors import (
     rebuild,
 )
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Group, Key, groups
+from kvmpi.store.rows import RowOut
 from kvmpi.trace import Recorder
 
 Buffer = npt.NDArray[Any]
@@ -41,6 +43,9 @@ T = TypeVar("T")
 
 #: Up to here a copy in the thread at hand costs less than a hand-over to another.
 INLINE_BYTES = 8 << 20
+
+#: Forms of a push: rows, for which rows come back if anything does, and rows, for which the whole value comes back.
+ROWS, WHOLE = "rows", "rows, whole value"
 
 
 @dataclass(slots=True)
@@ -64,6 +69,11 @@ class KeyState:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
     def host_buffer(self) -> Buffer:
         """The key's own host memory, made at first use; shape ``(count,)``, storage dtype."""
         if self.buffer is None:
@@ -73,15 +83,26 @@ class KeyState:
 
 @dataclass(slots=True)
 class Part:
-    """What one call does with one key: ``vectors`` to push, arrays ``outs`` to pull into.
+    """What one call does with one key: ``vectors`` or ``rows`` to push, arrays ``outs`` to pull into.
 
     ``direct`` is, by identity, the memory of those arrays that a collective copies its result into by itself.
+    ``row_outs`` get rows; ``whole``: ``rows`` are pushed, and the whole value is pulled.
     """
 
     state: KeyState
     vectors: list[Vector]
     outs: list[Any] = field(default_factory=list)
     direct: dict[int, Buffer] = field(default_factory=dict)
+    rows: Rows | None = None
+    row_outs: list[RowOut] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def form(self) -> int | str:
+        """How it is pushed, for workers that have joined: so many vectors, or rows."""
+        if self.rows is None:
+            return len(self.vectors)
+        return WHOLE if self.whole else ROWS
 
 
 @dataclass(slots=True)
@@ -257,24 +278,29 @@ class StoreCore:
 
         def prepare() -> list[Part]:
             parts: dict[Key, Part] = {}
-            for group in groups(key, value, call.op) if pushes else []:
+            for group in groups(key, value, call.op, by_rows=True) if pushes else []:
                 state = self._match(group, call.op)
                 self._check_pushable(call.op, state)
+                if group.by_rows:
+                    parts[group.key] = self._part_of_rows(group, state, call, in_place)
+                    continue
                 parts[group.key] = Part(state, [arrays.read(array) for array in group.arrays])
                 parts[group.key].outs = group.arrays if in_place else []
-            for group in groups(key, out, call.op) if pulls and not in_place else []:
+            for group in groups(key, out, call.op, by_rows=pushes) if pulls and not in_place else []:
                 state = self._match(group, call.op)
-                parts.setdefault(group.key, Part(state, [])).outs = group.arrays
+                part = parts.setdefault(group.key, Part(state, []))
+                if group.by_rows:
+                    part.row_outs = self._row_outs(part, group, call)
+                else:
+                    part.outs, part.whole = group.arrays, part.rows is not None
             for part in parts.values():
-                for array in part.outs:
+                for array in (*part.outs, *(out.target for out in part.row_outs if out.ids is not None)):
                     arrays.check_writable(array)
             for part in parts.values():
                 self._raise_pending(part.state)
             return sorted(parts.values(), key=lambda part: _processing_order(part.state))
 
-        return self._enter(
-            call, prepare, entries_of, lambda parts: [call.async_op, [len(part.vectors) for part in parts]]
-        )
+        return self._enter(call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts]])
 
     def _raise_pending(self, state: KeyState) -> None:
         """Raise what an earlier call on the key has left, if nobody has seen it yet."""
@@ -289,7 +315,7 @@ class StoreCore:
                 f"{op} of key {group.key!r} on worker {self.rank}: the key was never initialised; "
                 "call kv.init on all workers first"
             )
-        for array in group.arrays:
+        for array in () if group.by_rows else group.arrays:
             if array.shape != state.shape or arrays.dtype_of(array) != state.dtype:
                 check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
         return state
@@ -315,6 +341,14 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
+
+    def _part_of_rows(self, group: Group, state: KeyState, call: Invocation, in_place: bool) -> Part:
+        """What a call pushes to a key of which it has some rows; see ``row_sparse``."""
+        raise NotImplementedError
+
+    def _row_outs(self, part: Part, group: Group, call: Invocation) -> list[RowOut]:
+        """Where rows that the push of ``part`` changes go."""
+        raise NotImplementedError
 
     # ---- pieces of operations
 
@@ -448,7 +482,12 @@ def _processing_order(state: KeyState) -> tuple[int, int]:
 
 def entries_of(parts: Sequence[Part]) -> list[Entry]:
     """What has to be equal on all workers of a client."""
-    return [Entry(part.state.key, part.state.shape, part.state.dtype) for part in parts]
+    return [
+        Entry(part.state.key, part.state.shape, part.state.dtype)
+        if part.rows is None
+        else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
+        for part in parts
+    ]
 
 
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:

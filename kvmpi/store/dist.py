@@ -19,7 +19,8 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.ps import EmbeddedJob, Landing, PsClient
+from kvmpi.kernels.rows import Rows
+from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient
 from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, Part, scaled
@@ -155,9 +156,46 @@ class DistStore(KVStore):
             )
 
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
-        return [
-            self._push_part(part, summed, call) for part, summed in self._sum_ops(parts, call, lends=self.mpi_size == 1)
-        ]
+        sums = self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        works = [self._push_part(part, summed, call) for part, summed in sums]
+        return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
+
+    def _push_rows(self, part: Part, call: Invocation) -> Work:
+        """Push, and pull what the part asks for: the rows that the push changes, or the whole value."""
+        state = part.state
+        self._answers[state.key] = None
+        fused = call.op == "pushpull" and not part.whole
+        summed = self._sum_rows_op(part, call)
+        arriving: list[ArrivingRows] = []
+
+        def ask(ps: PsClient) -> Work:
+            assert part.rows is not None
+            arriving.extend([ArrivingRows(ps.rows_of(state.key))] if fused else [])
+            return ps.push_rows(state.key, part.rows, call.deadline, call.priority, arriving[0] if fused else None)
+
+        work = self._ask_op(state, ask, call, reads=[state.sent])
+        if part.whole:
+            return self._start_pull(state, part.outs, call)
+        if fused:
+            return self._spread_rows_op(part, lambda: arriving[0].rows(), call)
+        return work if self._ps is not None and call.async_op else summed  # the rows are copies
+
+    def _start_row_pull(self, part: Part, call: Invocation) -> Work:
+        state = part.state
+        ids, known = self._union_op(part, call)
+        found: list[Rows] = []
+
+        def ask(ps: PsClient) -> Work:
+            found.append(Rows(ids[0], np.empty((ids[0].size, state.width), DTYPES[state.dtype])))
+            return ps.pull_rows(state.key, ids[0], found[0].values, call.deadline, call.priority)
+
+        self._ask_op(state, ask, call, reads=known)
+        return self._spread_rows_op(part, lambda: found[0], call)
+
+    def _check_by_rows(self, op: str, state: KeyState) -> None:
+        super()._check_by_rows(op, state)
+        if self._ps is not None:
+            self._ps.rows_of(state.key)  # raises where it is not cut at rows
 
     def _push_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state, vectors = part.state, part.vectors
@@ -237,10 +275,9 @@ class DistStore(KVStore):
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
         for part in parts:
             self._answers[part.state.key] = None  # its buffer is about to be overwritten
-        return [
-            self._pushpull_part(part, summed, call)
-            for part, summed in self._sum_ops(parts, call, lends=self.mpi_size == 1)
-        ]
+        sums = self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        works = [self._pushpull_part(part, summed, call) for part, summed in sums]
+        return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
     def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state = part.state
@@ -264,7 +301,9 @@ class DistStore(KVStore):
         return None
 
     def _sum_ops(self, parts: list[Part], call: Invocation, *, lends: bool) -> list[tuple[Part, Work | None]]:
-        """Every part, with the operation that sums it; None where a part may be lent, and is summed later if not."""
+        """Parts that push whole arrays, each with the operation that sums it; None where a part may be lent, and is
+        summed later if not."""
+        parts = [part for part in parts if part.rows is None]
         if lends:
             return [(part, None) for part in parts]
         buckets = self._buckets(parts)

@@ -16,11 +16,20 @@ _MAX_KEY_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Some rows of a key: ``row_ids`` of shape ``(n,)``, ``rows`` of shape ``(n, ...)``."""
+
+    row_ids: Any
+    rows: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """One key and every array given for it, in the order given."""
+    """One key and every array given for it, in the order given; ``by_rows``: pairs and sparse tensors, not arrays."""
 
     key: Key
     arrays: list[Any]
+    by_rows: bool = False
 
 
 def normal_key(key: Any) -> Key:
@@ -45,32 +54,57 @@ def normal_key(key: Any) -> Key:
     raise KeyKindError(f"a key must be an int or a str, got {type(key).__name__}")
 
 
-def groups(keys: Any, values: Any, what: str) -> list[Group]:
+def groups(keys: Any, values: Any, what: str, *, by_rows: bool = False) -> list[Group]:
     """Flatten one call's keys and values; equal keys are joined, in order of first appearance.
 
-    Accepts key + array; key + list of arrays; list of keys + list of arrays; list of keys + list of lists.
+    Accepts key + array; key + list of arrays; list of keys + list of arrays; list of keys + list of lists. With
+    ``by_rows`` an array may also be a torch sparse tensor, or a pair: a tuple of two arrays, of which the first has one
+    dimension and the second differs from it in the number of dimensions or in dtype (what devices hold never does).
 
     Raises:
         KeyKindError: something that is no key, or both kinds in one call.
         DTypeMismatchError: something that is no array (``None`` included).
-        ConfigError: lists of different lengths, or no array for a key.
+        ConfigError: lists of different lengths, no array for a key, or whole arrays and rows for one key.
     """
     if not isinstance(keys, list | tuple):
-        return [_group(normal_key(keys), values, what)]
+        return [_group(normal_key(keys), values, what, by_rows)]
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{what}: {len(keys)} keys need a list of as many arrays, got {_type_name(values)}")
     if len(keys) != len(values):
         raise ConfigError(f"{what}: {len(keys)} keys, but {len(values)} values; each key needs one")
-    joined: dict[Key, list[Any]] = {}
+    joined: dict[Key, Group] = {}
     for key, value in zip(keys, values, strict=True):
-        group = _group(normal_key(key), value, what)
-        joined.setdefault(group.key, []).extend(group.arrays)
+        group = _group(normal_key(key), value, what, by_rows)
+        known = joined.setdefault(group.key, group)
+        if known is not group:
+            if known.by_rows != group.by_rows:
+                raise _mixed(group.key, what)
+            known.arrays.extend(group.arrays)
     if len({type(key) for key in joined}) > 1:
         raise KeyKindError(f"{what}: int and str keys in one call; a store uses one kind")
-    return [Group(key, found) for key, found in joined.items()]
+    return list(joined.values())
 
 
-def _group(key: Key, value: Any, what: str) -> Group:
+def _mixed(key: Key, what: str) -> ConfigError:
+    return ConfigError(f"{what} of key {key!r}: whole arrays and rows in one call; give one kind")
+
+
+def _is_pair(value: Any) -> bool:
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(arrays.is_array, value))):
+        return False
+    first, second = value
+    return len(first.shape) == 1 and bool(len(second.shape) != 1 or first.dtype != second.dtype)
+
+
+def _group(key: Key, value: Any, what: str, by_rows: bool) -> Group:
+    if by_rows and not arrays.is_plain(value):
+        several = isinstance(value, list | tuple) and not _is_pair(value)
+        given = [Pair(*one) if _is_pair(one) else one for one in (value if several else [value])]
+        sparse = [isinstance(one, Pair) or arrays.is_sparse(one) for one in given]
+        if any(sparse):
+            if not all(sparse):
+                raise _mixed(key, what)
+            return Group(key, given, by_rows=True)
     found: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     if not found:
         raise ConfigError(f"{what} of key {key!r}: no array given")

@@ -24,7 +24,8 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.store.core import Invocation, KeyState, Part, StoreCore, entries_of
+from kvmpi.kernels.rows import no_rows
+from kvmpi.store.core import WHOLE, Invocation, KeyState, Part, StoreCore, entries_of
 from kvmpi.store.grammar import Key
 
 if TYPE_CHECKING:
@@ -125,12 +126,12 @@ class Follower:
             raise
         return found[0]
 
-    def _exchange(self, op: str, keys: list[Key], async_op: bool, vectors: list[int], num_joined: int) -> None:
+    def _exchange(self, op: str, keys: list[Key], async_op: bool, forms: list[int | str], num_joined: int) -> None:
         """Push nothing, or pull for nobody.
 
         Args:
             async_op: whether the peers go on at once. They may have to: what they wait for can need their next call.
-            vectors: how many a peer pushes to each key; a mean divides by that.
+            forms: how many vectors a peer pushes to each key, by which a mean divides; or that it pushes rows.
         """
         store = self._store
         call = store._call(op, async_op=async_op)
@@ -140,7 +141,7 @@ class Follower:
             states = [store._keys[key] for key in keys]
             for state in states:
                 store._raise_pending(state)
-            return [Part(state, [self._nothing(state)] * n) for state, n in zip(states, vectors, strict=True)]
+            return [self._part(state, form) for state, form in zip(states, forms, strict=True)]
 
         parts = store._enter(call, prepare, entries_of)
         works = _STARTS[op](store, parts, call)
@@ -154,6 +155,12 @@ class Follower:
         if work.error() is not None and not self._store.broken:
             with contextlib.suppress(Exception):
                 work.wait()
+
+    def _part(self, state: KeyState, form: int | str) -> Part:
+        """Nothing, in the form in which the peers push something."""
+        if isinstance(form, int):
+            return Part(state, [self._nothing(state)] * form)
+        return Part(state, [], rows=no_rows(state.width, state.dtype), whole=form == WHOLE)
 
     def _nothing(self, state: KeyState) -> Vector:
         """Zeros: pages that nobody writes to take no memory."""
@@ -231,6 +238,7 @@ _STARTS: Mapping[str, _Start] = MappingProxyType(
         "push": lambda store, parts, call: store._start_push(parts, call),
         "pull": _pull,
         "pushpull": lambda store, parts, call: store._start_pushpull(parts, call),
+        "row_sparse_pull": lambda store, parts, call: [store._start_row_pull(part, call) for part in parts],
     }
 )
 #: Other calls that need nothing of a worker but what all workers give, by what ``StoreCore._enter`` is told of them.

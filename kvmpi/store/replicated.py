@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import KeyNotInitializedError, UnsupportedError
 from kvmpi.kernels import host
+from kvmpi.kernels import rows as by_rows
+from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import Invocation, KeyState, Part, scaled
 from kvmpi.store.grammar import normal_key
+from kvmpi.store.rows import union_of
 
 Buffer = npt.NDArray[Any]
 
@@ -56,7 +59,7 @@ class ReplicatedStore(KVStore):
 
     def set_updater(self, fn: Updater) -> None:
         self._settle(Deadline(self._config.timeout_s))
-        self._keep_apart()
+        self._keep_apart(self._replicas.values())
         self._updater = fn
 
     # ---- operations
@@ -85,14 +88,17 @@ class ReplicatedStore(KVStore):
                 return found, True
         return host.empty(state.count, state.dtype), False
 
-    def _keep_apart(self) -> None:
+    @staticmethod
+    def _keep_apart(replicas: Iterable[_Replica]) -> None:
         """Every worker changes values by itself from now on: each needs its own."""
-        for replica in self._replicas.values():
+        for replica in replicas:
             if replica.common:
                 replica.value, replica.common = replica.value.copy(), False
 
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
-        return [self._bucket_op(bucket, call) for bucket in self._buckets(parts)]
+        whole = [part for part in parts if part.rows is None]
+        works = [self._bucket_op(bucket, call) for bucket in self._buckets(whole)]
+        return works + [self._rows_op(part, call) for part in parts if part.rows is not None]
 
     def _bucket_op(self, bucket: list[Part], call: Invocation) -> Work:
         """Push: sum, apply the push rule, and copy out what the parts ask for."""
@@ -120,6 +126,11 @@ class ReplicatedStore(KVStore):
             bucket, call, finish, writes=[part.state.value for part in bucket], targets=targets if assigns else None
         )
 
+    @staticmethod
+    def _prepare_master(state: KeyState, replica: _Replica, rule: optim.Rule) -> None:
+        if rule.multi_precision and state.dtype in host.HALF and replica.master is None:
+            replica.master = optim.make_master(replica.value, state.dtype)
+
     def _apply(self, state: KeyState) -> None:
         """The push rule: the host buffer holds the sum."""
         replica, pushed = self._replicas[state.key], state.host_buffer()
@@ -131,8 +142,7 @@ class ReplicatedStore(KVStore):
         elif self._rule is not None:
             rule = self._rule
             replica.updates += 1
-            if rule.multi_precision and state.dtype in host.HALF and replica.master is None:
-                replica.master = optim.make_master(replica.value, state.dtype)
+            self._prepare_master(state, replica, rule)
             optim.update(
                 rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state, replica.updates,
                 master=replica.master,
@@ -151,7 +161,55 @@ class ReplicatedStore(KVStore):
         return self._engine.push(run, reads=[*call.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        return [self._bucket_op(bucket, call) for bucket in self._buckets(parts)]
+        return self._start_push(parts, call)
+
+    def _rows_op(self, part: Part, call: Invocation) -> Work:
+        """Push: sum rows over the client, apply the push rule to them, and copy out what the part asks for."""
+        state = part.state
+
+        def finish() -> None:
+            replica, rows = self._replicas[state.key], part.rows
+            assert rows is not None
+            self._keep_apart([replica])  # the ranks of a host write common memory together, and whole
+            with self._recorder.timed("update"):
+                self._apply_rows(state, replica, rows)
+            for out in part.outs:
+                arrays.write(out, replica.value)
+            if part.row_outs:
+                self._fill(part, Rows(rows.ids, by_rows.take(replica.value, state.width, rows.ids)))
+
+        return self._sum_rows_op(part, call, finish, writes=[state.value])
+
+    def _apply_rows(self, state: KeyState, replica: _Replica, rows: Rows) -> None:
+        """The push rule, for the sum of some rows."""
+        if self._updater is not None:
+            flat, shape = replica.value, (rows.count, *state.shape[1:])
+            pushed: Any = (rows.ids, arrays.wrap(rows.values.reshape(-1), shape, state.dtype, state.library))
+            if state.library == "torch":
+                pushed = arrays.sparse_tensor(rows.ids, rows.values.reshape(-1), state.shape, state.dtype)
+            self._updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
+        elif self._rule is not None:
+            replica.updates += 1
+            self._prepare_master(state, replica, self._rule)
+            wide = Rows(rows.ids, by_rows.widened(rows.values, state.dtype))
+            optim.update_rows(
+                self._rule, replica.value, state.dtype, wide, replica.state, replica.updates, master=replica.master
+            )
+        else:
+            by_rows.put(replica.value, rows)
+
+    def _start_row_pull(self, part: Part, call: Invocation) -> Work:
+        state = part.state
+
+        def run() -> None:
+            ids = union_of(part.row_outs)
+            with self._recorder.timed("copy"):
+                self._fill(part, Rows(ids, by_rows.take(self._replicas[state.key].value, state.width, ids)))
+
+        lane = "cpu" if call.async_op else "inline"
+        return self._engine.push(
+            run, reads=[*call.done, state.value], lane=lane, name=f"{call.op} of key {state.key!r}"
+        )
 
     def view(self, key: Any) -> Any:
         self._check_open()
@@ -166,7 +224,7 @@ class ReplicatedStore(KVStore):
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         def run() -> None:
-            self._keep_apart()
+            self._keep_apart(self._replicas.values())
             for replica in self._replicas.values():
                 replica.state, replica.updates, replica.master = {}, 0, None
             self._rule = rule

@@ -38,8 +38,14 @@ class Trainer:
     optimizer: gradients go there, weights come back, and what else changes the weights of a worker is overwritten. With
     ``False`` gradients come back summed, and the torch optimizer steps in every worker.
 
-    A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros, since other
-    workers may have a gradient for it; an asynchronous client of one worker skips it. Which parameters are frozen must
+    Sparse gradients (``torch.nn.Embedding(..., sparse=True)``) travel as rows, there and back: those that any worker
+    has. Where the store updates, it changes these rows only, and an optimizer's momentum, weight decay or averages of a
+    row only with the row, as ``torch.optim.SparseAdam`` does. An asynchronous store answers with the rows that the
+    client itself has pushed; what others change, ``pull_rows`` brings.
+
+    A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros (or no rows,
+    if it had sparse gradients before), since other workers may have a gradient for it; an asynchronous client of one
+    worker skips it. Which parameters are frozen must
     be the same in all workers. Learning rates (and other options) that a ``torch.optim.lr_scheduler``, or anybody else,
     writes into the torch optimizer reach the store at the next step.
     """
@@ -79,6 +85,7 @@ class Trainer:
         try:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._zeros: dict[int, torch.Tensor] = {}
+            self._sparse: set[int] = set()  # parameters that have had sparse gradients
             self._warned = False
             self._sent: Any = None
             if self._kv is not None:
@@ -237,7 +244,7 @@ class Trainer:
         for i in active:
             tensor = self._params.tensors[i]
             if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
+                tensor.grad = _no_rows(tensor) if i in self._sparse else torch.zeros_like(tensor)
         if active:
             self._kv.pushpull(active, [self._params.tensors[i].grad for i in active])
 
@@ -264,7 +271,11 @@ class Trainer:
             self._scale([g for i in pushed if (g := self._params.tensors[i].grad) is not None], factor)
         skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None
         if pushed:
-            kv.pushpull(pushed, [self._gradient(i) for i in pushed], [weights[i] for i in pushed])
+            outs = [_no_rows(weights[i]) if i in self._sparse else weights[i] for i in pushed]
+            kv.pushpull(pushed, [self._gradient(i) for i in pushed], outs)
+            for i, out in zip(pushed, outs, strict=True):
+                if i in self._sparse:
+                    weights[i][out._indices()[0]] = out._values()
         if skipped is not None:
             skipped.wait()
         if self._torch is not None:
@@ -309,17 +320,16 @@ class Trainer:
         found = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]
         for i in found:
             grad = self._params.tensors[i].grad
-            if grad is not None and grad.layout is not torch.strided:
-                raise ConfigError(
-                    f"the gradient of {self._params.names[i]} is sparse, which stores do not carry; "
-                    "make it dense (torch.nn.Embedding(..., sparse=False))"
-                )
+            if grad is not None and (grad.layout is not torch.strided) != (i in self._sparse):
+                self._sparse ^= {i}
         return found
 
     def _gradient(self, index: int) -> torch.Tensor:
         tensor = self._params.tensors[index]
         if tensor.grad is not None:
             return tensor.grad
+        if index in self._sparse:
+            return _no_rows(tensor)
         if index not in self._zeros:
             self._zeros[index] = torch.zeros_like(tensor)
         return self._zeros[index]
@@ -329,6 +339,27 @@ class Trainer:
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
+
+    def pull_rows(self, parameter: torch.Tensor, row_ids: torch.Tensor) -> None:
+        """Bring rows ``row_ids`` (integers of any shape) of a parameter up to date: those that a batch is about to use.
+
+        To be called before the forward pass where an asynchronous store updates, alike in all workers of a client:
+        ``step`` brings the rows that this client has pushed, and rows that only others push would stay as they were.
+        Without a store, or where the worker updates, it does nothing.
+
+        Raises:
+            ConfigError: the trainer was not given this parameter.
+            RowIndexError: the parameter has no such row.
+        """
+        index = next((i for i, tensor in enumerate(self._params.tensors) if tensor is parameter), None)
+        if index is None:
+            raise ConfigError("pull_rows: the trainer was not given this parameter")
+        if self._update_on_kvstore:
+            assert self._kv is not None
+            ids = row_ids.unique()
+            rows = parameter.detach()[ids]
+            self._kv.row_sparse_pull(index, rows, ids)
+            parameter.detach()[ids] = rows
 
     def join(self) -> None:
         """This worker has no more batches: the others go on without it, and ``step`` is no more. See ``KVStore.join``.
@@ -401,6 +432,13 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _no_rows(like: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of the shape, dtype and device of ``like``, without rows."""
+    ids = torch.empty((1, 0), dtype=torch.int64, device=like.device)
+    values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
+    return torch.sparse_coo_tensor(ids, values, like.shape, check_invariants=False)
 
 
 def _save_atomically(state: dict[str, Any], path: str) -> None:

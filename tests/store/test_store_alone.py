@@ -356,7 +356,7 @@ def test_capabilities_tell_the_truth():
             assert kv.is_capable("compression") == dist
             assert kv.is_capable("updater") == (not dist)
             assert kv.is_capable("checkpoint")
-            assert not kv.is_capable("sparse")
+            assert kv.is_capable("sparse")
             kv.init("w", array(0))
             if "async" in name:
                 kv.set_optimizer(optim.Test(lr=-1))

@@ -87,6 +87,55 @@ def gradient_of_one_worker(store: str) -> None:
         assert torch.equal(weight.detach(), torch.full((3,), 0.5)), f"{store}: {weight}"
 
 
+def sparse_training(store: str, update: bool) -> None:
+    """An embedding of which each worker uses other rows, and one worker none in some steps."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(40, 3, sparse=True), nn.Linear(3, 2))
+
+    def ids(step: int, rank: int) -> torch.Tensor:
+        return torch.randint(0, 36, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def loss(model: nn.Module, step: int, ranks: Sequence[int]) -> torch.Tensor:
+        return sum((model(ids(step, rank)) - rank).pow(2).sum() for rank in ranks)  # type: ignore[return-value]
+
+    with kvmpi.create(store) as kv:
+        plain, model = make(), make()
+        optimizer = kvmpi.optim.Adagrad(0.2) if update else torch.optim.Adagrad(model.parameters(), lr=0.2)
+        trainer = Trainer(model.parameters(), optimizer, kv, update)
+        reference = torch.optim.Adagrad(plain.parameters(), lr=0.2)
+        for step in range(STEPS):
+            workers = [rank for rank in range(NUM_WORKERS) if (rank, step) != (1, 2)]
+            for one, ranks in ((plain, workers), (model, [kv.rank] if kv.rank in workers else [])):
+                one.zero_grad()
+                if ranks:
+                    loss(one, step, ranks).backward()
+            for p in plain.parameters():
+                p.grad.mul_(1 / BATCH)
+            reference.step()
+            trainer.step(BATCH)
+        if update:
+            assert kv.mpi_rank != 0 or kv.stats()["phases"]["push"]["bytes"] < STEPS * (2 * 5 * 16 + 8 * 4) + 1
+        difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
+        assert difference < 1e-5, f"{store}, update_on_kvstore={update}: {difference}"
+
+
+def rows_of_others(store: str) -> None:
+    """In an asynchronous store what others have changed comes with pull_rows."""
+    with kvmpi.create(store) as kv:
+        table = nn.Embedding(8, 2, sparse=True)
+        nn.init.zeros_(table.weight)
+        trainer = Trainer(table.parameters(), torch.optim.SGD(table.parameters(), lr=1.0), kv)
+        table(torch.tensor([kv.rank, 7])).sum().backward()
+        trainer.step(1)
+        kv.barrier()
+        trainer.pull_rows(table.weight, torch.tensor([[0, 1], [2, 7]]))
+        expected = torch.zeros(8, 2)
+        expected[:4], expected[7] = -1.0, -4.0
+        assert torch.equal(table.weight.detach()[[0, 1, 2, 7]], expected[[0, 1, 2, 7]]), table.weight
+
+
 def client_store(store: str) -> None:
     with kvmpi.create(store) as kv:
         ranks = torch.zeros(NUM_WORKERS)
@@ -162,6 +211,8 @@ def main() -> None:
     for store in ("dist_sync", "dist_sync_mpi"):
         synchronous_training(store, update=True)
         synchronous_training(store, update=False)
+        sparse_training(store, update=True)
+        sparse_training(store, update=False)
         diloco_that_averages(store)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
     uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
@@ -170,6 +221,7 @@ def main() -> None:
     for store in ("dist_async", "dist_async_mpi"):
         client_store(store)
         elastic_averaging(store)
+        rows_of_others(store)
     unmodified_ddp_over_a_store("dist_sync_mpi")
     print("all checks passed")
 

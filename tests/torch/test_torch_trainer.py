@@ -281,14 +281,62 @@ def test_halves_of_a_step_need_a_worker_that_updates() -> None:
             trainer.step(0)
 
 
-@pytest.mark.parametrize("update", [True, False])
-def test_a_sparse_gradient_names_its_parameter(update: bool) -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Trainer(model.named_parameters(), opt, "mpi", update) as trainer:
-        model(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse"):
-            trainer.step(1)
+@pytest.mark.parametrize(("store", "update"), [
+    ("mpi", True), ("mpi", False), ("dist_sync", True), ("dist_sync", False), ("dist_async", True),
+])  # fmt: skip
+def test_a_sparse_embedding_trains_as_without_a_store(store: str, update: bool) -> None:
+    """Only the rows of the batches move; without gradients once; with another batch size once."""
+
+    def train(trainer: Trainer | None, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        for step, ids in enumerate([[1, 2, 1], [5, 0, 5], [], [7, 1, 2]]):
+            opt.zero_grad()
+            size = 4 + step // 3
+            if ids:
+                model(torch.tensor(ids)).pow(2).sum().backward()
+            if trainer is not None:
+                trainer.step(size)
+            else:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(1 / size)
+                opt.step()
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.3)
+
+    model, opt = make()
+    expected, plain_opt = make()
+    train(None, expected, plain_opt)
+    with Trainer(model.named_parameters(), opt, store, update) as trainer:
+        with warnings.catch_warnings(action="ignore"):  # of the other batch size
+            train(trainer, model, opt)
+        rows = model[0].weight.detach().clone()
+        trainer.pull_rows(model[0].weight, torch.tensor([[7, 0], [7, 3]]))
+        torch.testing.assert_close(model[0].weight.detach(), rows, rtol=0, atol=0)
+        with pytest.raises(ConfigError, match="pull_rows"):
+            trainer.pull_rows(torch.zeros(3, 3), torch.tensor([0]))
+        sent = trainer.kvstore.stats()["phases"].get("push", {"bytes": 0})["bytes"]
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, msg=name)
+    untouched = make()[0][0].weight[[3, 4, 6]]
+    torch.testing.assert_close(model[0].weight[[3, 4, 6]], untouched, rtol=0, atol=0)
+    # Rows of 3 elements and their number: 2, 2, none and 3 of them; and weight and bias of the other layer.
+    pushes = 3 if store == "dist_async" else 4
+    assert sent == (7 * 16 + pushes * 8 * 4 if store.startswith("dist") else 0)
+
+
+def test_sparse_gradients_come_back_sparse_to_an_optimizer_that_wants_them() -> None:
+    weight = nn.Embedding(6, 2, sparse=True)
+    before = weight.weight.detach().clone()
+    with Trainer(weight.parameters(), torch.optim.SparseAdam(weight.parameters(), lr=0.1), "dist_sync") as trainer:
+        assert not trainer.update_on_kvstore
+        weight(torch.tensor([4, 4, 1])).sum().backward()
+        trainer.step(1)
+        assert weight.weight.grad.is_sparse
+        assert weight.weight.grad._indices().tolist() == [[1, 4]]
+    assert (weight.weight.detach() != before).any(1).tolist() == [False, True, False, False, True, False]
 
 
 def test_who_creates_a_store_closes_it() -> None:
