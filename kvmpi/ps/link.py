@@ -172,6 +172,8 @@ class Link:
                     watch.end_to_stand_in()
         finally:
             self._helps.release()
+            if self._inbox:  # somebody has relied on whoever had the turn
+                self._waker.wake()
 
     def _help_on(self, work: Work, watch: Watch[Connection]) -> bool:
         """Read what is there, and wait for more; whether there may be more to do."""

@@ -10,6 +10,7 @@ one rank knows. What all ranks know is the agreement of the call.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -473,6 +474,17 @@ class _JoinedWork(Work):
         deadline = Deadline(timeout_s)
         for work in self._works:
             work.wait(None if timeout_s is None else deadline.remaining_s())
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        deadline = Deadline(timeout_s)
+        return all(work.wait_done(None if timeout_s is None else deadline.remaining_s()) for work in self._works)
+
+    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+        if not self._works:
+            fn(self)
+        left = itertools.count(len(self._works) - 1, -1)
+        for work in self._works:
+            work.add_done_callback(lambda _: fn(self) if next(left) == 0 else None)
 
 
 def _processing_order(state: KeyState) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 
 import kvmpi
 from kvmpi import errors, optim
+from kvmpi.ps import link
 
 ALL = ["local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi"]
 ASSIGNING = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
@@ -399,6 +400,26 @@ def test_empty_arrays_in_collective_memory():
         assert kv.empty((1,), torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(errors.DTypeMismatchError):
             kv.empty(3, "complex64")
+
+
+def test_a_list_call_ends_with_its_last_part(any_store, monkeypatch):
+    """Whoever waits is told by the operation that ends last, in whichever thread that is."""
+    monkeypatch.setattr(link, "_AWAKE_S", 1000.0)  # nothing else ends a wait in time
+    kv, keys = any_store, list(range(5))
+    kv.init(keys, [np.zeros(100, "f4") for _ in keys])
+    for step in range(20):
+        outs = [np.empty(100, "f4") for _ in keys]  # with a second one each, which another thread copies to
+        kv.pushpull(
+            keys, [np.full(100, step + key, "f4") for key in keys], [[out, np.empty(100, "f4")] for out in outs]
+        )
+        if "async" not in kv.type:
+            assert [out[0] for out in outs] == [step + key for key in keys]
+    told = []
+    work = kv.pull(keys, [np.empty(100, "f4") for _ in keys], async_op=True)
+    work.add_done_callback(told.append)
+    assert work.wait_done(20)
+    kv.wait_all()
+    assert told == [work]
 
 
 def test_memory_of_a_failed_push_is_not_written_again(monkeypatch):
