@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     if kv.rank == 0 and "push" in phases and not isinstance(loop, ElasticExchange):
         dense = sum(p.numel() * p.element_size() for p in model.parameters()) * args.epochs * num_batches
         print(
-            f"the master pushed {phases['push']['bytes'] / 1e6:.1f} MB; dense it would have been {dense / 1e6:.1f} MB"
+            f"the master pushed {phases['push']['bytes'] / 1e6:.3f} MB; dense it would have been {dense / 1e6:.3f} MB"
         )
     return accuracy
 

@@ -17,6 +17,9 @@ from kvmpi.errors import KVTimeoutError, PeerLostError
 class MpiError(Exception):
     """In the place of ``MPI.Exception``."""
 
+    def Get_error_class(self) -> int:
+        return -1
+
 
 class StandIn:
     """An ``MPI.Comm`` whose transfers are done when ``answers`` says so; an exception in it is raised."""
@@ -43,7 +46,7 @@ class StandIn:
 
 
 def comm_of(stand_in: StandIn) -> mpi_comm.MpiComm:
-    return mpi_comm.MpiComm(SimpleNamespace(BYTE="byte", Exception=MpiError), stand_in, None, None)
+    return mpi_comm.MpiComm(SimpleNamespace(BYTE="byte", Exception=MpiError, ERR_TRUNCATE=15), stand_in, None, None)
 
 
 def test_an_error_of_mpi_is_a_lost_peer() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.config import client_bounds
-from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.errors import ConfigError
 from kvmpi.launchers import hosts, reach, where
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
@@ -113,7 +113,7 @@ def test_servers_on_hosts_of_their_own_and_too_few_slots() -> None:
 
 
 def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("srun", "blaunch"):
+    for name in ("srun", "blaunch", "sbatch", "bsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -131,9 +131,13 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert find(environ={**slurm, "SLURM_JOB_NODELIST": "x1", "SLURM_TASKS_PER_NODE": "2"}, network="") is None
     assert find("local", environ=slurm, network="") is None
     assert find(hosts=f"{socket.gethostname()}:2").here == socket.gethostname()
+    for system in ("slurm", "lsf"):
+        submitted = find(system)
+        assert submitted.reach.is_batch
+        assert submitted.layout.names == ["client-0", "server-0"]
+        assert submitted.reach.resources["client-0"].tasks == 2
     for error, words, call in (
-        (UnsupportedError, "no slurm allocation", lambda: find("slurm")),
-        (UnsupportedError, "no lsf allocation", lambda: find("lsf")),
+        (ConfigError, "slurm chooses the hosts", lambda: find("slurm", server_hosts="a")),
         (ConfigError, "only one of them", lambda: find(hosts="a", hostfile="b")),
         (ConfigError, "knows its hosts", lambda: find("slurm", hosts="a", environ=slurm)),
         (ConfigError, "expected NAME:WORKERS", lambda: find(hosts="a:b")),
