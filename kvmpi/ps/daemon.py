@@ -125,6 +125,8 @@ class SchedulerDaemon(Daemon):
             _log.warning("scheduler: goes on where the one before it has ended, with %d members", len(before.members))
             self._state.restore(before, time.monotonic())
             self._keeper.recall()
+        else:
+            self._keeper.begin()
 
     def _save(self) -> None:
         """Before anyone hears of a change: a scheduler that dies now is started again with it."""

@@ -178,6 +178,13 @@ class SnapshotKeeper(_Files):
         super().__init__(config, wake, **how)
         self._state = state
 
+    def begin(self) -> None:
+        """A job begins. If it goes on from a snapshot here, those after it are damaged, and must not count as kept."""
+        resumed = self._state.book.resumed
+        there = self._disk.numbers(self._directory) if self._directory and resumed is not None else []
+        if resumed is not None and resumed.number in there:
+            self._remove([number for number in there if number > resumed.number])
+
     def recall(self) -> None:
         """A scheduler before this one has completed snapshots, of which the last must not be deleted too soon."""
         if self._directory:

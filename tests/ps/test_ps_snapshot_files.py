@@ -244,6 +244,19 @@ def test_what_is_left_of_a_snapshot_that_was_given_up_goes_before_the_next(tmp_p
     keeper.close()
 
 
+@pytest.mark.parametrize(("resumed", "left"), [(2, [2]), (4, [2, 4]), (None, [2, 4, 6]), (3, [2, 4, 6])])
+def test_a_job_removes_what_it_could_not_go_on_from(tmp_path: Path, resumed: int | None, left: list[int]) -> None:
+    """It is damaged; kept as one of the last two, it would make the good one be deleted."""
+    for number in (2, 4, 6):
+        files.write_part(str(tmp_path), number, 0, copy_of(number, 0))
+    book = SnapshotBook(PARTS, resumed=None if resumed is None else Manifest(resumed, (), {}))
+    config = Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2)
+    keeper = SnapshotKeeper(config, SchedulerState(1, 20.0, book=book), lambda: None)
+    keeper.begin()
+    assert files.numbers(str(tmp_path)) == left
+    keeper.close()
+
+
 def test_a_scheduler_that_is_started_again_keeps_the_last_two(tmp_path: Path) -> None:
     """Of which the first was completed by the one before it: the second may turn out to be damaged."""
     for number in (2, 4, 6):

@@ -225,6 +225,7 @@ class Cluster:
         self.on_version: OnVersion = lambda client, incarnation, where, version: None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_scheduler(resumed)
+        self._keeper.begin()
         self._saved = msgspec.msgpack.encode(self.scheduler.save())
         self._changes = 0
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
