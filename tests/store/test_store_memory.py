@@ -10,9 +10,10 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "memory.py"
 KEYS_MIB = 256
 SLACK_MIB = 64  # the interpreter with its libraries on a server, buffers of chunks
-# What a process maps of others' memory counts for each of them: two values of a key, which take turns on its server,
-# and the blocks in which a client hands over what it pushes, 16 MiB for each server. A server does not write to a value
-# that a client still holds: it makes another.
+# What a process maps of others' memory counts in the peak of each of them: two values of a key, which take turns on
+# its server, the blocks in which a client hands over what it pushes, 16 MiB for each server, and on the servers what a
+# client with one worker pushes from memory that they read where it is. A server does not write to a value that a client
+# still holds: it makes another. The shares split what several map: their sum is what the job really takes.
 MAPPED_VALUES, MAPPED_MIB = 2, 16
 
 
@@ -29,13 +30,20 @@ MAPPED_VALUES, MAPPED_MIB = 2, 16
 def test_memory_is_bounded(job, options, store, rule, servers, state, shared):
     done = job(options, PROGRAM, store, rule, shared_payloads=shared)
     clients, maps = int(options.split()[3]), shared == "auto"
-    peaks = re.findall(r"peak (worker|server) (\d+) MiB", done.stdout)
-    workers = [int(mib) for role, mib in peaks if role == "worker"]
-    of_servers = [int(mib) for role, mib in peaks if role == "server"]
-    assert len(workers) == int(options.split()[1])
-    assert len(of_servers) == servers
-    assert max(workers) <= (2 + maps * MAPPED_VALUES) * KEYS_MIB + SLACK_MIB, peaks
-    for mib in of_servers:
-        shard = KEYS_MIB // servers
-        mapped = maps * clients * servers * MAPPED_MIB
-        assert shard < mib <= (2 + state + maps) * shard + mapped + SLACK_MIB, peaks
+    peaks, shares = (
+        [(role, int(mib)) for role, mib in re.findall(rf"{word} (worker|server) (\d+) MiB", done.stdout)]
+        for word in ("peak", "share")
+    )
+    peak_of_workers = [mib for role, mib in peaks if role == "worker"]
+    peak_of_servers = [mib for role, mib in peaks if role == "server"]
+    workers, shard = int(options.split()[1]), KEYS_MIB // max(servers, 1)
+    assert len(peak_of_workers) == workers
+    assert len(peak_of_servers) == servers
+    assert len(shares) == workers + servers
+    assert max(peak_of_workers) <= (2 + maps * MAPPED_VALUES) * KEYS_MIB + SLACK_MIB, peaks
+    read_in_place = clients * shard if maps and clients == workers else 0
+    blocks = maps * clients * servers * MAPPED_MIB
+    for mib in peak_of_servers:
+        assert shard < mib <= (2 + state + maps) * shard + blocks + read_in_place + SLACK_MIB, peaks
+    whole = workers * KEYS_MIB + servers * ((2 + state) * shard + SLACK_MIB) + blocks
+    assert sum(mib for _, mib in shares) <= whole, shares

@@ -15,6 +15,12 @@ def peak_bytes(pid="self"):
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 
+def share_bytes(pid="self"):
+    """What the process holds, pages that several processes map split between them: the sum over a job is its memory."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+
+
 def servers():
     mine = f"KVMPI_JOB_ID={os.environ['KVMPI_JOB_ID']}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -31,7 +37,7 @@ name, rule = sys.argv[1:]
 values = [np.full(COUNT, k + 1, "f4") for k in range(KEYS)]
 outs = [np.full(COUNT, -1, "f4") for _ in range(KEYS)]
 kv = kvmpi.create(name)
-before = peak_bytes()
+before, share_before = peak_bytes(), share_bytes()
 keys = list(range(KEYS))
 kv.init(keys, values)
 if rule == "momentum":
@@ -43,8 +49,10 @@ for _ in range(3):
 kv.barrier()
 total = KEYS * COUNT * 4
 print(f"peak worker {(peak_bytes() - before) >> 20} MiB", flush=True)
+print(f"share worker {(share_bytes() - share_before) >> 20} MiB", flush=True)
 if kv.rank == 0:
     for pid in servers():
         print(f"peak server {peak_bytes(pid) >> 20} MiB", flush=True)
+        print(f"share server {share_bytes(pid) >> 20} MiB", flush=True)
 kv.barrier()
 kv.close()
