@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import secrets
 import signal
@@ -170,13 +171,9 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             os.mkdir(folder, 0o700)
         if places is not None and not places.reach.is_batch:
             remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
-            reach = places.reach
+            made_there = [f"+{folder}" for folder in folders]
             watchdog.others = [
-                processes.Watchdog(
-                    job_id,
-                    [f"+{folder}" for folder in (job_dir, shm_dir) if folder],
-                    lambda words, host=host: reach.command(host, words),
-                )  # type: ignore[misc]
+                processes.Watchdog(job_id, made_there, functools.partial(places.reach.command, host))
                 for host in places.others
             ]
         return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()

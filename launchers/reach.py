@@ -19,7 +19,7 @@ class Reach:
     """The words before a command that run it on a host, with its standard input and output, and end with its status.
 
     Attributes:
-        kind: "ssh", "srun" or "blaunch".
+        kind: "ssh", "srun" or "blaunch"; of a ``BatchReach`` the batch system, "slurm" or "lsf".
         words: its own words, before the name of the host.
     """
 
@@ -41,13 +41,12 @@ class Reach:
 
     def agent(self) -> str:
         """A script for those who expect something like ssh: ``SCRIPT HOST WORDS...``, the words being for a shell."""
-        last = '"$host"'
-        if self.kind == "ssh":
-            run = f'{shlex.join(self.words)} {last} "$*"'
-        elif self.kind == "srun":
-            run = f'{shlex.join(self.words)} --nodelist={last} sh -c "$*"'
-        else:
-            run = f'{shlex.join(self.words)} {last} sh -c "$*"'
+        words = shlex.join(self.words)
+        run = {
+            "ssh": f'{words} "$host" "$*"',
+            "srun": f'{words} --nodelist="$host" sh -c "$*"',
+            "blaunch": f'{words} "$host" sh -c "$*"',
+        }[self.kind]
         # Options of ssh, such as -x, come before the host.
         return f'#!/bin/sh\nwhile case "$1" in -*) true;; *) false;; esac; do shift; done\nhost=$1\nshift\nexec {run}\n'
 

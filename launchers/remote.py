@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -39,7 +40,7 @@ class RemoteProcess:
             files: texts of files in the first of them, by name.
             address: ``network`` and ``towards``, by which the process finds the address that it listens on; or nothing.
         Raises:
-            OSError: what reaches the host cannot be started.
+            OSError: what reaches the host cannot be started, or command and environment are too long to be told to it.
         """
         self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
         self._is_batch = reach.is_batch
@@ -51,7 +52,12 @@ class RemoteProcess:
         try:
             if hasattr(fcntl, "F_SETPIPE_SZ"):
                 fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            os.write(self._orders, json.dumps(spec).encode() + b"\n")
+            os.set_blocking(self._orders, False)  # nobody reads yet: a text that does not fit would wait for ever
+            line = json.dumps(spec).encode() + b"\n"
+            if os.write(self._orders, line) < len(line):
+                raise OSError(
+                    errno.E2BIG, f"command and environment take {len(line)} bytes; the pipe to {host} has less"
+                )
             there = reach.command(host, (sys.executable, "-I", "-S", REMOTE_EXEC))
             self._here = processes.start(there, local_env, stdout=stdout, stderr=stderr, stdin=read_end)
         except OSError:
@@ -73,15 +79,15 @@ class RemoteProcess:
             self._orders = -1
         return self.returncode
 
-    def hear(self, line: bytes) -> tuple[bytes, str]:
-        """What of a line on standard error is the process's own, and what the scheduler there says about itself."""
+    def hear(self, line: bytes) -> bytes:
+        """What of a line on standard error is the process's own."""
         own, word, text = line.partition(self._word.encode())
         kind, _, value = text.decode(errors="replace").strip().partition(" ")
         if word and kind == "end":
             self._told = os.waitstatus_to_exitcode(int(value))
         if self._told is not None and own.startswith(b"srun: "):
             own = b""  # it says how the process has ended, which we know better
-        return own, value if kind == "ready" else ""
+        return own
 
     def signal(self, number: int) -> None:
         """Have the process there, and all of its group, get a signal; SIGKILL ends what is here at once too."""

@@ -2,10 +2,9 @@
 
 The launcher starts this file by path through ssh, srun or the like, and writes to its standard input: first one line of
 JSON that says what to run, so that nothing of it stands on a command line, then numbers of signals to pass on. End of
-file means that the launcher has ended. Output of the process is ours. Lines of our own go to standard error behind a
-word that only the launcher knows:
+file means that the launcher has ended. Output of the process is ours. One line of our own goes to standard error,
+behind a word that only the launcher knows:
 
-    WORD ready ENDPOINT      the scheduler listens
     WORD end STATUS          how the process has ended, as os.wait has it
 
 With an argument BASE the first line is in BASE.spec, and the rest comes from BASE.orders as that grows; a launcher that
@@ -107,8 +106,6 @@ class Remote:
         self._command = [str(word) for word in spec["command"]]  # type: ignore[attr-defined]
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
         self._cwd = str(spec["cwd"])
-        self._ready = -1
-        self._told = b""
         if "network" in spec:
             self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
         self.pid = 0
@@ -119,11 +116,6 @@ class Remote:
 
     def start(self) -> None:
         """Start the process as leader of a session of its own."""
-        write_end = -1
-        if self._env.get("KVMPI_READY_FD"):
-            self._ready, write_end = os.pipe()
-            os.set_inheritable(write_end, True)
-            self._env["KVMPI_READY_FD"] = str(write_end)
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -142,8 +134,6 @@ class Remote:
             except OSError as error:
                 os.write(2, f"kvmpi: cannot run {self._command[0]} on {socket.gethostname()}: {error}\n".encode())
             os._exit(127)
-        if write_end >= 0:
-            os.close(write_end)
 
     def wait(self) -> int:
         """Until the process ends; its wait status."""
@@ -154,18 +144,15 @@ class Remote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # srun and blaunch pass such on
             signal.signal(number, lambda number, _: self._pass_on(number))
-        watched = [fd for fd in (wake, self.orders, self._ready) if fd >= 0]
+        watched = [wake, self.orders]
         while True:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
-                self._take_ready()
                 return status
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             readable, _, _ = select.select(watched, [], [], left_s)
             if wake in readable:
                 os.read(wake, 4096)
-            if self._ready in readable and not self._take_ready():
-                watched.remove(self._ready)
             if self.orders in readable:
                 orders = os.read(self.orders, 4096)
                 for word in orders.split():
@@ -177,18 +164,6 @@ class Remote:
             if deadline is not None and time.monotonic() >= deadline:
                 self._pass_on(signal.SIGKILL)
                 deadline = None
-
-    def _take_ready(self) -> bool:
-        """What the scheduler says; whether there may be more."""
-        if self._ready < 0:
-            return False
-        readable, _, _ = select.select([self._ready], [], [], 0)
-        text = os.read(self._ready, 4096) if readable else b""
-        self._told += text
-        while b"\n" in self._told:
-            line, _, self._told = self._told.partition(b"\n")
-            self.say(f"ready {line.decode(errors='replace')}")
-        return bool(text)
 
     def _pass_on(self, number: int) -> None:
         try:

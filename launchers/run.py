@@ -299,7 +299,7 @@ class Runner:
             return
         child = self._children.get(stream.label)
         if stream.target == 2 and isinstance(child, RemoteProcess):
-            lines = [own for line in lines if (own := child.hear(line)[0]) or not line]
+            lines = [own for line in lines if (own := child.hear(line)) or not line]
         if stream.target == 2:
             self._tails[stream.label].extend(lines)
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
