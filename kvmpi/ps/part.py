@@ -116,7 +116,7 @@ class Part:
         if was_head and not self.answers:
             self._step_down()
         for shard in self.shards.values():
-            shard.acknowledges_rounds = replicas > 0
+            shard.rounds.acknowledges = replicas > 0
         if self._successor is None:
             return self._commit(self.seq)
         return self._greet(now_s)
@@ -166,12 +166,12 @@ class Part:
         shard = Shard(
             self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
         )
-        shard.acknowledges_rounds = self.replicas > 0
+        shard.rounds.acknowledges = self.replicas > 0
         shard.empty = self.empty
         if store in self.shards:
             shard.inherit(self.shards[store])
         if (tell := self.on_update) is not None:
-            shard.on_update = lambda slot: tell(self.number, shard, slot)
+            shard.rounds.on_update = lambda slot: tell(self.number, shard, slot)
         self.shards[store] = shard
 
     def drop_deserted(self) -> None:

@@ -47,7 +47,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             slot = _slot(shard, entry)
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
             _set_open(shard, slot, payloads, shard.num_clients, clients, entry.rows)
-            shard.end_round(slot, keep=keep)
+            shard.rounds.end_round(slot, keep=keep)
         case entries.Skipped():
             slot = _slot(shard, entry)
             slot.begin_round()

@@ -10,9 +10,7 @@ What an open round holds does not last: its senders keep it until the round is o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any
 
 import numpy.typing as npt
@@ -26,25 +24,22 @@ from kvmpi.errors import (
     KeyNotInitializedError,
     KVError,
     ProtocolError,
-    ShapeMismatchError,
     UnsupportedError,
 )
-from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import codec, consistency
+from kvmpi.ps import codec, consistency, requests
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.placement import width_of
-from kvmpi.ps.reply import MAX_NAMED, Reply, failure
-from kvmpi.ps.row_chunks import check_ids, frames, num_rows
+from kvmpi.ps.reply import Reply, failure
+from kvmpi.ps.rounds import Log, Rounds, changed
+from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
-from kvmpi.wire import Message, as_array, entries
+from kvmpi.wire import Message, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
-Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
-
 
 _WITH_PAYLOADS = (m.Push, m.Pull, m.Init, m.PutState)
 #: More updates than any chunk will ever have; each can still be counted, and said in a message.
@@ -52,10 +47,6 @@ _MAX_UPDATES = 1 << 53
 #: A chunk that is so many rounds behind the furthest is one that is pushed in every round. One that is further behind
 #: is pushed less often.
 _APART = 2
-
-
-def _nothing(_: Slot) -> None:
-    pass
 
 
 class Shard:
@@ -67,8 +58,7 @@ class Shard:
         log: called with every change before it is made; whether the payloads' memory must stay as it is.
         on_client_loss: what synchronous rounds do without a client that is lost: "fail", "wait" or "shrink".
     Attributes:
-        acknowledges_rounds: a push is done when its round is over, not when it is in it.
-        on_update: called where clients are served, when a chunk has another value.
+        rounds: what becomes of the pushes of synchronous clients; tells of every new value.
         saved: the keys that the store had in the snapshot that it was resumed from, in whatever part.
         empty: makes memory for values.
     """
@@ -78,8 +68,6 @@ class Shard:
     ) -> None:
         self.empty: Empty = new_buffer
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
-        self.acknowledges_rounds = False
-        self.on_update: Callable[[Slot], None] = _nothing
         self.saved: frozenset[Key] = frozenset()
         self._log = log
         self.discipline = consistency.get(mode)
@@ -89,6 +77,7 @@ class Shard:
         self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
         self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
+        self.rounds = Rounds(server, num_clients, self.discipline, self.clients, log)
 
     # ---- dispatch
 
@@ -221,7 +210,7 @@ class Shard:
     def go_on(self) -> list[Reply]:
         """Close the rounds that need to wait for nobody any more."""
         slots = self.slots.values() if self.discipline.in_rounds else ()
-        return [reply for slot in slots for reply in self._drain(slot)]
+        return [reply for slot in slots for reply in self.rounds.go_on_with(slot)]
 
     def _forget_requests(self, client: int) -> list[Reply]:
         """A client's process is gone: what it waits for is dropped, and rounds that do not need it go on."""
@@ -241,21 +230,6 @@ class Shard:
                 slot.readers.pop(client, None)
             replies += self.go_on()
         return replies
-
-    def _fail_stuck(self, slot: Slot) -> list[Reply]:
-        """Errors for all who wait for the open round, if a client that has not pushed to it never will."""
-        gone = self.clients.gone
-        if not any(slot.steps.get(client, 0) <= slot.rounds and self.clients.ends(client) for client in gone):
-            return []
-        error = ClientLostError(
-            f"key {slot.key!r} on server {self.server}: round {slot.rounds + 1} cannot be completed, because "
-            f"{self.clients.blame()}"
-        )
-        waiting = [(held.route, held.request) for held in slot.held.values()]
-        waiting += [(waiter.route, waiter.request) for waiter in slot.waiting.values()]
-        waiting += [(reader.route, reader.request) for reader in slot.readers.values()]
-        slot.forget_waiting()
-        return [failure(route, request, error) for route, request in waiting]
 
     def _no_value(self, key: Key) -> ClientLostError:
         return ClientLostError(f"key {key!r}: client 0, which has its value, {self.clients.gone[0]}")
@@ -296,8 +270,8 @@ class Shard:
             known = (message.chunk, client) in early
             early[message.chunk, client] = (route, message)
             return [Reply(route, m.Waiting(message.request, [0]))] if known else []
-        self._check_shape(message)
-        value = self._array(key, payloads, message.dtype, message.count, "init")
+        requests.check_shape(message)
+        value = requests.chunk_array(key, payloads, message.dtype, message.count, "init")
         made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
         keep = self._log(entries.Created(*made), (value,))
         self.create(message, value.copy() if keep else value)
@@ -308,7 +282,7 @@ class Shard:
         rulebook = self.rulebook
         slot = Slot(
             message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation,
-            self.empty,
+            width_of(message.shape), self.empty,
         )  # fmt: skip
         self.slots[message.key, message.chunk] = slot
         self.layouts.setdefault(message.key, message)
@@ -331,39 +305,11 @@ class Shard:
             self._early[key] = early
         return replies
 
-    @staticmethod
-    def _check_shape(message: m.Init) -> None:
-        """What a key is said to be must be possible, since snapshots and other servers take it as it is."""
-        elements = math.prod(message.shape)
-        fits = message.count == elements if message.num_chunks == 1 else 0 <= message.count <= elements
-        if min(message.shape, default=0) < 0 or not fits or message.num_chunks > max(1, elements):
-            raise ProtocolError(
-                f"init of key {message.key!r}: {message.count} elements in chunk {message.chunk} of "
-                f"{message.num_chunks} cannot be of shape {tuple(message.shape[:16])}"
-            )
-
     def _check_same(self, client: int, message: m.Init) -> None:
-        mine = self.layouts[message.key]
-        other = "the snapshot" if message.key in self.saved else "client 0"
-        text = f"init of key {message.key!r}: client {client} has {{}} {{}}, {other} has {{}}; all must be equal"
-        if message.shape != mine.shape:
-            raise ShapeMismatchError(text.format("shape", tuple(message.shape), tuple(mine.shape)))
-        if message.dtype != mine.dtype:
-            raise DTypeMismatchError(text.format("dtype", message.dtype, mine.dtype))
-        cut = f"KVMPI_CHUNK_BYTES, KVMPI_MAX_MESSAGE_BYTES or KVMPI_PLACEMENT other than {other}, giving"
-        if message.num_chunks != mine.num_chunks:
-            raise ConfigError(text.format(f"{cut} chunks:", message.num_chunks, mine.num_chunks))
-        slot = self.slots.get((message.key, message.chunk))
-        if slot is not None and message.count != slot.count:
-            raise ConfigError(text.format(f"{cut} elements in chunk {message.chunk}:", message.count, slot.count))
-
-    def _array(self, key: Key, payloads: list[memoryview], dtype: str, count: int, what: str) -> Buffer:
-        if len(payloads) != 1:
-            raise ProtocolError(f"{what} of key {key!r}: {len(payloads)} payload frames, expected 1")
-        array = as_array(payloads[0], DTYPES[dtype])
-        if array.size != count:
-            raise ProtocolError(f"{what} of key {key!r}: {array.size} elements in this chunk, expected {count}")
-        return array
+        key = message.key
+        known_by = "the snapshot" if key in self.saved else "client 0"
+        slot = self.slots.get((key, message.chunk))
+        requests.check_same(client, message, self.layouts[key], None if slot is None else slot.count, known_by)
 
     # ---- push and pull
 
@@ -372,9 +318,9 @@ class Shard:
         wire_dtype = codec.get(message.codec).wire_dtype(slot.dtype)
         wire: Buffer | Rows
         if message.rows >= 0:
-            wire = self._rows(slot, message, payloads, wire_dtype)
+            wire = requests.pushed_rows(slot, message.rows, payloads, wire_dtype)
         else:
-            wire = self._array(message.key, payloads, wire_dtype, slot.count, "push")
+            wire = requests.chunk_array(message.key, payloads, wire_dtype, slot.count, "push")
         done = slot.steps.get(client, 0)
         if message.step <= done:
             return self._answer_again(client, slot, message, route, wire)
@@ -394,8 +340,8 @@ class Shard:
             slot.held[client] = Contribution(
                 route, message.request, message.fused, message.acknowledge, wire, wire_dtype
             )
-            replies = self._drain(slot)
-            return replies if replies or not known else [self._waiting(slot, message.request, route)]
+            replies = self.rounds.go_on_with(slot)
+            return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
         if slot.rules[-1].rule is None:
             raise UnsupportedError(
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
@@ -405,122 +351,12 @@ class Shard:
         self._log(single, frames(wire))
         answer = slot.apply_alone(wire, wire_dtype)
         slot.steps[client] = message.step
-        self.on_update(slot)
+        self.rounds.on_update(slot)
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         if isinstance(wire, Rows):
-            return [self._changed(slot, message.request, route, wire.ids)]
+            return [changed(slot, message.request, route, wire.ids)]
         return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
-
-    def _rows(self, slot: Slot, message: m.Push, payloads: list[memoryview], wire_dtype: str) -> Rows:
-        """What a push of rows brings.
-
-        Raises:
-            ProtocolError: no such rows can be in this chunk.
-        """
-        if len(payloads) != 2:
-            raise ProtocolError(f"push of rows of key {slot.key!r}: {len(payloads)} payload frames, expected 2")
-        ids, width = self._row_ids(slot, payloads[0], message.rows, "push"), self._width(slot)
-        values = self._array(slot.key, payloads[1:], wire_dtype, ids.size * width, "push of rows")
-        return Rows(ids, values.reshape(ids.size, width))
-
-    def _row_ids(self, slot: Slot, payload: memoryview, count: int, what: str) -> Buffer:
-        width = self._width(slot)
-        if slot.count and (not width or slot.count % width):
-            raise ProtocolError(f"{what} of rows of key {slot.key!r}: its chunk {slot.chunk} is not cut at rows")
-        try:
-            return check_ids(payload, count, slot.count // width if width else 0)
-        except ProtocolError as error:
-            raise ProtocolError(f"{what} of rows of key {slot.key!r}, chunk {slot.chunk}: {error}") from None
-
-    def _width(self, slot: Slot) -> int:
-        return width_of(self.layouts[slot.key].shape)
-
-    def _changed(self, slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
-        """Rows of the value, as the answer to a push."""
-        return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(self._width(slot), ids)))
-
-    def _drain(self, slot: Slot) -> list[Reply]:
-        """Add the held pushes whose turn has come; close rounds that are complete."""
-        replies: list[Reply] = []
-        while True:
-            while slot.cursor < self.num_clients:
-                client = slot.cursor
-                # One that was away may have entered at a later round.
-                ahead = slot.steps.get(client, 0) > slot.rounds
-                # A client has at most one push held, its next: at the cursor, that is its push of the open round.
-                contribution = None if ahead else slot.held.pop(client, None)
-                if contribution is not None:
-                    slot.add(contribution.wire, contribution.wire_dtype)
-                    slot.contributors.append(client)
-                    slot.steps[client] = slot.rounds + 1
-                    replies += self._accept(slot, contribution)
-                elif not ahead and self.clients.is_needed(client):
-                    break
-                slot.cursor += 1
-            if not self.discipline.complete(slot.cursor, self.num_clients):
-                return replies + self._fail_stuck(slot)
-            if not slot.contributors and not self._is_passed_over(slot):  # nobody is left who would push
-                slot.cursor = 0
-                return replies
-            replies += self._close_round(slot)
-
-    def _is_passed_over(self, slot: Slot) -> bool:
-        """Whether the open round, which nobody will push to, is one that somebody begins after."""
-        return any(step > slot.rounds and self.clients.takes_part(client) for client, step in slot.steps.items())
-
-    def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
-        """The push at the cursor is in the open round: it is done, or its sender waits for the end of the round."""
-        route, request = contribution.route, contribution.request
-        if not contribution.fused and not self.acknowledges_rounds:
-            return [Reply(route, m.Ack(request, slot.rounds))]
-        slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused, slot.rounds + 1)
-        ends_at_once = slot.cursor + 1 == self.num_clients
-        return [] if ends_at_once and not contribution.acknowledge else [Reply(route, m.Accepted(request))]
-
-    def _close_round(self, slot: Slot) -> list[Reply]:
-        """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
-        total = slot.accumulator
-        if total is None:
-            self._log(entries.Skipped(slot.key, slot.chunk), ())
-            slot.begin_round()
-            slot.skip_round(None)
-        else:
-            clients = None if len(slot.contributors) == self.num_clients else list(slot.contributors)
-            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total))
-            self.end_round(slot, keep=self._log(entry, frames(total)))
-        self.on_update(slot)
-        replies = []
-        for client, waiter in list(slot.waiting.items()):
-            if waiter.step <= slot.rounds:
-                del slot.waiting[client]
-                replies.append(self._round_answer(slot, waiter))
-        for client, reader in list(slot.readers.items()):
-            if self.discipline.readable(slot.rounds, reader.min_round):
-                del slot.readers[client]
-                replies.append(self._read(slot, reader))
-        return replies
-
-    @staticmethod
-    def end_round(slot: Slot, *, keep: bool) -> None:
-        """Update the value with all that the open round has. ``keep``: its memory must stay as it is."""
-        count = len(slot.contributors)
-        slot.begin_round()
-        try:
-            slot.close_round(count, keep=keep)
-        except Exception as error:  # a rule that does not fit this key, or a user's own
-            slot.skip_round(error)
-
-    def _round_answer(self, slot: Slot, waiter: Waiter) -> Reply:
-        """What the pushes of the last round get."""
-        if not waiter.fused:
-            return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
-        if slot.failed is not None:
-            return failure(waiter.route, waiter.request, slot.failed, used=True)
-        if slot.touched is not None:
-            return self._changed(slot, waiter.request, waiter.route, slot.touched)
-        payload = slot.lend() if slot.met is None else slot.met
-        return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
 
     def _answer_again(
         self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None
@@ -533,44 +369,29 @@ class Shard:
             if not message.fused:
                 return [Reply(route, m.Ack(message.request, slot.rounds))]
             if isinstance(wire, Rows) and not self.discipline.in_rounds:
-                return [self._changed(slot, message.request, route, wire.ids)]
+                return [changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
-            return [self._round_answer(slot, waiter)]
-        if not message.fused and not self.acknowledges_rounds:
+            return [self.rounds.answer(slot, waiter)]
+        if not message.fused and not self.rounds.acknowledges:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         slot.waiting[client] = waiter
-        replies = [Reply(route, m.Accepted(message.request)), self._waiting(slot, message.request, route)]
-        return replies + self._fail_stuck(slot)
+        replies = [Reply(route, m.Accepted(message.request)), self.rounds.who_is_missing(slot, message.request, route)]
+        return replies + self.rounds.fail_stuck(slot)
 
     def _pull(self, client: int, route: bytes, message: m.Pull, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
         if len(payloads) != (message.rows >= 0):
             raise ProtocolError(f"pull of key {slot.key!r}: {len(payloads)} frames came with {message.rows} rows")
         # A copy: the numbers may have to wait for their round, and the message's memory goes back.
-        ids = self._row_ids(slot, payloads[0], message.rows, "pull").copy() if payloads else None
+        ids = requests.row_ids(slot, payloads[0], message.rows, "pull").copy() if payloads else None
         reader = Reader(route, message.request, message.min_round, ids)
         if self.discipline.readable(slot.rounds, message.min_round):
-            return [self._read(slot, reader)]
+            return [self.rounds.read(slot, reader)]
         known = slot.readers.get(client) == reader
         slot.readers[client] = reader
-        replies = self._fail_stuck(slot)
-        return replies if replies or not known else [self._waiting(slot, message.request, route)]
-
-    def _read(self, slot: Slot, reader: Reader) -> Reply:
-        if slot.failed is not None and reader.min_round == slot.rounds:
-            return failure(reader.route, reader.request, slot.failed)
-        if reader.ids is not None:
-            rows = slot.take(self._width(slot), reader.ids)
-            return Reply(reader.route, m.Value(reader.request, slot.rounds, reader.ids.size), (rows,))
-        return Reply(reader.route, m.Value(reader.request, slot.rounds), (slot.lend(),))
-
-    def _waiting(self, slot: Slot, request: int, route: bytes) -> Reply:
-        """Tell a sender that repeats itself whom the open round still lacks."""
-        awaited = (client for client in range(slot.cursor, self.num_clients) if self.clients.is_needed(client))
-        here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
-        missing = (client for client in here if client not in slot.held)
-        return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
+        replies = self.rounds.fail_stuck(slot)
+        return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
 
     # ---- rules and checkpoints
 
@@ -585,16 +406,7 @@ class Shard:
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        named = len(message.names) == len(payloads) == len(set(message.names) - {slot.OLD_VALUE, slot.TOUCHED})
-        if not named or not 0 <= message.updates <= _MAX_UPDATES:
-            raise ProtocolError(
-                f"state of key {message.key!r}: {len(payloads)} payloads for the names {message.names} "
-                f"after {message.updates} updates"
-            )
-        arrays = {}
-        for name, payload in zip(message.names, payloads, strict=True):
-            dtype = slot.dtype if name == "value" else host.ACCUMULATE[slot.dtype]
-            arrays[name] = self._array(message.key, [payload], dtype, slot.count, f"state {name!r}")
+        arrays = requests.state_arrays(slot, message, payloads, _MAX_UPDATES)
         # The copy of a request that was repeated may come after other clients have gone on from what it restored.
         this = (client, self.clients.incarnations[client], message.request)
         if slot.restored is None or slot.restored[0] != client or slot.restored < this:

@@ -84,6 +84,7 @@ class Slot:
     the whole chunk.
 
     Args:
+        width: elements of a row of the key.
         empty: makes memory for values, such that they can be sent without a copy.
     """
 
@@ -92,9 +93,10 @@ class Slot:
 
     def __init__(
         self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
-        empty: Empty | None = None,
+        width: int = 0, empty: Empty | None = None,
     ) -> None:  # fmt: skip
         self.key, self.chunk, self.count, self.dtype, self._empty = key, chunk, count, dtype, empty or new_buffer
+        self.width = width
         # All values come from where messages do: malloc finds their memory again only for its own kind.
         self.value = value if _can_adopt(value) else self._copy(value)
         self.master: Buffer | None = None
@@ -264,9 +266,9 @@ class Slot:
         elif self.dtype in host.HALF and self.master is None:
             self.master = optim.make_master(self.value, self.dtype)
 
-    def take(self, width: int, ids: Buffer) -> Buffer:
+    def take(self, ids: Buffer) -> Buffer:
         """Copies of rows of the value, flat, for sending."""
-        return by_rows.take(self.value, width, ids).reshape(-1)
+        return by_rows.take(self.value, self.width, ids).reshape(-1)
 
     def _apply(self, rule: optim.Rule | None, pushed: Buffer, count: int, recycle: Buffer | None) -> Buffer:
         if rule is None:

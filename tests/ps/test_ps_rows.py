@@ -237,8 +237,9 @@ def test_the_log_and_the_state_make_the_same_elsewhere(rule: optim.Rule | None, 
         return
     machine = machine_for(mode, 2, rule)
     shard = machine.state.parts[0].shards[1]
-    follower, shard._log = copy_of(shard), lambda entry, payloads: bool(logged.append((entry, payloads))) or True
+    follower = copy_of(shard)
     logged: list[Any] = []
+    shard._log = shard.rounds._log = lambda entry, payloads: bool(logged.append((entry, payloads))) or True
     rng = np.random.default_rng(5)
     for step in range(1, 9):
         for client in range(2):

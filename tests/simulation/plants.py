@@ -10,6 +10,7 @@ import pytest
 from kvmpi.ps import consistency
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.part import Part
+from kvmpi.ps.rounds import Rounds
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
@@ -45,7 +46,7 @@ def _closes_rounds_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         slot.close_round(count, keep=True)
         slot.rounds -= 1
 
-    monkeypatch.setattr(Shard, "end_round", staticmethod(end_round))
+    monkeypatch.setattr(Rounds, "end_round", staticmethod(end_round))
 
 
 def _replays_what_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +90,16 @@ def _leaves_out_who_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answers_with_an_old_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, old = Shard._read, {}
+    real, old = Rounds.read, {}
 
-    def read(self: Shard, slot: Any, reader: Any) -> Any:
-        now = real(self, slot, reader)
+    def read(slot: Any, reader: Any) -> Any:
+        now = real(slot, reader)
         was = old.setdefault(slot, (now.message.version, now.payloads[0].copy()))
         if now.message.version % 3:
             return now
         return now._replace(message=m.Value(reader.request, was[0]), payloads=(was[1],))
 
-    monkeypatch.setattr(Shard, "_read", read)
+    monkeypatch.setattr(Rounds, "read", staticmethod(read))
 
 
 def _hears_who_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,161 @@
+"""Synchronous rounds of a store's chunks: whose push is next, when a round is over, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi.errors import ClientLostError
+from kvmpi.ps.consistency import Consistency
+from kvmpi.ps.membership import Membership
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.row_chunks import frames, num_rows
+from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
+from kvmpi.wire import entries
+from kvmpi.wire import messages as m
+
+Buffer = npt.NDArray[Any]
+Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
+
+
+def _nothing(_: Slot) -> None:
+    pass
+
+
+def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
+    """Rows of the value, as the answer to a push."""
+    return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(ids)))
+
+
+class Rounds:
+    """How pushes of several clients become updates, in one part of a store.
+
+    Args:
+        log: called with every change before it is made; whether the payloads' memory must stay as it is.
+    Attributes:
+        acknowledges: a push is done when its round is over, not when it is in it.
+        on_update: called when a chunk has another value.
+    """
+
+    def __init__(self, server: int, num_clients: int, discipline: Consistency, clients: Membership, log: Log) -> None:
+        self._server, self._num_clients = server, num_clients
+        self._discipline, self._clients, self._log = discipline, clients, log
+        self.acknowledges = False
+        self.on_update: Callable[[Slot], None] = _nothing
+
+    def go_on_with(self, slot: Slot) -> list[Reply]:
+        """Add the held pushes whose turn has come; close rounds that are complete."""
+        replies: list[Reply] = []
+        while True:
+            while slot.cursor < self._num_clients:
+                client = slot.cursor
+                # One that was away may have entered at a later round.
+                ahead = slot.steps.get(client, 0) > slot.rounds
+                # A client has at most one push held, its next: at the cursor, that is its push of the open round.
+                contribution = None if ahead else slot.held.pop(client, None)
+                if contribution is not None:
+                    slot.add(contribution.wire, contribution.wire_dtype)
+                    slot.contributors.append(client)
+                    slot.steps[client] = slot.rounds + 1
+                    replies += self._accept(slot, contribution)
+                elif not ahead and self._clients.is_needed(client):
+                    break
+                slot.cursor += 1
+            if not self._discipline.complete(slot.cursor, self._num_clients):
+                return replies + self.fail_stuck(slot)
+            if not slot.contributors and not self._is_passed_over(slot):  # nobody is left who would push
+                slot.cursor = 0
+                return replies
+            replies += self._close_round(slot)
+
+    def _is_passed_over(self, slot: Slot) -> bool:
+        """Whether the open round, which nobody will push to, is one that somebody begins after."""
+        return any(step > slot.rounds and self._clients.takes_part(client) for client, step in slot.steps.items())
+
+    def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
+        """The push at the cursor is in the open round: it is done, or its sender waits for the end of the round."""
+        route, request = contribution.route, contribution.request
+        if not contribution.fused and not self.acknowledges:
+            return [Reply(route, m.Ack(request, slot.rounds))]
+        slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused, slot.rounds + 1)
+        ends_at_once = slot.cursor + 1 == self._num_clients
+        return [] if ends_at_once and not contribution.acknowledge else [Reply(route, m.Accepted(request))]
+
+    def _close_round(self, slot: Slot) -> list[Reply]:
+        """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
+        total = slot.accumulator
+        if total is None:
+            self._log(entries.Skipped(slot.key, slot.chunk), ())
+            slot.begin_round()
+            slot.skip_round(None)
+        else:
+            clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
+            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total))
+            self.end_round(slot, keep=self._log(entry, frames(total)))
+        self.on_update(slot)
+        replies = []
+        for client, waiter in list(slot.waiting.items()):
+            if waiter.step <= slot.rounds:
+                del slot.waiting[client]
+                replies.append(self.answer(slot, waiter))
+        for client, reader in list(slot.readers.items()):
+            if self._discipline.readable(slot.rounds, reader.min_round):
+                del slot.readers[client]
+                replies.append(self.read(slot, reader))
+        return replies
+
+    @staticmethod
+    def end_round(slot: Slot, *, keep: bool) -> None:
+        """Update the value with all that the open round has. ``keep``: its memory must stay as it is."""
+        count = len(slot.contributors)
+        slot.begin_round()
+        try:
+            slot.close_round(count, keep=keep)
+        except Exception as error:  # a rule that does not fit this key, or a user's own
+            slot.skip_round(error)
+
+    def answer(self, slot: Slot, waiter: Waiter) -> Reply:
+        """What the pushes of the last round get."""
+        if not waiter.fused:
+            return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
+        if slot.failed is not None:
+            return failure(waiter.route, waiter.request, slot.failed, used=True)
+        if slot.touched is not None:
+            return changed(slot, waiter.request, waiter.route, slot.touched)
+        payload = slot.lend() if slot.met is None else slot.met
+        return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
+
+    def fail_stuck(self, slot: Slot) -> list[Reply]:
+        """Errors for all who wait for the open round, if a client that has not pushed to it never will."""
+        gone = self._clients.gone
+        if not any(slot.steps.get(client, 0) <= slot.rounds and self._clients.ends(client) for client in gone):
+            return []
+        error = ClientLostError(
+            f"key {slot.key!r} on server {self._server}: round {slot.rounds + 1} cannot be completed, because "
+            f"{self._clients.blame()}"
+        )
+        waiting = [(held.route, held.request) for held in slot.held.values()]
+        waiting += [(waiter.route, waiter.request) for waiter in slot.waiting.values()]
+        waiting += [(reader.route, reader.request) for reader in slot.readers.values()]
+        slot.forget_waiting()
+        return [failure(route, request, error) for route, request in waiting]
+
+    def who_is_missing(self, slot: Slot, request: int, route: bytes) -> Reply:
+        """Tell a sender that repeats itself whom the open round still lacks."""
+        awaited = (client for client in range(slot.cursor, self._num_clients) if self._clients.is_needed(client))
+        here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
+        missing = (client for client in here if client not in slot.held)
+        return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
+
+    @staticmethod
+    def read(slot: Slot, reader: Reader) -> Reply:
+        """What a pull gets, when the round that it waits for is over."""
+        if slot.failed is not None and reader.min_round == slot.rounds:
+            return failure(reader.route, reader.request, slot.failed)
+        if reader.ids is not None:
+            rows = slot.take(reader.ids)
+            return Reply(reader.route, m.Value(reader.request, slot.rounds, reader.ids.size), (rows,))
+        return Reply(reader.route, m.Value(reader.request, slot.rounds), (slot.lend(),))
