@@ -1,9 +1,8 @@
-"""Two small models to train on random data: a residual network and a transformer."""
+"""Models to train on random data: two residual networks, a transformer, and a classifier of sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,62 @@ class ResNet20(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.last(self.blocks(self.first(x)).mean((2, 3)))
+        return found
+
+
+class _Bottleneck(nn.Module):
+    """A 3x3 convolution between two 1x1 ones, beside a shortcut."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if (inside, stride) != (outside, 1):
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50 for 1000 classes, 25.6 million parameters (He et al., CVPR 2016, table 1; stride in the 3x3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
+        )
+        blocks, inside = [], 64
+        for width, num_blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            for block in range(num_blocks):
+                blocks.append(_Bottleneck(inside, width, 1 if block else stride))
+                inside = 4 * width
+        self.blocks, self.last = nn.Sequential(*blocks), nn.Linear(inside, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.blocks(self.first(x)).mean((2, 3)))
+        return found
+
+
+class TextCNN(nn.Module):
+    """Convolutions of 3, 4 and 5 words over embeddings, 6.4 million parameters (Kim, EMNLP 2014, arXiv:1408.5882)."""
+
+    VOCABULARY, LENGTH, WIDTH = 20000, 56, 300
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(self.VOCABULARY, self.WIDTH)
+        self.filters = nn.ModuleList(nn.Conv1d(self.WIDTH, 100, size) for size in (3, 4, 5))
+        self.last = nn.Linear(300, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.words(x).transpose(1, 2)
+        found: Tensor = self.last(torch.cat([torch.relu(f(words)).amax(2) for f in self.filters], 1))
         return found
 
 
@@ -75,21 +130,35 @@ class SmallGPT(nn.Module):
         return found.flatten(0, 1)
 
 
-def images(rank: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Of one worker."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(batch, 3, 32, 32, generator=generator), torch.randint(0, 10, (batch,), generator=generator)
+def images(side: int, num_classes: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Makes square images with classes."""
+
+    def make(rank: int, batch: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        classes = torch.randint(0, num_classes, (batch,), generator=generator)
+        return torch.randn(batch, 3, side, side, generator=generator), classes
+
+    return make
 
 
 def text(rank: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Of one worker."""
+    """Tokens, and the one after each."""
     shape, generator = (batch, SmallGPT.CONTEXT), torch.Generator().manual_seed(rank)
     found = torch.randint(0, SmallGPT.VOCABULARY, shape, generator=generator)
     return found, found.roll(-1, 1).flatten()
 
 
-#: Model, data, samples of one worker in a step.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], int]] = {
-    "resnet20": (ResNet20, images, 16),
-    "gpt": (SmallGPT, text, 4),
+def sentences(rank: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Words with classes."""
+    generator = torch.Generator().manual_seed(rank)
+    words = torch.randint(0, TextCNN.VOCABULARY, (batch, TextCNN.LENGTH), generator=generator)
+    return words, torch.randint(0, 2, (batch,), generator=generator)
+
+
+#: Model; data, by rank and number of samples; samples of one worker in a step.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tensor, Tensor]], int]] = {
+    "resnet50": (ResNet50, images(64, 1000), 8),
+    "resnet20": (ResNet20, images(32, 10), 16),
+    "textcnn": (TextCNN, sentences, 16),
+    "gpt-small": (SmallGPT, text, 4),
 }

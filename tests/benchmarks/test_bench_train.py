@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from kvmpi.benchmarks.train_models import MODELS
 
-def test_all_ways_train_alike(bench):
-    done = bench("train", "--models", "gpt", "--rounds", 1, "--steps", 1)
+
+def test_all_ways_train_alike(bench, tmp_path):
+    done = bench(
+        "train",
+        "--synthetic",
+        "--model",
+        "gpt-small",
+        "--rounds",
+        1,
+        "--steps",
+        1,
+        "--json",
+        "rows.json",
+        timeout_s=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     header, *lines = [line.split() for line in done.stdout.splitlines()]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
-    assert [row["way"] for row in rows] == ["alone", "kvmpi", "kvmpi:late", "trainer", "ddp:gloo"]
-    assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("gpt", "2", "0")}
+    names = ["alone", "kvmpi", "kvmpi:off", "weights", "weights:off", "trainer", "ddp:gloo"]
+    assert [row["row"] for row in rows] == names
+    assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("gpt-small", "2", "0")}
     assert all(float(row["step_ms"]) > 0 for row in rows)
-    assert rows[0]["exposed_ms"] == "-"
+    assert all(float(row["total"]) == pytest.approx(2 * float(row["samples/s"]), abs=0.11) for row in rows)
+    assert rows[0]["exposed_ms"] == rows[0]["comm_ms"] == rows[-1]["comm_ms"] == "-"
+    assert {row["MB"] for row in rows[1:]} == {"20.1"}
+    written = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
+    assert [row["row"] for row in written] == names
+    assert all(row["comm_ms"] > 0 for row in written[1:-1])
+
+
+def test_models_have_the_sizes_of_their_papers():
+    sizes = {name: sum(p.numel() for p in make().parameters()) for name, (make, _, _) in MODELS.items()}
+    assert sizes == {"resnet50": 25_557_032, "resnet20": 269_722, "textcnn": 6_360_902, "gpt-small": 5_018_112}
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--models", "vgg"], "known are resnet20, gpt"), (["-n", "1"], "from 2 on"), (["--rounds", "0"], "at least 1"),
+    (["--model", "vgg"], "known are resnet50, resnet20, textcnn, gpt-small"), (["-n", "1"], "from 2 on"),
+    (["--rounds", "0"], "at least 1"), (["--rows", "ddp"], "known are alone, kvmpi"), (["--link", "1gbit"], "--hosts"),
 ])  # fmt: skip
 def test_mistakes_are_named(bench, words, said):
     done = bench("train", *words)
