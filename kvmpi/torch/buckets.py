@@ -49,18 +49,45 @@ def plan(
     return [tuple(bucket) for bucket in [*found, list(order[start:])] if bucket]
 
 
-class Progress:
-    """One pass over a plan: gradients arrive in any order, buckets leave in the order of the plan."""
+def schedule(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[int]:
+    """The order in which buckets leave so that those that come back first are those that the next forward needs first.
 
-    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+    Buckets fill in the reverse of the order in which a forward needs them. One after the other leaves; whenever the way
+    is free it is the one needed first of those that are full. So the last layers', which fill first, leave at once as
+    long as nothing better is to be had, and else wait behind the first layers' (priorities as of Jayarajan et al.,
+    "Priority-based Parameter Propagation", MLSys 2019, fixed beforehand because all ranks have to agree on the order).
+
+    Args:
+        ready_s: by bucket, when it is full.
+        cost_s: by bucket, how long it is under way.
+    """
+    left, found, now_s = set(range(len(ready_s))), list[int](), 0.0
+    while left:
+        now_s = max(now_s, min(ready_s[number] for number in left))
+        number = max(number for number in left if ready_s[number] <= now_s)
+        left.remove(number)
+        found.append(number)
+        now_s += cost_s[number]
+    return found
+
+
+class Progress:
+    """One pass over a plan: gradients arrive in any order, buckets leave in a fixed one.
+
+    Args:
+        order: in which they leave; by default that of the plan.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]], order: Sequence[int] | None = None) -> None:
         self._buckets = buckets
+        self._order = list(range(len(buckets)) if order is None else order)
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._missing = [len(bucket) for bucket in buckets]
         self._next = 0
         #: What has arrived, in its order.
         self.arrived: dict[int, None] = {}
 
-    def arrive(self, index: int) -> range:
+    def arrive(self, index: int) -> list[int]:
         """The buckets that may leave now that the gradient ``index`` is there.
 
         Raises:
@@ -71,15 +98,15 @@ class Progress:
         self.arrived[index] = None
         self._missing[self._bucket_of[index]] -= 1
         first = self._next
-        while self._next < len(self._buckets) and not self._missing[self._next]:
+        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             self._next += 1
-        return range(first, self._next)
+        return self._order[first : self._next]
 
     def absent(self, number: int) -> list[int]:
         """What of bucket ``number`` has not arrived."""
         return [index for index in self._buckets[number] if index not in self.arrived]
 
-    def finish(self) -> range:
+    def finish(self) -> list[int]:
         """No more will arrive: the buckets that have not left."""
-        first, self._next = self._next, len(self._buckets)
-        return range(first, self._next)
+        first, self._next = self._next, len(self._order)
+        return self._order[first:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from kvmpi.store import KVStore
 from kvmpi.torch import buckets
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key
+
+#: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
+_TIMED, _LAST_PLANNED = 1, 3
 
 
 class _Bucket:
@@ -66,11 +70,43 @@ class _Flight:
                 work.wait()
 
 
+class _Timing:
+    """When the buckets of one pass were full, and how long each was under way; for ``buckets.schedule``."""
+
+    def __init__(self, count: int) -> None:
+        self._began_s = time.perf_counter()
+        self._full_s, self._sent_s, self._done_s = ([0.0] * count for _ in range(3))
+        self.order: list[int] = []
+
+    def filled(self, number: int) -> None:
+        self._full_s[number] = time.perf_counter() - self._began_s
+
+    def sent(self, number: int, works: Iterable[Work | None]) -> None:
+        self.order.append(number)
+        self._sent_s[number] = time.perf_counter() - self._began_s
+        for work in works:
+            if work is not None:
+                work.add_done_callback(lambda _: self._done(number))
+
+    def _done(self, number: int) -> None:
+        self._done_s[number] = time.perf_counter() - self._began_s
+
+    def schedule(self) -> list[int]:
+        """The order in which buckets should leave, once all that left in this pass are back."""
+        cost_s, before_s = [0.0] * len(self.order), 0.0
+        for number in self.order:
+            cost_s[number] = max(0.0, self._done_s[number] - max(before_s, self._sent_s[number]))
+            before_s = max(before_s, self._done_s[number])
+        return buckets.schedule(self._full_s, cost_s)
+
+
 class Exchange:
     """What ``DistributedOptimizer`` does with gradients and weights.
 
     A *pass* begins with the first gradient of a backward, and ends with that backward. Each bucket leaves as soon as it
-    is full and those before it in the plan have left; at the end what is not full leaves with zeros.
+    is full and those before it have left; at the end what is not full leaves with zeros. Buckets are planned after the
+    first pass, in the order in which gradients came. Where weights come back, the second pass is timed, and from the
+    fourth on buckets leave such that the first layers' weights are back first.
 
     Args:
         weights_back: the store holds weights and updates them; else gradients come back, summed.
@@ -92,7 +128,9 @@ class Exchange:
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
         self._sent: list[_Flight] = []  # in this pass, or the last
-        self._planned = False
+        self._passes = 0  # that are through, up to those after which there is nothing to plan
+        self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
+        self._timing: _Timing | None = None
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
         #: What is exchanged along with each pass.
@@ -131,9 +169,11 @@ class Exchange:
         if self._buckets and [sorted(indices) for indices in plan] == [bucket.indices for bucket in self._buckets]:
             return
         self._buckets = [_Bucket(indices, self._tensors, self._kv.empty) for indices in plan]
+        self._leaving = self._timing = None
         if not self._weights_back:
             self._make_keys()
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._progress = buckets.Progress(plan)
         for i in order:
             if i not in self._hooks:
@@ -151,21 +191,31 @@ class Exchange:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda _: self._arrived(index)
 
-    def _learn_order(self, arrived: Iterable[int]) -> None:
-        """Plan again, in the order in which gradients came on the first of those that plan alike."""
-        self._planned = True
-        order = buckets.complete_order(arrived, len(self._tensors))
-        if self._planners is not None:
-            found = torch.tensor(order, dtype=torch.int64) + 1
-            if self._planners.rank != 0:
-                found.zero_()
-            self._planners.pushpull(self._order_key, found)
-            if not found.any():  # the first has joined
-                return
-            order = (found - 1).tolist()
-        if order != self._order:
-            self._order = order
-            self._plan()
+    def _learn(self, arrived: Iterable[int]) -> None:
+        """Plan by what has been seen, at the end of a pass; all that plan alike do so in the same passes."""
+        self._passes += 1
+        if self._passes == 1:
+            order = self._agreed(buckets.complete_order(arrived, len(self._tensors)))
+            if order and order != self._order:
+                self._order = order
+                self._plan()
+        elif self._passes == _LAST_PLANNED and self._weights_back:
+            # Only where the plan has stayed is there a whole pass to go by; the first says so to all.
+            whole = self._timing is not None and len(self._timing.order) == len(self._buckets)
+            found = self._agreed(self._timing.schedule() if self._timing is not None and whole else [])
+            if sorted(found) == list(range(len(self._buckets))):
+                self._leaving = found
+            self._timing = None
+
+    def _agreed(self, order: list[int]) -> list[int]:
+        """What the first of those that plan alike has found; nothing if it has joined."""
+        if self._planners is None:
+            return order
+        told = torch.zeros(len(self._tensors), dtype=torch.int64)
+        if self._planners.rank == 0:
+            told[: len(order)] = torch.tensor(order, dtype=torch.int64) + 1
+        self._planners.pushpull(self._order_key, told)
+        return [number - 1 for number in told.tolist() if number]
 
     # ---- a pass
 
@@ -186,6 +236,7 @@ class Exchange:
             if not self._trained[index]:
                 return
             self._take(index)
+            self._note_filled(index)
             for number in self._progress.arrive(index):
                 self._send(number)
 
@@ -201,7 +252,9 @@ class Exchange:
         self._before_pass()
         if self._trained != [p.requires_grad for p in self._tensors]:
             self._plan()
-        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
+        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._leaving)
+        if self._passes == _TIMED and self._weights_back:
+            self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
         self._sent = []
         self._open = True
@@ -225,6 +278,10 @@ class Exchange:
             )
         bucket.grads[index].copy_(grad)
         tensor.grad = place
+
+    def _note_filled(self, index: int) -> None:
+        if self._timing is not None and self._passes == _TIMED:
+            self._timing.filled(self._number_of[index])  # the last of a bucket's is what counts
 
     def _send(self, number: int) -> None:
         bucket, kv = self._buckets[number], self._kv
@@ -255,6 +312,8 @@ class Exchange:
         self._sent.append(_Flight(bucket, works))
         self._flights.update(dict.fromkeys(bucket.indices, self._sent[-1]))
         self._note_change(bucket)
+        if self._timing is not None and self._passes == _TIMED:
+            self._timing.sent(number, works)
 
     def _note_change(self, bucket: _Bucket) -> None:
         """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
@@ -269,6 +328,7 @@ class Exchange:
             absent = [i for number in range(len(self._buckets)) for i in self._progress.absent(number)]
             for i in absent:
                 self._take(i)
+                self._note_filled(i)
             for number in self._progress.finish():
                 self._send(number)
             self._open, self.fresh = False, True
@@ -278,8 +338,8 @@ class Exchange:
                 self._receive()
             if self.norms is not None:
                 self.norms.finish()
-            if not self._planned:
-                self._learn_order(arrived)
+            if self._passes < _LAST_PLANNED:
+                self._learn(arrived)
 
     def _receive(self) -> None:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
@@ -293,7 +353,7 @@ class Exchange:
         """No pass will follow: take part in the first one, if there was none, since the others plan after it."""
         if self.norms is not None:
             self.norms.leave()
-        if not self._weights_back and not self._planned:
+        if not self._weights_back and not self._passes:
             self.finish()
 
     @property

@@ -146,6 +146,39 @@ def layers_wait_for_their_own(store: str) -> None:
         same_in_all(kv, plain_steps, make=attentive, update_on_kvstore=True)
 
 
+def first_layers_first(store: str) -> None:
+    """Buckets leave in the order that the first worker of the client has found, and everybody trains alike."""
+    from kvmpi.torch import buckets
+    from kvmpi.torch.exchange import Exchange
+
+    schedule, send, passes, timed = buckets.schedule, Exchange._send, list[list[int]](), list[tuple[Any, Any]]()
+
+    def found(full_s: Any, cost_s: Any) -> list[int]:
+        timed.append((full_s, cost_s))
+        assert sorted(schedule(full_s, cost_s)) == list(range(len(full_s)))
+        return [1, 0, *range(len(full_s) - 1, 1, -1)] if kv.mpi_rank == 0 else list(range(len(full_s)))
+
+    def noted(self: Exchange, number: int) -> None:
+        if not passes or len(passes[-1]) == len(self._buckets):
+            passes.append([])
+        passes[-1].append(number)
+        send(self, number)
+
+    with kvmpi.create(store) as kv:
+        buckets.schedule, Exchange._send = found, noted
+        try:
+            same_in_all(kv, plain_steps, update_on_kvstore=True, bucket_bytes=1)
+        finally:
+            buckets.schedule, Exchange._send = schedule, send
+        count = len(passes[0])
+        assert count > 3
+        assert passes == [list(range(count))] * 3 + [[1, 0, *range(count - 1, 1, -1)]] * (STEPS - 3), passes
+        ((full_s, cost_s),) = timed if kv.mpi_rank == 0 else [([1.0], [1.0])]
+        assert min(full_s) > 0
+        assert sorted(full_s) == full_s, "the last layers' gradients are there first"
+        assert max(cost_s) > 0
+
+
 def compiled(store: str) -> None:
     def whole(seed: int) -> Any:
         return torch.compile(mlp(seed), backend="aot_eager")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmpi.errors import KVError
-from kvmpi.torch.buckets import Progress, complete_order, plan
+from kvmpi.torch.buckets import Progress, complete_order, plan, schedule
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 
@@ -42,25 +42,55 @@ def test_an_order_is_completed_from_behind(seen, count):
     assert found[len(known) :] == sorted(found[len(known) :], reverse=True)
 
 
-@given(SIZES, st.randoms(use_true_random=False), st.data())
-def test_buckets_leave_in_order_once_and_full(nbytes, random, data):
+@given(SIZES, st.randoms(use_true_random=False), st.booleans(), st.data())
+def test_buckets_leave_in_order_once_and_full(nbytes, random, shuffled, data):
     count = len(nbytes)
     buckets = plan(random.sample(range(count), count), nbytes, 40, 20)
     arriving = random.sample(range(count), data.draw(st.integers(0, count)))
-    progress, here, left = Progress(buckets), set(), []
+    order = random.sample(range(len(buckets)), len(buckets)) if shuffled else list(range(len(buckets)))
+    progress, here, left = Progress(buckets, order if shuffled else None), set(), []
     for index in arriving:
         leaving = progress.arrive(index)
         here.add(index)
         left += leaving
         for number, bucket in enumerate(buckets):
             # Those have left that are full, and all before them.
-            full = all(set(other) <= here for other in buckets[: number + 1])
+            full = all(set(buckets[other]) <= here for other in order[: order.index(number) + 1])
             assert (number in left) == full
             assert progress.absent(number) == [i for i in bucket if i not in here]
     assert list(progress.arrived) == arriving
     left += progress.finish()
-    assert left == list(range(len(buckets)))
+    assert left == order
     assert not progress.finish()
+
+
+def test_a_schedule_by_hand():
+    assert schedule([1, 2, 3], [0.5, 0.5, 0.5]) == [0, 1, 2]  # nothing ever waits
+    assert schedule([1, 2, 3], [2.5, 9, 9]) == [0, 2, 1]  # when the first is back, both others are full
+    assert schedule([1, 2, 3, 4, 5], [9, 1, 1, 1, 1]) == [0, 4, 3, 2, 1]
+    assert schedule([3, 1, 2], [1, 1, 1]) == [1, 2, 0]
+    assert schedule([], []) == []
+
+
+TIMES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12)
+
+
+@given(TIMES)
+def test_a_schedule_keeps_the_way_busy_and_takes_what_is_needed_first(times):
+    ready_s, cost_s = [ready for ready, _ in times], [cost for _, cost in times]
+    order = schedule(ready_s, cost_s)
+    assert sorted(order) == list(range(len(times)))
+    now = 0
+    for place, number in enumerate(order):
+        waiting = order[place:]
+        begins = max(now, ready_s[number])
+        assert begins == max(now, min(ready_s[other] for other in waiting)), "the way was free, and a bucket was full"
+        assert number == max(other for other in waiting if ready_s[other] <= begins)
+        now = begins + cost_s[number]
+    in_turn = 0
+    for ready, cost in sorted(times):
+        in_turn = max(in_turn, ready) + cost
+    assert now == in_turn, "as soon done as in any other order"
 
 
 def test_a_gradient_cannot_arrive_twice():

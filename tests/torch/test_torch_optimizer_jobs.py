@@ -15,14 +15,14 @@ ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
 @pytest.mark.parametrize(("options", "checks"), [
     ("-n 2", [
         "mpi/gradients",
-        "mpi/weights=loops_of_people,layers_wait_for_their_own,compiled,too_late,uneven_batches",
+        "mpi/weights=loops_of_people,layers_wait_for_their_own,first_layers_first,compiled,too_late,uneven_batches",
         f"mpi/algorithms={ALGORITHMS}",
     ]),
     ("-n 4 -c 2 -s 2", [
         "dist_sync_mpi/gradients=every_loop,graphs_that_change,images,order_of_the_first_worker,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,rule_of_the_user,graphs_that_change,resumed,uneven_batches",
-        "dist_sync/weights=layers_wait_for_their_own",
+        "dist_sync/weights=layers_wait_for_their_own,first_layers_first",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",
     ]),
