@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     group = result.add_mutually_exclusive_group()
     group.add_argument("--rows", metavar="ROW,...", help="rows of the table, see below")
     group.add_argument("--transport", metavar="T,...", help="rows auto, tcp or ipc (default tcp,ipc)")
-    add("--compress", metavar="C,...", help="these rows with none, fp16 (default none)")
+    add("--compress", metavar="C,...", help="these rows with none, fp16, bf16 (default none)")
     add("--mxnet", metavar="PYTHON", help="an interpreter that has MXNet, for the row mxnet")
     add_common(result, seconds=1.0, drawn="client_bw")
     return result

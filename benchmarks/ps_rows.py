@@ -50,13 +50,14 @@ KINDS = {
 }
 #: What may follow the name of a row of kvmpi, besides replicas=R, and SETTING=VALUE for the variable KVMPI_SETTING.
 MODIFIERS = {
-    "fp16": Way(compress="fp16"), "empty": Way(memory="empty"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),)),
+    **{name: Way(compress=name) for name in ("fp16", "bf16")},
+    "empty": Way(memory="empty"), "curve": Way(settings=(("KVMPI_SECURITY", "curve"),)),
     "shared": Way(settings=(("KVMPI_SHARED_PAYLOADS", "auto"),)),
     "plain": Way(settings=(("KVMPI_SHARED_PAYLOADS", "off"),)),
 }  # fmt: skip
 
 TRANSPORTS = ("auto", "tcp", "ipc")
-COMPRESSIONS = ("none", "fp16")
+COMPRESSIONS = ("none", "fp16", "bf16")
 MXNET = "mxnet"
 
 

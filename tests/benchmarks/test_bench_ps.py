@@ -83,7 +83,7 @@ def test_shapes_of_jobs_and_keys_of_a_call():
         ("-n 2 -c 3", "every client needs a worker"),
         ("-s 0", "-s 0: expected positive numbers"),
         ("--rows fast", "unknown row 'fast'; known: auto, tcp, ipc, mxnet"),
-        ("--rows tcp:slow", "tcp has no 'slow'; known: fp16, empty, curve, shared, plain and SETTING=VALUE"),
+        ("--rows tcp:slow", "tcp has no 'slow'; known: fp16, bf16, empty, curve, shared, plain and SETTING=VALUE"),
         ("--rows mxnet:fp16 --mxnet python", "mxnet has no 'fp16'"),
         ("--rows tcp:rank=3", "unknown setting 'rank'"),
         ("--rows tcp:chunk_bytes=x", "KVMPI_CHUNK_BYTES='x': expected int"),
