@@ -39,7 +39,7 @@ class Layers:
         self._parents: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._called: set[torch.nn.Module] = set()
         self._handles: list[Any] = []
-        # A compiler that meets the hook must not look into it: what it sees would count for all calls to come.
+        # A compiler that met the hook and looked into it would compile anew as what is under way changes.
         self._hook = _Hook(torch.compiler.disable(self._before_forward))
         self._visit(model, None, hooked=True)
         self.watch(index, exchange)
