@@ -394,7 +394,9 @@ def mxnet_job(tmp_path):
 
 def test_a_job_of_mxnet_ends_with_its_workers(mxnet_job):
     names = ("KVMPI_RANK", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI")
-    status, output = mxnet_job(f"print(sys.argv[1], *(os.environ[name] for name in {names}))")
+    status, output = mxnet_job(
+        f"os.write(1, ' '.join([sys.argv[1], *(os.environ[name] for name in {names})]).encode() + b'\\n')"
+    )
     assert status == 0
     assert sorted(output.splitlines()) == [f"FOLDER {rank} 2 1 127.0.0.1" for rank in (0, 1)]
 
