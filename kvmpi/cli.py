@@ -10,6 +10,7 @@ from collections.abc import Sequence
 #: Name -> (module with ``main(argv) -> int``, one line of help). To add a subcommand, add a line.
 COMMANDS = {
     "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
+    "doctor": ("kvmpi.doctor.command", "look for what keeps jobs from starting or makes them slow, and say what to do"),
     "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI and gloo, parameter servers beside MXNet"),
 }
 

@@ -23,6 +23,9 @@ TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 #: Open MPI would count the slots of an allocation, which other processes of the job use too.
 _NO_ALLOCATION = ("--prtemca", "ras", "^slurm,lsf,pbs,gridengine")
 
+#: For an mpirun to say which one it is.
+VERSION_S = 20.0
+
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 
 
@@ -96,7 +99,9 @@ class MPI:
         return env
 
 
-def find(environ: Mapping[str, str], num_workers: int, *, beside: str = sys.executable) -> MPI:
+def find(
+    environ: Mapping[str, str], num_workers: int, *, beside: str = sys.executable, timeout_s: float = VERSION_S
+) -> MPI:
     """``KVMPI_MPIRUN``, else the mpirun beside the interpreter ``beside``, else the one on ``PATH``.
 
     Raises:
@@ -115,10 +120,10 @@ def find(environ: Mapping[str, str], num_workers: int, *, beside: str = sys.exec
             raise ConfigError(f"a client of several workers needs MPI, and no mpirun was found; {hint}")
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(f"a client of several workers needs MPI, and mpi4py was not found; {hint}")
-    return MPI(path, detect_kind(path, environ))
+    return MPI(path, detect_kind(path, environ, timeout_s))
 
 
-def detect_kind(path: str, environ: Mapping[str, str]) -> str:
+def detect_kind(path: str, environ: Mapping[str, str], timeout_s: float = VERSION_S) -> str:
     """Ask ``mpirun --version``.
 
     Raises:
@@ -131,7 +136,7 @@ def detect_kind(path: str, environ: Mapping[str, str]) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=20,
+            timeout=timeout_s,
             check=False,
         ).stdout.decode(errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -48,7 +48,7 @@ def own_address(network: str, towards: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((towards, 9))  # sends nothing
             return str(probe.getsockname()[0])
-    found = {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
+    found = interfaces()
     if "/" not in network:
         if network in found:
             return found[network]
@@ -59,6 +59,11 @@ def own_address(network: str, towards: str) -> str:
                 return address
     listed = ", ".join(f"{name} {address}" for name, address in found.items())
     raise OSError(f"{socket.gethostname()} has no address on {network!r}; it has {listed}")
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of every interface that has one."""
+    return {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
 
 
 def _address_of(interface: str) -> str:

@@ -31,7 +31,7 @@ def find(
     Raises:
         ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
     """
-    found, kind = _choose(launcher, hostfile, hosts, environ)
+    found, kind = choose(launcher, hostfile, hosts, environ)
     if kind == "batch":
         if server_hosts:
             raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
@@ -40,7 +40,7 @@ def find(
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
-    way = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
+    way = way_by(kind, remote_shell)
     layout = lay_out(found, bounds, num_servers, [name for name in server_hosts.split(",") if name])
     node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
     here = next((name for name in layout.names if is_here(name) or name == node), "")
@@ -70,8 +70,21 @@ def _submitted(
     return Places(Layout(servers, clients), way, "", address, network)
 
 
-def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
-    """The hosts, and how to reach them; none where all is to be on this one."""
+def way_by(kind: str, remote_shell: str) -> reach.Reach:
+    """The way to other hosts that ``choose`` has named.
+
+    Raises:
+        ConfigError: its program is not there.
+    """
+    return {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
+
+
+def choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
+    """The hosts, and how to reach them; none where all is to be on this one.
+
+    Raises:
+        ConfigError: they make no sense.
+    """
     if hostfile or listed:
         if hostfile and listed:
             raise ConfigError("--hosts and --hostfile: only one of them can say where")

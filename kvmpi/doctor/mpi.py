@@ -1,0 +1,168 @@
+"""Checks of MPI: mpi4py, the library it loads, an mpirun that belongs to it, and a real job of two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvmpi.doctor.cores import available
+from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
+from kvmpi.errors import ConfigError
+from kvmpi.launchers import mpirun
+from kvmpi.launchers.mpirun import MPI
+
+PROGRAM = ("-m", "kvmpi.doctor.mpi_program")
+_VERSION_S = 5.0
+_AS_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+_INSTALL = "pip install 'kvmpi[mpi]'"
+_WITHOUT = "Without MPI every worker is a client of its own: kvmpi run -c WORKERS."
+
+
+@dataclass(frozen=True)
+class Found:
+    """An MPI, and what its library says; either may be missing."""
+
+    mpi: MPI | None
+    library: str = ""
+    path: str = ""
+
+
+def library(at: Surroundings) -> tuple[Finding, Found]:
+    """mpi4py and the library that it loads; nothing of MPI is started."""
+    try:
+        version = metadata.version("mpi4py")
+    except metadata.PackageNotFoundError:
+        return Finding("MPI library", "warning", "mpi4py is not installed", _WITHOUT, _INSTALL), Found(None)
+    answer = ask(at, (sys.executable, *PROGRAM, "version"))
+    says = _lines(answer.out)
+    if answer.status != 0 or not says:
+        return Finding(
+            "MPI library", "problem", f"mpi4py {version} finds no library that works: {answer.last_words(1)}",
+            f"Loading it {answer.end()}. {_WITHOUT}", f"{_INSTALL}\nor load the module of your site's MPI",
+        ), Found(None)  # fmt: skip
+    name = says[0]["library"].partition(", package")[0]
+    seen = f"{' '.join(name.split())}, mpi4py {version}, {says[0]['path']}"
+    return Finding("MPI library", "ok", seen, facts=says[0]), Found(None, says[0]["library"], says[0]["path"])
+
+
+def launcher(at: Surroundings, found: Found) -> tuple[Finding, Found]:
+    """The mpirun that jobs would be started with; it answers, and is of the same kind as the library."""
+    environ = {**mpirun.clean(at.environ), "KVMPI_JOB_ID": at.job_id}
+    try:
+        mpi = mpirun.find(environ, at.workers, timeout_s=_VERSION_S)
+    except ConfigError as error:
+        level: Level = "problem" if found.library else "warning"
+        seen, _, do = str(error).partition("; ")
+        return Finding("mpirun", level, seen, _WITHOUT, do), found
+    seen = f"{mpi.path} ({'Open MPI' if mpi.kind == 'openmpi' else 'MPICH'})"
+    kind = "openmpi" if "open mpi" in found.library.lower() else "mpich" if found.library else ""
+    if kind and kind != mpi.kind:
+        return Finding(
+            "mpirun", "problem", f"{seen}, and mpi4py loads {' '.join(found.library.split()[:3])}",
+            "They do not belong together: every worker would believe to be alone, or the job hangs at its start.",
+            "point KVMPI_MPIRUN to the mpirun of that library, or MPI4PY_LIBMPI to the library of this mpirun",
+        ), found  # fmt: skip
+    return Finding("mpirun", "ok", seen, facts={"path": mpi.path, "kind": mpi.kind}), Found(
+        mpi, found.library, found.path
+    )
+
+
+def site(at: Surroundings, found: Found) -> Finding:
+    """A wheel's MPI where the site has one of its own, which knows the site's network."""
+    if found.mpi is None:
+        return Finding("MPI of the site", "skipped", "there is no MPI to compare")
+    inside = str(Path(sys.prefix)) in os.path.abspath(found.mpi.path)
+    other = shutil.which("mpirun", path=at.environ.get("PATH"))
+    fabric = at.names("/sys/class/infiniband")
+    if other and os.path.realpath(other) != os.path.realpath(found.mpi.path) and inside:
+        matters = fabric or at.environ.get("SLURM_JOB_ID") or at.environ.get("LSB_JOBID")
+        seen = f"jobs take the wheel's; PATH has another mpirun, {other}"
+        if not matters:
+            return Finding("MPI of the site", "ok", seen)
+        return Finding(
+            "MPI of the site", "warning", seen, "The site's was probably built for its network and its batch system.",
+            f"compare the two:\nKVMPI_MPIRUN={other} kvmpi bench allreduce -n 2",
+        )  # fmt: skip
+    return Finding("MPI of the site", "ok", "from a wheel in this environment" if inside else "the one on PATH")
+
+
+def trial(at: Surroundings, found: Found) -> Finding:
+    """``mpirun -n 2``, as a user would start it: two ranks that know of each other, with threads."""
+    mpi = found.mpi
+    if mpi is None:
+        return Finding("mpirun -n 2", "skipped", "there is no mpirun that works")
+    env, words, notes = {}, [mpi.path, "-n", "2"], []
+    if mpi.kind == "openmpi":
+        words += ["--oversubscribe"] if available(at)[0] < 2 else []
+        if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
+            env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            notes.append("as root it wants OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+    answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env=env)
+    ranks = _lines(answer.out)
+    tail = f"Its last words:\n{answer.last_words()}" if answer.last_words() else "It has printed nothing."
+    if answer.status is None:
+        return Finding(
+            "mpirun -n 2", "problem", f"it {answer.end()} and was stopped", tail,
+            "the usual reasons: a network interface that leads nowhere (--mca btl_tcp_if_include lo), a host name that "
+            "does not resolve, an mpirun of another MPI",
+        )  # fmt: skip
+    if answer.status != 0:
+        return Finding("mpirun -n 2", "problem", f"it {answer.end()}", tail, _advice(answer.out + answer.err))
+    if len(ranks) == 2 and all(rank["size"] == 1 for rank in ranks):
+        return Finding(
+            "mpirun -n 2", "problem", "both ranks believe to be alone", "mpirun and the library that mpi4py loads "
+            f"({ranks[0]['path']}) do not belong together.",
+            "point KVMPI_MPIRUN to the mpirun of that library, or MPI4PY_LIBMPI to the library of this mpirun",
+        )  # fmt: skip
+    if len(ranks) != 2 or any(rank["sum"] != 3 for rank in ranks):
+        return Finding("mpirun -n 2", "problem", "the two ranks did not find the sum 3", tail)
+    level, cores = ranks[0]["thread_level"], ranks[0]["cores"]
+    facts = {"thread_level": level, "cores": cores, "seconds": answer.seconds}
+    seen = f"{answer.seconds:.1f} s, thread level {level}, a rank has {cores} of {available(at)[0]} cores"
+    if level != "MULTIPLE":
+        return Finding(
+            "mpirun -n 2", "problem", seen, "kvmpi calls MPI from several threads.",
+            "take an MPI that was built for threads; the wheel is: " + _INSTALL, facts,
+        )  # fmt: skip
+    if cores and cores * 2 < available(at)[0]:
+        return Finding(
+            "mpirun -n 2", "warning", seen, "A plain mpirun binds each rank to few cores, which its threads share; "
+            "kvmpi run does not.", "start programs with kvmpi run, or mpirun --bind-to none", facts,
+        )  # fmt: skip
+    return Finding("mpirun -n 2", "ok", "; ".join([seen, *notes]), facts=facts)
+
+
+def _advice(text: str) -> str:
+    """What to do about the commonest words of mpiruns."""
+    known: Sequence[tuple[str, str]] = (
+        (
+            "run as root",
+            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (kvmpi run does so by itself)",
+        ),
+        ("not enough slots", "mpirun --oversubscribe (kvmpi run does so by itself)"),
+        ("No module named", "mpirun has started another Python, or mpi4py is missing: " + _INSTALL),
+        ("cannot open shared object", "load the module of the MPI that mpi4py looks for, or: " + _INSTALL),
+    )
+    for words, advice in known:
+        if words in text:
+            return advice
+    return "try it by hand: mpirun -n 2 hostname"
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    found = []
+    for line in text.splitlines():
+        try:
+            read = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(read, dict) and "library" in read:
+            found.append(read)
+    return found
