@@ -15,7 +15,7 @@ from kvmpi.errors import ConfigError
 
 #: Parameters of models that are too small for a preset: ResNet-20 on CIFAR-10 (He et al. 2015), and Kim's network of
 #: sentences (2014) without its word vectors, of which a step touches few rows: 3 x 100 maps over 300 dimensions.
-_SMALL = {"resnet20": 272_474, "textcnn": 3 * 100 * 300 * 4 + 300 + 2 * 300 + 2}
+_SMALL = {"resnet20": 269_722, "textcnn": 3 * 100 * 300 * 4 + 300 + 2 * 300 + 2}
 MODELS = (*PRESETS, *_SMALL)
 #: Of a step: gradients are complete one after the other from the beginning of the backward pass to its end.
 BACKWARD = 2 / 3

@@ -115,7 +115,7 @@ def find_leftovers(at: Surroundings) -> list[str]:
             mine = match is not None and entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
             if match is None or not mine or young or match[1] in living or f"{entry.path}/" in sockets:
                 continue
-            if match[1] is None and not any(name.startswith("server-") for name in at.names(entry.path)):
+            if match[1] is None and not any(Path(entry.path).glob("server-*")):
                 continue  # eight letters may be anybody's
             found.append(entry.path)
     for prefix in ("ucx_shm_posix_", "mpich_shm_"):

@@ -82,7 +82,7 @@ def measure(address: str, port: int, token: bytes, seconds: float) -> dict[str, 
             # What is in the buffers when the result is there must not be sent any more.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found["from"] = connection.getsockname()[0]
+            found["by"] = connection.getsockname()[0]
             step = "ping"
             connection.sendall(token)
             times_s = []

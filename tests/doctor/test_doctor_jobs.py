@@ -1,0 +1,219 @@
+"""Checks that start something: MPI that hangs, fails or is another one, trial jobs, and the doctor as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import environs_with
+
+from kvmpi.doctor import mpi, report, trial
+from kvmpi.doctor.finding import Answer, Finding, Surroundings, ask
+from kvmpi.launchers import watchdog
+from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.mpirun import MPI
+
+TIMEOUT_S = 120.0
+VERSION = 'case "$*" in *--version*) echo "mpirun (Open MPI) 5.0.11"; exit 0;; esac\n'
+
+
+def mpirun(folder: Path, script: str) -> Path:
+    """A stand-in."""
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def around(**environ: str) -> Surroundings:
+    base = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    return Surroundings({**base, **environ}, secrets.token_hex(8))
+
+
+def test_whoever_is_asked_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    at = around()
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(99)"
+    )
+    answer = ask(at, (sys.executable, "-c", stubborn), timeout_s=1.0)
+    assert (answer.status, answer.out, answer.end()) == (None, "here\n", "did not end within 1 s")
+    assert not environs_with(f"KVMPI_JOB_ID={at.job_id}")
+    answer = ask(at, (sys.executable, "-c", "import sys; sys.exit('a\\nb\\nc\\nd')"))
+    assert (answer.status, answer.last_words(2)) == (1, "c\nd")
+    assert ask(at, ("/no/such/program",)).status == 127
+
+
+def test_no_mpi4py_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, seen = mpi.library(around(MPI4PY_LIBMPI="/no/such/libmpi.so"))
+    assert found.level == "problem"
+    assert seen.library == ""
+
+    def lacks(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", lacks)
+    found, _ = mpi.library(around())
+    assert (found.level, "pip install" in found.do) == ("warning", True)
+
+
+def test_an_mpirun_that_hangs_is_another_or_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = mpi.Found(None, "Open MPI v5.0.11", "/x/libmpi.so.40")
+    monkeypatch.setattr(mpi, "_VERSION_S", 0.5)
+    at = around(KVMPI_MPIRUN=str(mpirun(tmp_path, "sleep 100")))
+    try:
+        found, seen = mpi.launcher(at, library)
+    finally:
+        watchdog.kill_all(at.job_id)  # what the whole doctor does at its end
+    assert (found.level, seen.mpi, "timed out" in found.seen) == ("problem", None, True)
+    mpirun(tmp_path, 'echo "HYDRA build details:"')
+    found, seen = mpi.launcher(at, library)
+    assert (found.level, seen.mpi, "do not belong together" in found.means) == ("problem", None, True)
+    mpirun(tmp_path, 'echo "yet another launcher"')
+    assert "neither Open MPI nor MPICH" in mpi.launcher(at, library)[0].seen
+    found, seen = mpi.launcher(around(KVMPI_MPIRUN="/no/such/mpirun"), library)
+    assert (found.level, "is not an executable" in found.seen) == ("problem", True)
+    assert mpi.trial(at, seen).level == "skipped"
+
+
+@pytest.mark.parametrize(("script", "words", "advice"), [
+    ("sleep 100", "did not end within 2 s", "interface that leads nowhere"),
+    ("echo mpirun has detected an attempt to run as root >&2; exit 1", "exit status 1", "OMPI_ALLOW_RUN_AS_ROOT"),
+    ("echo There are not enough slots available; exit 1", "exit status 1", "--oversubscribe"),
+    ("exit 0", "did not find the sum", ""),
+])  # fmt: skip
+def test_a_trial_that_fails(script: str, words: str, advice: str, tmp_path: Path) -> None:
+    at = Surroundings(around().environ, secrets.token_hex(8), deadline_s=2.0 if "sleep" in script else 30.0)
+    found = mpi.trial(at, mpi.Found(MPI(str(mpirun(tmp_path, script)), "openmpi")))
+    assert (found.level, words in found.seen, advice in found.do) == ("problem", True, True), found
+    assert not environs_with(f"KVMPI_JOB_ID={at.job_id}")
+
+
+def test_ranks_that_believe_to_be_alone(tmp_path: Path) -> None:
+    """What an mpirun of another MPI does: it starts the program twice, and tells it nothing."""
+    path = mpirun(tmp_path, 'shift 2; case $1 in --*) shift;; esac; "$@" & "$@"; wait')
+    found = mpi.trial(around(), mpi.Found(MPI(str(path), "openmpi")))
+    assert (found.level, "believe to be alone" in found.seen) == ("problem", True), found
+    assert "libmpi" in found.means
+
+
+def test_the_mpi_of_a_site(tmp_path: Path) -> None:
+    ours = mpi.Found(MPI(str(Path(sys.prefix) / "bin/mpirun"), "openmpi"))
+    theirs = mpirun(tmp_path, "true")
+    assert mpi.site(around(PATH="/nowhere"), ours).level == "ok"
+    assert mpi.site(around(PATH=str(tmp_path)), ours).level == "ok"
+    found = mpi.site(around(PATH=str(tmp_path), SLURM_JOB_ID="7"), ours)
+    assert (found.level, f"KVMPI_MPIRUN={theirs}" in found.do) == ("warning", True)
+
+
+def test_trial_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Sequence[str], dict[str, str]]] = []
+
+    def answer(at: Surroundings, command: Sequence[str], *, timeout_s: float, env: dict[str, str]) -> Answer:
+        asked.append((command, env))
+        with_mpi = command[command.index("-c") + 1] == "1"
+        return Answer(1 if with_mpi else 0, "", "[client 0] boom\n", 1.0)
+
+    monkeypatch.setattr(trial, "ask", answer)
+    found = trial.run(around())
+    assert (found.level, "boom" in found.means) == ("problem", True)
+    assert "the same without MPI works" in found.do
+    two = [Host("a", 8), Host("b", 4)]
+    trial.run(around(), two, "ssh", remote_shell="my ssh", network="10.0.0.0/8")
+    command = " ".join(asked[-2][0])
+    assert "-n 2 -c 1 -s 1 --interface 10.0.0.0/8 --remote-shell my ssh --hosts a:1,b:1" in command
+    trial.run(around(), two, "srun")
+    assert asked[-1][1]["SLURM_JOB_NODELIST"] == "a,b"
+    assert asked[-1][1]["SLURM_TASKS_PER_NODE"] == "1(x2)"
+    trial.run(around(), two, "blaunch")
+    assert asked[-1][1]["LSB_MCPU_HOSTS"] == "a 1 b 1"
+    number = len(asked)
+    assert trial.run(around(KVMPI_NONSENSE="1")).level == "skipped"
+    assert len(asked) == number
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "mount -o remount,size=8G /dev/shm " + "x" * 100
+    findings = [
+        Finding("first", "problem", "a long line of text " * 10, "what it means " * 10, f"do this:\n{command}"),
+        Finding("second", "warning", "something", do="that", host="a"),
+        Finding("third", "ok", "fine"),
+        Finding("second", "warning", "something else", do="that", host="b"),
+    ]
+    report.show(findings, None, ["a ceiling"], "kvmpi doctor")
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
+    assert f"    {command}" in lines, "a command is never cut"
+    assert lines.index("warning: second (a, b)") < lines.index("problem: first"), "problems are last"
+    assert sum(line == "  To do: that" for line in lines) == 1
+    assert lines[-1] == "1 problem, 2 warnings"
+    assert report.exit_status(findings) == 1
+    assert report.exit_status(findings[1:]) == 0
+
+
+# ---- the doctor as a whole
+
+
+def doctor(*words: str, **environ: str) -> tuple[int, dict[str, Any], str]:
+    base = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmpi", "doctor", *words], env={**base, **environ}, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout) if "--json" in words and done.stdout else {}, done.stderr
+
+
+def test_a_sound_host() -> None:
+    status, found, err = doctor("--json", "--model", "resnet50", "--step-seconds", "0.5", "-n", "2")
+    by_name = {finding["check"]: finding for finding in found["findings"]}
+    problems = [finding for finding in found["findings"] if finding["level"] == "problem"]
+    assert (status, problems) == (0, []), err
+    assert found["status"] == 0
+    assert by_name["mpirun -n 2"]["facts"]["thread_level"] == "MULTIPLE"
+    assert "right" in by_name["kvmpi run -n 2 -s 1"]["seen"]
+    assert by_name["packages"]["facts"]["numpy"] == metadata.version("numpy")
+    assert {"cores", "shared memory", "cross-memory attach", "ports", "gpu", "settings"} <= by_name.keys()
+    assert found["ceiling"]["nbytes"] == 4 * 25_557_032
+    assert 0 < found["ceiling"]["least_s"] <= found["ceiling"]["expected_s"]
+    assert 0 < found["ceiling"]["worst_efficiency"] <= found["ceiling"]["best_efficiency"] <= 1
+    assert "Traceback" not in err
+
+
+def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
+    mark = f"DOCTOR_TEST={secrets.token_hex(8)}"
+    stand_in = mpirun(tmp_path, f"export {mark}\nsleep 1000")
+    status, found, err = doctor("--json", KVMPI_MPIRUN=str(stand_in))
+    by_name = {finding["check"]: finding for finding in found["findings"]}
+    assert status == 1, err
+    assert by_name["mpirun"]["level"] == "problem"
+    assert str(stand_in) in by_name["mpirun"]["seen"]
+    assert by_name["mpirun -n 2"]["level"] == "skipped"
+    assert "without MPI: right" in by_name["kvmpi run -n 2 -s 1"]["seen"]
+    assert not environs_with(mark), "the stand-in and its sleep are gone"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--hosts", "a:b"], "expected NAME:WORKERS"),
+    (["--hosts", "a", "--hostfile", "b"], "only one of them"),
+    (["--hostfile", "/no/such"], "No such file"),
+    (["--interface", "lo"], "for several hosts"),
+    (["--model", "resnet50"], "go together"),
+    (["--model", "resnet9000", "--step-seconds", "1"], "expected one of resnet50"),
+    (["-n", "0"], "at least one worker"),
+    (["--hosts", "a:2", "--remote-shell", "/no/such/shell"], "was not found"),
+    (["--hosts", "a:2,b:2", "-n", "9", "--model", "resnet50", "--step-seconds", "1"], "have 4 slots"),
+])  # fmt: skip
+def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvmpi.doctor.command import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(words, {"PATH": os.environ["PATH"]})
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,289 @@
+"""Checks of a host and of a shell: each is shown its fault, in surroundings that are made for it, and a sound host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmpi.doctor import attach, cores, machine, network, settings
+from kvmpi.doctor.finding import Surroundings
+
+MIB = 1 << 20
+
+
+def at(
+    root: Path, environ: Mapping[str, str] | None = None, files: Mapping[str, str] | None = None, **more: Any
+) -> Any:
+    """Surroundings with these files below ``root``."""
+    for name, text in (files or {}).items():
+        path = root / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Surroundings(dict(environ or {}), root=str(root), temporary=str(root / "tmp"), **more)
+
+
+def disk(free: int, flags: int = 0) -> Any:
+    return lambda path: SimpleNamespace(f_bavail=free // 4096, f_blocks=2 * free // 4096, f_frsize=4096, f_flag=flags)
+
+
+def test_another_kvmpi_on_path(tmp_path: Path) -> None:
+    other = tmp_path / "kvmpi"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    found = machine.python(at(tmp_path, {"PATH": str(tmp_path)}))
+    assert found.level == "warning"
+    assert str(other) in found.means
+    assert machine.python(at(tmp_path, {"PATH": "/nowhere"})).level == "ok"
+
+
+def test_packages_that_are_missing_old_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('built for another Python')")
+    found = machine.packages(at(tmp_path, {"PYTHONPATH": str(tmp_path)}))
+    assert found.level == "problem"
+    assert "built for another Python" in found.seen
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy>=99.1", "no-such>=1.0", "torch>=99; extra == 'x'"])
+    found = machine.packages(at(tmp_path))
+    assert found.level == "problem"
+    assert "is older than 99.1; no-such is missing" in found.seen
+    assert "torch" not in found.seen
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 * MIB, "problem"), (100 * MIB, "warning"), (4096 * MIB, "ok")])
+def test_shared_memory_that_is_too_small(
+    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk(free))
+    found = machine.shared_memory(at(tmp_path))
+    assert found.level == level
+    assert found.facts["free_bytes"] == free
+    assert ("remount" in found.do) == (level != "ok")
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    assert machine.shared_memory(at(tmp_path)).level == "skipped"
+
+
+def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
+    dead, living, young, embedded, used = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3", "abcd1234", "efgh5678"
+    here = at(tmp_path, files={
+        f"dev/shm/kvmpi-{dead}/segment": "x" * 1000,
+        f"tmp/kvmpi-{dead}-client-0/keys": "",
+        f"dev/shm/kvmpi-{living}/segment": "",
+        f"tmp/kvmpi-{young}/keys": "",
+        f"tmp/kvmpi-{embedded}/server-0": "",
+        f"tmp/kvmpi-{used}/server-0": "",
+        "tmp/kvmpi-mystuff/notes": "",
+        "tmp/kvmpi-6fe0ab/file": "",
+        "proc/net/unix": f"0: 2 1 1 {tmp_path}/tmp/kvmpi-{used}/server-0\n",
+        "proc/77/environ": f"A=b\0KVMPI_JOB_ID={living}\0",
+        "dev/shm/ucx_shm_posix_7f": "x",
+        "dev/shm/somebody": "x",
+    })  # fmt: skip
+    for path in (tmp_path / "dev/shm").iterdir():
+        os.utime(path, (0, 0))
+    for path in (tmp_path / "tmp").iterdir():
+        if young not in path.name:
+            os.utime(path, (0, 0))
+    expected = [
+        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0"
+    ]  # fmt: skip
+    found = machine.leftovers(here)
+    assert found.level == "warning"
+    assert found.facts["paths"] == sorted(str(tmp_path / name) for name in expected)
+    assert found.facts["bytes"] >= 1000
+    assert "kvmpi doctor --clean" in found.do
+    assert machine.remove_leftovers(here) == found.facts["paths"]
+    assert machine.leftovers(here).level == "ok"
+    assert (tmp_path / "tmp/kvmpi-mystuff/notes").exists()
+    assert (tmp_path / f"dev/shm/kvmpi-{living}/segment").exists()
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (256, 512), resource.RLIMIT_MEMLOCK: (64 << 10, 64 << 10)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert machine.open_files(at(tmp_path)).level == "warning"
+    assert machine.locked_memory(at(tmp_path)).level == "ok"
+    card = at(tmp_path, files={"sys/class/infiniband/mlx5_0/x": ""})
+    assert machine.locked_memory(card).level == "warning"
+    assert settings.forks(card).level == ("warning" if sys.version_info < (3, 14) else "ok")
+    limits[resource.RLIMIT_NOFILE] = (1024, resource.RLIM_INFINITY)
+    assert machine.open_files(at(tmp_path)).level == "ok"
+
+
+def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = at(tmp_path, files={"tmp/x": ""})
+    assert machine.temporary(here).level == "ok"
+    assert machine.temporary(at(tmp_path, {"TMPDIR": "/no/such"})).level == "problem"
+    monkeypatch.setattr(os, "statvfs", disk(1 * MIB))
+    assert machine.temporary(here).level == "problem"
+    monkeypatch.setattr(os, "statvfs", disk(1000 * MIB, os.ST_NOEXEC))
+    assert "noexec" in machine.temporary(here).seen
+
+
+def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_version", lambda name: "")
+    assert machine.gpu(at(tmp_path)).level == "skipped"
+    card = at(
+        tmp_path, {"PYTHONPATH": str(tmp_path)}, {"dev/nvidia0": "", "cupy.py": "raise ImportError('no libcuda')"}
+    )
+    assert "no CuPy" in machine.gpu(card).seen
+    monkeypatch.setattr(machine, "_version", lambda name: "13.0" if name == "cupy-cuda12x" else "")
+    found = machine.gpu(card)
+    assert found.level == "warning"
+    assert "no libcuda" in found.seen
+
+
+# ---- cores
+
+
+@pytest.mark.parametrize("files", [
+    {"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/cpu.max": "150000 100000",
+     "sys/fs/cgroup/pod/box/cpu.max": "max 100000"},
+    {"proc/self/cgroup": "4:cpu,cpuacct:/box\n", "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "75000",
+     "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "50000",
+     "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "50000"},
+], ids=["v2", "v1"])  # fmt: skip
+def test_a_container_with_less_than_it_shows(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    here = at(tmp_path, files=files, workers=1)
+    assert cores.cgroup_cores(here) == 1.5
+    assert cores.cores(here).level == "ok"
+    found = cores.threads(here)
+    assert found.level == "warning", "kvmpi run counts 64 cores"
+    assert found.do == "export OMP_NUM_THREADS=1"
+    assert cores.cores(at(tmp_path, files=files, workers=2)).level == "warning"
+
+
+def test_threads_and_binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for given, workers, level in (("", 4, "ok"), ("2", 4, "ok"), ("4", 4, "warning"), ("all", 1, "warning")):
+        environ = {"OMP_NUM_THREADS": given} if given else {}
+        assert cores.threads(at(tmp_path, environ, workers=workers)).level == level, given
+    assert cores.threads(at(tmp_path, workers=16)).level == "ok", "one thread each: more workers are another matter"
+    assert cores.cores(at(tmp_path, workers=16)).level == "warning"
+    assert cores.binding(at(tmp_path, {"OMP_PROC_BIND": "close"})).do == "unset OMP_PROC_BIND"
+    assert cores.binding(at(tmp_path, {"OMP_PROC_BIND": "false"})).level == "ok"
+    assert cores.binding(at(tmp_path, {"PRTE_MCA_hwloc_default_binding_policy": "core"})).level == "warning"
+
+
+def test_memory_and_load(tmp_path: Path) -> None:
+    here = at(tmp_path, files={
+        "proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable: 8000000 kB\n", "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": str(512 * MIB), "proc/loadavg": "99.5 1 1 1/2 3\n",
+    })  # fmt: skip
+    assert cores.memory(here).level == "warning"
+    assert cores.memory(here).facts == {"free_bytes": 8_192_000_000, "limit_bytes": 512 * MIB}
+    assert cores.load(here).level == "warning"
+    (tmp_path / "sys/fs/cgroup/box/memory.max").write_text("max")
+    (tmp_path / "proc/loadavg").write_text("0.1 1 1 1/2 3\n")
+    assert cores.memory(here).level == cores.load(here).level == "ok"
+
+
+def test_memory_of_others_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(
+        "import sys\nif sys.argv[1] == 'show':\n    print('1 2', flush=True); sys.stdin.read()\n"
+        "elif sys.argv[2:] == ['1', '2']:\n    print('Operation not permitted'); sys.exit(3)\n"
+    )
+    monkeypatch.setattr(attach, "PROGRAM", (str(stand_in),))
+    found = attach.cross_memory(at(tmp_path, files={"proc/sys/kernel/yama/ptrace_scope": "2\n"}))
+    assert found.level == "warning"
+    assert "Operation not permitted" in found.seen
+    assert "ptrace_scope is 2" in found.seen
+    assert "sysctl kernel.yama.ptrace_scope=1" in found.do
+    stand_in.write_text("import time; time.sleep(100)")
+    assert "said nothing in time" in attach.cross_memory(at(tmp_path, deadline_s=0.3)).seen
+
+
+# ---- the shell
+
+
+@pytest.mark.parametrize(("environ", "level", "words"), [
+    ({}, "ok", "no KVMPI_"),
+    ({"KVMPI_TIMEOUT": "3"}, "problem", "unknown setting KVMPI_TIMEOUT"),
+    ({"KVMPI_TIMEOUT_S": "soon"}, "problem", "KVMPI_TIMEOUT_S='soon'"),
+    ({"KVMPI_TUNING": "/no/such"}, "problem", "KVMPI_TUNING=/no/such"),
+    ({"KVMPI_ROLE": "worker", "KVMPI_RANK": "0"}, "warning", "KVMPI_RANK, KVMPI_ROLE set by hand"),
+    ({"KVMPI_ENGINE": "naive"}, "warning", "KVMPI_ENGINE=naive"),
+    ({"KVMPI_TIMEOUT_S": "30"}, "ok", "KVMPI_TIMEOUT_S=30"),
+])  # fmt: skip
+def test_settings(environ: dict[str, str], level: str, words: str, tmp_path: Path) -> None:
+    found = settings.settings(at(tmp_path, environ))
+    assert (found.level, words in found.seen) == (level, True), found
+    assert "known settings" not in found.seen
+
+
+@pytest.mark.parametrize(("environ", "level", "words"), [
+    ({}, "ok", "none"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "warning", "is a rank of an MPI job"),
+    ({"OMPI_MCA_btl": "self,tcp"}, "warning", "over the network instead of shared memory"),
+    ({"OMPI_MCA_btl": "^sm"}, "warning", "over the network instead of shared memory"),
+    ({"OMPI_MCA_btl": "^self"}, "warning", "does not start"),
+    ({"OMPI_MCA_btl": "self,sm,tcp"}, "ok", "OMPI_MCA_btl"),
+    ({"OMPI_MCA_mpi_yield_when_idle": "1"}, "warning", "twice as long"),
+    ({"OMPI_MCA_btl_tcp_if_include": "ib0"}, "warning", "no interface ib0"),
+    ({"OMPI_MCA_btl_tcp_if_include": "eth0"}, "ok", "eth0"),
+    ({"UCX_TLS": "tcp"}, "ok", "UCX_TLS=tcp"),
+])  # fmt: skip
+def test_variables_of_mpi(environ: dict[str, str], level: str, words: str, tmp_path: Path) -> None:
+    found = settings.mpi_variables(at(tmp_path, environ, {"sys/class/net/eth0/speed": "1000"}))
+    assert (found.level, words in found.seen) == (level, True), found
+
+
+def test_proxies(tmp_path: Path) -> None:
+    assert settings.proxies(at(tmp_path)).level == "ok"
+    assert settings.proxies(at(tmp_path, {"HTTP_PROXY": "http://p:3128"})).level == "warning"
+    assert settings.proxies(at(tmp_path, {"http_proxy": "http://p", "no_proxy": "localhost"})).level == "ok"
+
+
+def test_batch_systems(tmp_path: Path) -> None:
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    slurm = {**path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    empty = {"PATH": str(tmp_path)}
+    assert settings.batch(at(tmp_path, empty)).level == "skipped"
+    assert settings.batch(at(tmp_path, {**slurm, **empty})).level == "problem", "no srun"
+    program("srun", "echo slurm 20.02.1")
+    assert "20.11" in settings.batch(at(tmp_path, slurm)).means
+    program("srun", "echo slurm-wlm 23.11.4")
+    found = settings.batch(at(tmp_path, slurm))
+    assert (found.level, "n1:2, n2:2" in found.seen) == ("ok", True)
+    assert settings.batch(at(tmp_path, {**slurm, "SLURM_TASKS_PER_NODE": "2"})).level == "problem"
+    program("sbatch", "true")
+    program("scontrol", "echo 'Slurmctld(primary) at x is DOWN'")
+    assert "does not answer" in settings.batch(at(tmp_path, path)).seen
+    program("scontrol", "echo 'Slurmctld(primary) at x is UP'")
+    assert settings.batch(at(tmp_path, path)).level == "ok"
+
+
+# ---- the network of this host
+
+
+def test_host_names_interfaces_and_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.interface(at(tmp_path), "no0").level == "problem"
+    assert network.interface(at(tmp_path), "lo").facts["address"] == "127.0.0.1"
+    small = at(tmp_path, files={"proc/sys/net/ipv4/ip_local_port_range": "40000\t40100\n"})
+    assert network.ports(small, "lo").level == "warning"
+    assert network.ports(at(tmp_path / "other"), "lo").level == "ok"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(network.socket, "gethostbyname", refuse)
+    assert network.name(at(tmp_path)).level == "warning"
+    monkeypatch.setattr(network.socket, "create_connection", refuse)
+    found = network.ports(at(tmp_path), "lo")
+    assert (found.level, "Operation not permitted" in found.seen) == ("problem", True)
