@@ -31,7 +31,7 @@ def find(
     Raises:
         ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
     """
-    found, kind = choose(launcher, hostfile, hosts, environ)
+    found, kind = _choose(launcher, hostfile, hosts, environ)
     if kind == "batch":
         if server_hosts:
             raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
@@ -40,7 +40,7 @@ def find(
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
-    way = way_by(kind, remote_shell)
+    way = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
     layout = lay_out(found, bounds, num_servers, [name for name in server_hosts.split(",") if name])
     node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
     here = next((name for name in layout.names if is_here(name) or name == node), "")
@@ -70,21 +70,8 @@ def _submitted(
     return Places(Layout(servers, clients), way, "", address, network)
 
 
-def way_by(kind: str, remote_shell: str) -> reach.Reach:
-    """The way to other hosts that ``choose`` has named.
-
-    Raises:
-        ConfigError: its program is not there.
-    """
-    return {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
-
-
-def choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
-    """The hosts, and how to reach them; none where all is to be on this one.
-
-    Raises:
-        ConfigError: they make no sense.
-    """
+def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
+    """The hosts, and how to reach them; none where all is to be on this one."""
     if hostfile or listed:
         if hostfile and listed:
             raise ConfigError("--hosts and --hostfile: only one of them can say where")
@@ -122,3 +109,18 @@ def is_here(name: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def look(
+    launcher: str, hostfile: str, hosts: str, remote_shell: str, environ: Mapping[str, str]
+) -> tuple[list[Host], str, reach.Reach | None]:
+    """The hosts that ``find`` would take for a job, and how they are reached, for those who only want to know.
+
+    Raises:
+        ConfigError: as of ``find``.
+    """
+    found, kind = _choose(launcher, hostfile, hosts, environ)
+    if not found:
+        return [], "", None
+    ways = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}
+    return found, kind, ways[kind]()

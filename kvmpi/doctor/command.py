@@ -20,6 +20,7 @@ from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import hosts as host_lists
 from kvmpi.launchers import processes, where
 from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.reach import Reach
 
 #: Checks of a host by itself, in the order in which they are shown.
 MACHINE: tuple[Callable[[Surroundings], Finding], ...] = (
@@ -68,11 +69,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return _clean(Surroundings(environ))
     try:
         nbytes = ceiling.gradient_bytes(args.model) if args.model else 0
-        chosen, kind = ([], "") if args.machine else where.choose("auto", args.hostfile, args.hosts, environ)
+        nobody: tuple[list[Host], str, Reach | None] = ([], "", None)
+        chosen, kind, way = (
+            nobody if args.machine else where.look("auto", args.hostfile, args.hosts, args.remote_shell, environ)
+        )
         if args.interface and not chosen:
             raise ConfigError("--interface is for several hosts; see --hosts and --hostfile")
         placed = _placed(chosen, args.workers) if args.model else [args.workers]
-        way = where.way_by(kind, args.remote_shell) if chosen else None
     except ConfigError as error:
         options.error(str(error))
     at = Surroundings(environ, secrets.token_hex(8), workers=-(-args.workers // max(1, len(chosen))))

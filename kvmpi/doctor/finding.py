@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -94,8 +95,10 @@ class Answer:
 
     def last_words(self, count: int = 3) -> str:
         """The last lines that it has printed."""
-        lines = [line.strip() for line in (self.out + "\n" + self.err).splitlines() if line.strip(" -*=\t")]
-        return "\n".join(line[:200] for line in lines[-count:])
+        lines = [line.strip() for line in (self.out + "\n" + self.err).splitlines()]
+        # Without those that are rulers, or nothing but the name of who says it.
+        said = [line for line in lines if re.sub(r"^\[[\w ]+\]", "", line).strip(" -*=\t")]
+        return "\n".join(line[:200] for line in said[-count:])
 
 
 def ask(

@@ -11,7 +11,7 @@ from kvmpi.collectives import cost
 from kvmpi.config import Config, env_name
 from kvmpi.doctor.finding import Finding, Surroundings, ask
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import hosts
+from kvmpi.launchers import where
 from kvmpi.launchers.job import OWNED
 
 #: Right for looking for an error, slow for work: setting -> what it costs.
@@ -24,6 +24,7 @@ _SLOW = {
     ("log_level", "DEBUG"): "servers write a line for every message",
 }
 _COMMANDS = {"slurm": ("srun", "sbatch"), "lsf": ("blaunch", "bsub")}
+_NAMES = {"slurm": "Slurm", "lsf": "LSF"}
 _ANSWER_S = 4.0
 
 
@@ -126,22 +127,18 @@ def forks(at: Surroundings) -> Finding:
 
 def batch(at: Surroundings) -> Finding:
     """Slurm or LSF: the allocation around this process, or whether the system answers."""
-    try:
-        inside = {"slurm": hosts.of_slurm(at.environ), "lsf": hosts.of_lsf(at.environ)}
-    except ConfigError as error:
-        return Finding("batch system", "problem", str(error), "kvmpi run cannot tell which hosts it has.",
-                       "name them: kvmpi run --hosts a:4,b:4 ...")  # fmt: skip
     path = at.environ.get("PATH")
-    for system, found in inside.items():
-        if not found:
-            continue
-        names = ", ".join(f"{host.name}:{host.slots}" for host in found)
-        seen = f"in a {system} allocation: {names}"
-        start = _COMMANDS[system][0]
-        if shutil.which(start, path=path) is None:
-            return Finding("batch system", "problem", f"{seen}, and no {start} on PATH", "kvmpi run starts everything "
-                           "on other hosts by it.", "load the batch system's module")  # fmt: skip
-        return _allocation(at, system, seen)
+    for system in _COMMANDS:
+        try:
+            found, _, _ = where.look(system, "", "", "", at.environ)
+        except ConfigError as error:
+            return Finding(
+                "batch system", "problem", str(error), "kvmpi run cannot tell which hosts it has, or not reach them.",
+                "load the batch system's module, or name hosts for ssh: kvmpi run --hosts a:4,b:4 ...",
+            )  # fmt: skip
+        if found:
+            names = ", ".join(f"{host.name}:{host.slots}" for host in found)
+            return _allocation(at, system, f"in a {_NAMES[system]} allocation: {names}")
     for system, (start, submit) in _COMMANDS.items():
         if shutil.which(submit, path=path) is None:
             continue
@@ -149,11 +146,11 @@ def batch(at: Surroundings) -> Finding:
         answer = ask(at, command, timeout_s=_ANSWER_S)
         if answer.status != 0 or "DOWN" in answer.out:
             return Finding(
-                "batch system", "warning", f"{system}: {submit} is here, but its controller does not answer",
+                "batch system", "warning", f"{_NAMES[system]}: {submit} is here, but its controller does not answer",
                 f"{' '.join(command)} {answer.end()}: {answer.last_words(1)}",
                 f"kvmpi run --launcher {system} will not work from here; --hosts does",
             )  # fmt: skip
-        return Finding("batch system", "ok", f"{system} answers; {start} and {submit} are here")
+        return Finding("batch system", "ok", f"{_NAMES[system]} answers; {start} and {submit} are here")
     return Finding("batch system", "skipped", "neither Slurm nor LSF")
 
 

@@ -23,7 +23,7 @@ def run(
     """A job of one client, with one server: two workers here, or one on each host.
 
     Args:
-        kind: how the hosts are reached, see ``where.choose``.
+        kind: how the hosts are reached, see ``where.look``.
         has_mpi: otherwise every worker is a client of its own.
     """
     count = min(len(hosts), _MOST_HOSTS) if len(hosts) > 1 else 2
@@ -42,7 +42,7 @@ def run(
     how = "one client over MPI" if has_mpi else "every worker a client, without MPI"
     if answer.status == 0:
         return Finding(name, "ok", f"{where}, {how}: right, {answer.seconds:.1f} s", facts={"seconds": answer.seconds})
-    means = f"Its last words:\n{answer.last_words(4)}" if answer.last_words() else "It has printed nothing."
+    means = f"Its last words:\n{answer.last_words(6)}" if answer.last_words() else "It has printed nothing."
     if has_mpi:
         without = run(at, hosts, kind, has_mpi=False, remote_shell=remote_shell, network=network)
         if without.level == "ok":

@@ -246,7 +246,7 @@ def test_proxies(tmp_path: Path) -> None:
     assert settings.proxies(at(tmp_path, {"http_proxy": "http://p", "no_proxy": "localhost"})).level == "ok"
 
 
-def test_batch_systems(tmp_path: Path) -> None:
+def test_batch_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -255,7 +255,10 @@ def test_batch_systems(tmp_path: Path) -> None:
     slurm = {**path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
     empty = {"PATH": str(tmp_path)}
     assert settings.batch(at(tmp_path, empty)).level == "skipped"
-    assert settings.batch(at(tmp_path, {**slurm, **empty})).level == "problem", "no srun"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = settings.batch(at(tmp_path, {**slurm, **empty}))
+    assert (found.level, "srun was not found" in found.seen) == ("problem", True)
+    monkeypatch.setenv("PATH", path["PATH"])
     program("srun", "echo slurm 20.02.1")
     assert "20.11" in settings.batch(at(tmp_path, slurm)).means
     program("srun", "echo slurm-wlm 23.11.4")
