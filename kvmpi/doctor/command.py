@@ -92,9 +92,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 found.append(guarded(check, at))
             if not args.machine:
                 say("MPI")
-                library, seen = mpi.library(at)
-                launcher, seen = mpi.launcher(at, seen)
-                found += [library, launcher, mpi.site(at, seen)]
+                launcher, its_mpi = mpi.launcher(at)
+                library, seen = mpi.library(at, its_mpi)
+                found += [launcher, library, mpi.site(at, seen)]
                 say("mpirun -n 2")
                 two_ranks = mpi.trial(at, seen)
                 found.append(two_ranks)

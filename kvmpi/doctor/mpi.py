@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,56 +22,68 @@ PROGRAM = ("-m", "kvmpi.doctor.mpi_program")
 _VERSION_S = 5.0
 _AS_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 _INSTALL = "pip install 'kvmpi[mpi]'"
+_LIBRARY = "MPI4PY_LIBMPI"
 _WITHOUT = "Without MPI every worker is a client of its own: kvmpi run -c WORKERS."
 
 
 @dataclass(frozen=True)
 class Found:
-    """An MPI, and what its library says; either may be missing."""
+    """An MPI with what its library says, both empty where there is none, and the variable that leads mpi4py to it."""
 
     mpi: MPI | None
     library: str = ""
     path: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-def library(at: Surroundings) -> tuple[Finding, Found]:
-    """mpi4py and the library that it loads; nothing of MPI is started."""
+def launcher(at: Surroundings) -> tuple[Finding, MPI | None]:
+    """The mpirun that jobs would be started with; it answers."""
+    environ = {**mpirun.clean(at.environ), "KVMPI_JOB_ID": at.job_id}
     try:
-        version = metadata.version("mpi4py")
-    except metadata.PackageNotFoundError:
+        mpi = mpirun.find(environ, at.workers, timeout_s=_VERSION_S)
+    except ConfigError as error:
+        # A laptop may do without; who names an mpirun, or has mpi4py, wants it.
+        wanted = bool(at.environ.get("KVMPI_MPIRUN")) or _has_mpi4py()
+        level: Level = "problem" if wanted else "warning"
+        seen, _, do = str(error).partition("; ")
+        return Finding("mpirun", level, seen, _WITHOUT, do), None
+    kind = "Open MPI" if mpi.kind == "openmpi" else "MPICH"
+    return Finding("mpirun", "ok", f"{mpi.path} ({kind})", facts={"path": mpi.path, "kind": mpi.kind}), mpi
+
+
+def library(at: Surroundings, mpi: MPI | None) -> tuple[Finding, Found]:
+    """mpi4py and the library that it loads, which must be that of ``mpi``; nothing of MPI is started."""
+    if not _has_mpi4py():
         return Finding("MPI library", "warning", "mpi4py is not installed", _WITHOUT, _INSTALL), Found(None)
-    answer = ask(at, (sys.executable, *PROGRAM, "version"))
+    version = metadata.version("mpi4py")
+    env = {}
+    if mpi is not None and _LIBRARY not in at.environ:  # kvmpi run does the same
+        env = {name: value for name, value in mpi.env("", "", crowded=False).items() if name == _LIBRARY}
+    answer = ask(at, (sys.executable, *PROGRAM, "version"), env=env)
     says = _lines(answer.out)
     if answer.status != 0 or not says:
         return Finding(
             "MPI library", "problem", f"mpi4py {version} finds no library that works: {answer.last_words(1)}",
             f"Loading it {answer.end()}. {_WITHOUT}", f"{_INSTALL}\nor load the module of your site's MPI",
         ), Found(None)  # fmt: skip
-    name = says[0]["library"].partition(", package")[0]
-    seen = f"{' '.join(name.split())}, mpi4py {version}, {says[0]['path']}"
-    return Finding("MPI library", "ok", seen, facts=says[0]), Found(None, says[0]["library"], says[0]["path"])
-
-
-def launcher(at: Surroundings, found: Found) -> tuple[Finding, Found]:
-    """The mpirun that jobs would be started with; it answers, and is of the same kind as the library."""
-    environ = {**mpirun.clean(at.environ), "KVMPI_JOB_ID": at.job_id}
-    try:
-        mpi = mpirun.find(environ, at.workers, timeout_s=_VERSION_S)
-    except ConfigError as error:
-        level: Level = "problem" if found.library else "warning"
-        seen, _, do = str(error).partition("; ")
-        return Finding("mpirun", level, seen, _WITHOUT, do), found
-    seen = f"{mpi.path} ({'Open MPI' if mpi.kind == 'openmpi' else 'MPICH'})"
-    kind = "openmpi" if "open mpi" in found.library.lower() else "mpich" if found.library else ""
-    if kind and kind != mpi.kind:
+    name, path = says[0]["library"], says[0]["path"]
+    found = Found(mpi, name, path, env)
+    seen = f"{' '.join(name.partition(', package')[0].split())}, mpi4py {version}, {path}"
+    kind = "openmpi" if "open mpi" in name.lower() else "mpich"
+    if mpi is not None and kind != mpi.kind:
         return Finding(
-            "mpirun", "problem", f"{seen}, and mpi4py loads {' '.join(found.library.split()[:3])}",
+            "MPI library", "problem", f"{seen}, and mpirun is {mpi.path}",
             "They do not belong together: every worker would believe to be alone, or the job hangs at its start.",
-            "point KVMPI_MPIRUN to the mpirun of that library, or MPI4PY_LIBMPI to the library of this mpirun",
-        ), found  # fmt: skip
-    return Finding("mpirun", "ok", seen, facts={"path": mpi.path, "kind": mpi.kind}), Found(
-        mpi, found.library, found.path
-    )
+            f"point KVMPI_MPIRUN to the mpirun of that library, or {_LIBRARY} to the library of this mpirun",
+        ), Found(None, name, path)  # fmt: skip
+    return Finding("MPI library", "ok", seen, facts=says[0]), found
+
+
+def _has_mpi4py() -> bool:
+    try:
+        return bool(metadata.version("mpi4py"))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def site(at: Surroundings, found: Found) -> Finding:
@@ -90,7 +102,8 @@ def site(at: Surroundings, found: Found) -> Finding:
             "MPI of the site", "warning", seen, "The site's was probably built for its network and its batch system.",
             f"compare the two:\nKVMPI_MPIRUN={other} kvmpi bench allreduce -n 2",
         )  # fmt: skip
-    return Finding("MPI of the site", "ok", "from a wheel in this environment" if inside else "the one on PATH")
+    named = "KVMPI_MPIRUN names it" if at.environ.get("KVMPI_MPIRUN") else "the one on PATH"
+    return Finding("MPI of the site", "ok", "jobs take the wheel's in this environment" if inside else named)
 
 
 def trial(at: Surroundings, found: Found) -> Finding:
@@ -98,11 +111,11 @@ def trial(at: Surroundings, found: Found) -> Finding:
     mpi = found.mpi
     if mpi is None:
         return Finding("mpirun -n 2", "skipped", "there is no mpirun that works")
-    env, words, notes = {}, [mpi.path, "-n", "2"], []
+    env, words, notes = dict(found.env), [mpi.path, "-n", "2"], []
     if mpi.kind == "openmpi":
         words += ["--oversubscribe"] if available(at)[0] < 2 else []
         if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
-            env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             notes.append("as root it wants OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
     answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env=env)
     ranks = _lines(answer.out)
@@ -119,7 +132,7 @@ def trial(at: Surroundings, found: Found) -> Finding:
         return Finding(
             "mpirun -n 2", "problem", "both ranks believe to be alone", "mpirun and the library that mpi4py loads "
             f"({ranks[0]['path']}) do not belong together.",
-            "point KVMPI_MPIRUN to the mpirun of that library, or MPI4PY_LIBMPI to the library of this mpirun",
+            f"point KVMPI_MPIRUN to the mpirun of that library, or {_LIBRARY} to the library of this mpirun",
         )  # fmt: skip
     if len(ranks) != 2 or any(rank["sum"] != 3 for rank in ranks):
         return Finding("mpirun -n 2", "problem", "the two ranks did not find the sum 3", tail)

