@@ -32,9 +32,12 @@ _RESULT = struct.Struct("<dd")
 
 
 def serve(listener: socket.socket, token: bytes) -> None:
-    """Answer those who know the token; each connection has a thread."""
+    """Answer those who know the token, until the listener is shut down; each connection has a thread."""
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
         threading.Thread(target=_serve_one, args=(connection, token), daemon=True).start()
 
 

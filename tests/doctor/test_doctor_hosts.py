@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.collectives.cost import Figures
-from kvmpi.doctor import ceiling, pairs, remote
+from kvmpi.doctor import ceiling, pair_program, pairs, remote
 from kvmpi.doctor.finding import Answer, Surroundings
 from kvmpi.doctor.pairs import Pairs
 from kvmpi.errors import ConfigError
@@ -105,6 +107,26 @@ def test_a_host_with_another_clock_and_one_that_wants_a_password(tmp_path: Path)
     assert all(cell["bytes_per_s"] > 0 for cell in measured.cells.values()), measured
 
 
+def test_strangers_are_hung_up_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=pair_program.serve, args=(listener, b"right"), daemon=True)
+        server.start()
+        for token, answer in ((b"wrong", b""), (b"right", b"p")):
+            with socket.create_connection(listener.getsockname(), 10.0) as connection:
+                connection.sendall(token + b"p")
+                try:
+                    assert connection.recv(1) == answer
+                except ConnectionResetError:
+                    assert answer == b""
+        address, port = listener.getsockname()
+        assert pair_program.measure(address, port, b"right", 0.02)["bytes_per_s"] > 0
+        listener.shutdown(socket.SHUT_RDWR)  # a thread that waits does not notice that it is closed
+        server.join(10.0)
+        assert not server.is_alive()
+    failed = pair_program.measure(address, port, b"right", 0.02)
+    assert failed == {"failed": "connect", "error": "Connection refused"}
+
+
 # ---- the ceiling
 
 
@@ -173,3 +195,20 @@ def test_a_slow_link_is_found_between_real_hosts() -> None:
         assert {finding["host"] for finding in found["findings"]} == {"", *lab.hosts[1:]}, "each has been looked at"
         assert found["ceiling"]["bound"] == "link"
         assert found["ceiling"]["least_s"] >= 2 * 2 / 3 * (10 << 20) / (50e6 / 8) * 0.8
+        # And now two hosts that cannot reach each other, though both can be reached from here.
+        lab.configure(1, f"ip route add unreachable {lab.addresses[2]}/32")
+        program = (
+            "import json, sys; from kvmpi.doctor import pairs; from kvmpi.doctor.finding import Surroundings\n"
+            "from kvmpi.launchers import reach; from kvmpi.launchers.hosts import Host; import os\n"
+            "found, _ = pairs.check(Surroundings(dict(os.environ), '0' * 16), [Host(h) for h in sys.argv[3:]],\n"
+            "                       reach.ssh(sys.argv[1]), sys.argv[2])\n"
+            "print(json.dumps([[f.check, f.level, f.seen] for f in found]))"
+        )
+        command = [sys.executable, "-c", program, f"{PRIVATE}/agent", lab.subnet, *lab.hosts]
+        done = subprocess.run(
+            lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        problems = [seen for _, level, seen in json.loads(done.stdout) if level == "problem"]
+        assert f"{lab.hosts[1]} -> {slow_host}: connect: No route to host" in problems, done.stdout
+        assert len(problems) == 2, "there and back"
