@@ -123,8 +123,8 @@ def trial(at: Surroundings, found: Found) -> Finding:
     if answer.status is None:
         return Finding(
             "mpirun -n 2", "problem", f"it {answer.end()} and was stopped", tail,
-            "the usual reasons: a network interface that leads nowhere (--mca btl_tcp_if_include lo), a host name that "
-            "does not resolve, an mpirun of another MPI",
+            "look for the usual reasons: a network interface that leads nowhere (try mpirun --mca btl_tcp_if_include "
+            "lo), a host name that does not resolve, an mpirun of another MPI, a machine that is far too busy",
         )  # fmt: skip
     if answer.status != 0:
         return Finding("mpirun -n 2", "problem", f"it {answer.end()}", tail, _advice(answer.out + answer.err))
