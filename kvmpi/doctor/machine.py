@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 
 import kvmpi
-from kvmpi.doctor.finding import Finding, Surroundings, ask
+from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
 from kvmpi.launchers import watchdog
 
 MIB = 1 << 20
 #: Open MPI maps 16 MiB for each rank of a host, and loaders of data put their batches there.
-SHM_LEAST_BYTES, SHM_ENOUGH_BYTES = 64 * MIB, 512 * MIB
+SHM_RANK_BYTES, SHM_ENOUGH_BYTES = 16 * MIB, 512 * MIB
 FILES_ENOUGH = 1024
 LOCKED_ENOUGH_BYTES = 64 * MIB
 #: Names of the job's folders: the launcher's, those on hosts of a batch system, and those of servers in a worker.
@@ -93,7 +93,8 @@ def shared_memory(at: Surroundings) -> Finding:
     means = "MPI takes 16 MiB a worker there, and a DataLoader its batches; without room they die of SIGBUS."
     do = "make it larger, as root, or start the container with more:\nmount -o remount,size=8G /dev/shm\n"
     do += "docker run --shm-size=8g ..."
-    return Finding("shared memory", "problem" if free < SHM_LEAST_BYTES else "warning", seen, means, do, facts)
+    level: Level = "problem" if free < at.workers * SHM_RANK_BYTES else "warning"
+    return Finding("shared memory", level, seen, means, do, facts)
 
 
 def find_leftovers(at: Surroundings) -> list[str]:

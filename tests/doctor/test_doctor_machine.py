@@ -56,7 +56,7 @@ def test_packages_that_are_missing_old_or_broken(tmp_path: Path, monkeypatch: py
     assert "torch" not in found.seen
 
 
-@pytest.mark.parametrize(("free", "level"), [(1 * MIB, "problem"), (100 * MIB, "warning"), (4096 * MIB, "ok")])
+@pytest.mark.parametrize(("free", "level"), [(31 * MIB, "problem"), (64 * MIB, "warning"), (512 * MIB, "ok")])
 def test_shared_memory_that_is_too_small(
     free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
