@@ -23,7 +23,7 @@ _VERSION_S = 5.0
 _AS_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 _INSTALL = "pip install 'kvmpi[mpi]'"
 _LIBRARY = "MPI4PY_LIBMPI"
-_WITHOUT = "Without MPI every worker is a client of its own: kvmpi run -c WORKERS."
+_WITHOUT = "Without MPI, make every worker a client of its own: kvmpi run -n 4 -c 4 -s 1 ..."
 
 
 @dataclass(frozen=True)
