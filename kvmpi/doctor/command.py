@@ -94,12 +94,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 say("MPI")
                 launcher, its_mpi = mpi.launcher(at)
                 library, seen = mpi.library(at, its_mpi)
-                found += [launcher, library, mpi.site(at, seen)]
+                found += [launcher, library, guarded(mpi.site, at, seen)]
                 say("mpirun -n 2")
-                two_ranks = mpi.trial(at, seen)
+                two_ranks = guarded(mpi.trial, at, seen)
                 found.append(two_ranks)
                 say("network")
-                found += [network.interface(at, args.interface), network.ports(at, args.interface)]
+                found += [guarded(check, at, args.interface) for check in (network.interface, network.ports)]
                 if way is not None:
                     say("other hosts")
                     about, measured = pairs.check(at, chosen, way, args.interface)
@@ -107,11 +107,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                     reached = [name for f in about if f.check == "hosts" and f.level == "ok" for name in f.facts]
                     found += remote.check(at, reached, way)
                 say("kvmpi run")
-                has_mpi = two_ranks.level in ("ok", "warning")
+                has_mpi = bool(two_ranks.facts)
                 reachable = not any(f.check == "hosts" and f.level == "problem" for f in found)
-                if reachable:
-                    found.append(trial.run(at, chosen, kind, has_mpi=has_mpi, remote_shell=args.remote_shell,
-                                           network=args.interface))  # fmt: skip
+                found.append(
+                    trial.run(at, chosen, kind, has_mpi=has_mpi, remote_shell=args.remote_shell, network=args.interface)
+                    if reachable else Finding("kvmpi run", "skipped", "hosts come first: see there")
+                )  # fmt: skip
             if args.model:
                 say("memory")
                 figures = _figures(at, placed, measured)
@@ -132,10 +133,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     return report.exit_status(found)
 
 
-def guarded(check: Callable[[Surroundings], Finding], at: Surroundings) -> Finding:
+def guarded(check: Callable[..., Finding], at: Surroundings, *more: object) -> Finding:
     """What ``check`` finds; a check that fails is a finding too, for a doctor is called where things are odd."""
     try:
-        return check(at)
+        return check(at, *more)
     except Exception as error:
         name = check.__name__.replace("_", " ")
         return Finding(name, "warning", f"this check has failed: {type(error).__name__}: {error}")

@@ -229,3 +229,14 @@ def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixtu
         main(words, {"PATH": os.environ["PATH"]})
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    from kvmpi.doctor.command import guarded
+
+    def odd_place(at: Surroundings, more: int) -> Finding:
+        raise OSError(more, "never seen before")
+
+    found = guarded(odd_place, around(), 5)
+    assert (found.check, found.level) == ("odd place", "warning")
+    assert "never seen before" in found.seen
