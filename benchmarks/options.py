@@ -10,8 +10,8 @@ from math import prod
 from kvmpi.arrays import DTYPES
 from kvmpi.benchmarks import rows, sizes
 from kvmpi.benchmarks.plan import Case, RowName
-from kvmpi.benchmarks.presets import PRESETS
 from kvmpi.errors import ConfigError
+from kvmpi.planner.presets import PRESETS
 
 _EXAMPLES = """\
 examples:

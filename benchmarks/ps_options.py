@@ -12,9 +12,9 @@ from math import prod
 from kvmpi.benchmarks import ps_rows, sizes
 from kvmpi.benchmarks.options import add_common, check_common, numbers
 from kvmpi.benchmarks.plan import Case
-from kvmpi.benchmarks.presets import PRESETS
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.errors import ConfigError
+from kvmpi.planner.presets import PRESETS
 
 ITEM_BYTES = 4  # values are float32
 _SIZES = "4K,16K,64K,256K,1M,4M,16M,64M"

@@ -15,9 +15,9 @@ from kvmpi.benchmarks.collective_report import COLUMNS, about_auto, table_of
 from kvmpi.benchmarks.limits import link_limit, memory_limit
 from kvmpi.benchmarks.peers import _buckets
 from kvmpi.benchmarks.plan import OPS, Case, Plan, RowName
-from kvmpi.benchmarks.presets import PRESETS
 from kvmpi.benchmarks.sizes import default_counts, format_bytes, parse_bytes, parse_sizes
 from kvmpi.benchmarks.verify import Pattern, poison
+from kvmpi.planner.presets import PRESETS
 
 # ---- presets and sizes
 

@@ -1,0 +1,49 @@
+"""``kvmpi plan``: what it prints, and what it says about bad options."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvmpi import cli
+
+JOB = ["--model", "resnet50", "--compute-seconds", "0.5", "-n", "12", "--hosts", "4", "--link", "1gbit"]
+
+
+def test_a_table_of_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["plan", *JOB, "-c", "2", "-s", "2", "--algorithm", "all", "--interval", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(i for i, line in enumerate(lines) if line.startswith("algorithm"))
+    rows = lines[head + 2 : head + 9]
+    assert [row.split()[0] for row in rows] == [
+        "dist-SGD", "dist-ASGD", "dist-ESGD", "mpi-SGD", "mpi-ASGD", "mpi-ESGD", "DiLoCo"
+    ]  # fmt: skip
+    assert lines[head].split()[-1] == "bottleneck"
+    end = lines[head].index("epoch s") + len("epoch s")
+    assert all(row[end - 1].isdigit() and row[end] == " " for row in rows), "figures line up below their name"
+    assert "servers' links are the bottleneck: 12 clients x 102 MB" in " ".join(" ".join(lines).split())
+
+
+def test_json_and_recommendations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *JOB, "--recommend", "--json", "--algorithm", "mpi-SGD,mpi-esgd", "-s", "1"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(row["recommended"] for row in rows) == 1
+    assert [row["epoch_s"] for row in rows] == sorted(row["epoch_s"] for row in rows)
+    assert {row["servers"] for row in rows} == {1}
+    assert cli.main(["plan", *JOB, "--recommend", "-c", "2", "-s", "2", "--algorithm", "mpi-SGD"]) == 0
+    assert "1 job tried. Recommended: mpi-SGD -n 12 -c 2 -s 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ("--model resnet50", "--compute-seconds"), ("--compute-seconds 1 --link slow", "link 'slow'"),
+    ("--compute-seconds 1 --algorithm sgd", "--algorithm sgd: known are all"),
+    ("--compute-seconds 1 -s 0 --algorithm dist-SGD", "needs servers (-s N)"),
+    ("--compute-seconds 1 --ps none.json", "No such file"), ("--compute-seconds 1 -n 0", "both must be at least 1"),
+    ("--compute-seconds 1 --algorithm ,", "names none"),
+])  # fmt: skip
+def test_bad_options(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *options.split()]) == 2
+    assert words in capsys.readouterr().err
