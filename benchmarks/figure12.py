@@ -144,7 +144,9 @@ def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -
     with open(args.json or os.devnull, "a") as file:
         for scenario in scenarios:
             rows.append(_one(scenario, here, file))
-    print(f"# {lab_report.sentence(rows)}")
+    if name == "figure12" and (faster := lab_report.speedups(rows)):
+        print(f"# {faster}")
+    print(f"# {lab_report.errors(rows)}")
     if getattr(args, "plot", None):
         what = f"{args.workers} workers, {args.servers} servers, {args.clients} clients, {args.link}, {args.model}"
         lab_report.draw(args.plot, rows, f"Mean epoch of {args.steps} steps: {what}")

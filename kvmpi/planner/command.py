@@ -29,7 +29,7 @@ examples:
 Equations and sources: docs/plan.md
 """
 _SHOWN = 12  # rows of a recommendation
-_EVENTS_EACH = 15_000  # of one of its many predictions
+_EVENTS_EACH = 6_000  # of one of its many predictions
 #: Names that fit into a column.
 _SHORT = {
     "servers' links": "server links", "servers' processors": "server CPUs", "links of workers' hosts": "host links",

@@ -17,7 +17,7 @@ from kvmpi.planner.simulate import Course, Outcome, Piece, Simulation
 from kvmpi.planner.spec import Cluster, Disturbance, Job
 
 #: Flows and other events that one prediction may take, and the most turns of a client that are worth it.
-_EVENTS = 60_000
+_EVENTS = 30_000
 _MOST_TURNS, _LEAST_PIECES, _MOST_PIECES = 40, 16, 64
 #: From so many clients on, so many stand for all.
 _MANY, _REPRESENTATIVES = 512, 256
@@ -150,17 +150,20 @@ def _course(
 ) -> Course:  # fmt: skip
     """One exchange a turn; ``local``: of gradients in one client, without servers."""
     layout = places.largest
-    grouped = sum(layout) > 1
-    # A bucket is summed at once; chunks of a key go to all servers at once.
-    most = job.bucket_bytes if grouped or not job.servers else job.chunk_bytes * job.servers
+    # Chunks of a key go to all servers at once; sums are made of whole buckets.
+    most = job.bucket_bytes if local or not job.servers else job.chunk_bytes * job.servers
     most = min(most, model.nbytes // _LEAST_PIECES + 1)
+    bucket_bytes = min(job.bucket_bytes, model.nbytes)
+    sums = _parts("allreduce", bucket_bytes, layout, cluster)
+    casts = _parts("broadcast", bucket_bytes, layout, cluster)
     at_end = (job.of.averages and not local) or not job.overlap
     pieces = []
     servers = 0 if local else job.servers
     figures = cluster.server_figures
     for nbytes, ready, keys in _cut(model, max(most, model.nbytes // _MOST_PIECES + 1), at_end=at_end):
-        sum_s, sum_bytes = _parts("allreduce", nbytes, layout, cluster)
-        cast_s, cast_bytes = _parts("broadcast", nbytes, layout, cluster) if servers else (0.0, 0.0)
+        share = nbytes / bucket_bytes
+        sum_s, sum_bytes = (share * part for part in sums)
+        cast_s, cast_bytes = (share * part for part in casts) if servers else (0.0, 0.0)
         serve_s = (keys * figures.message_s + nbytes / figures.process_bytes_per_s) / servers if servers else 0.0
         pieces.append(Piece(nbytes, ready, sum_s, sum_bytes, cast_s, cast_bytes, serve_s))
     piece_bytes = max(piece.nbytes for piece in pieces)
@@ -176,10 +179,12 @@ def _course(
         servers_rate *= others / (others + own)
     if cluster.lab_cores:  # one machine handles every byte at both ends, and there are two directions
         servers_rate = min(servers_rate, cluster.lab_cores * figures.process_bytes_per_s / 4)
+    # A message is whole before it is encrypted, sent, decrypted; then only it may be answered.
+    handled_s = 2 * min(job.chunk_bytes, piece_bytes / max(1, servers)) / figures.process_bytes_per_s
     return Course(
         hosts=(0,) if local else places.masters, pieces=pieces, compute_s=compute_s,
         synchronous=job.of.synchronous or local, servers=bool(servers), host_rate=cluster.link_bytes_per_s,
-        servers_rate=servers_rate, flow_rate=figures.process_bytes_per_s, latency_s=cluster.latency_s,
+        servers_rate=servers_rate, flow_rate=figures.process_bytes_per_s, latency_s=cluster.latency_s + handled_s,
         window=max(2, int(window_bytes / piece_bytes)), local_bytes=local_bytes,
     )  # fmt: skip
 
@@ -343,9 +348,7 @@ def _limits(course: Course, compute_s: float, local_s: float, turns: _Turns, int
         "links of workers' hosts": most * nbytes / course.host_rate / interval if course.servers else 0.0,
         "masters": nbytes / course.flow_rate / interval if course.servers else 0.0,
         "sums inside clients": local_s + ((sums + casts) / course.host_rate + fixed) / interval,
-        "latency": 2 * course.latency_s * max(1.0, len(course.pieces) / course.window) / interval
-        if course.servers
-        else 0.0,
+        "latency": 2 * course.latency_s * len(course.pieces) / course.window / interval if course.servers else 0.0,
     }
 
 

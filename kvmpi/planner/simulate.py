@@ -48,6 +48,7 @@ class Course:
         compute_s: of a client's n-th turn, until its slowest worker is done; one turn ends with one exchange.
         window: pieces that a client has under way to the servers.
         turns: of each client; the first ``skipped`` count for nothing.
+        latency_s: from the end of a flow to the moment when what it brought can be used.
         local_bytes: share of a piece that stays on the host, whose servers are there.
     """
 

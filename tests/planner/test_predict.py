@@ -69,7 +69,7 @@ def test_a_saturated_server(workers: int, servers: int) -> None:
     assert saturated_s + 0.5 <= found.step_s <= 1.05 * saturated_s + 0.5 + workers * (2 << 20) / RATE
     assert found.bottleneck == "servers' links"
     free = planned(workers, Job("dist-ASGD", workers, 1, servers))
-    assert free.step_s == pytest.approx(saturated_s, rel=0.12), "nobody computes while all links are idle"
+    assert 0.99 * saturated_s <= free.step_s <= saturated_s + 0.8, "some compute while others use the links"
     assert free.nic_busy > 0.85
 
 
@@ -126,7 +126,7 @@ def test_a_processor_or_a_latency_can_be_what_limits() -> None:
     slow = ServerFigures(message_s=1e-12, process_bytes_per_s=1e7)
     found = planned(4, Job("dist-SGD", 4, 1, 1), server_figures=slow)
     assert found.bottleneck == "servers' processors"
-    assert found.step_s == pytest.approx(0.5 + 4 * NBYTES / 1e7, rel=0.05)
+    assert 0.5 + 4 * NBYTES / 1e7 <= found.step_s <= 1.35 * (0.5 + 4 * NBYTES / 1e7), "messages are whole before"
     busy = planned(4, Job("dist-SGD", 4, 1, 1), keys=1000, server_figures=replace(SERVERS, message_s=0.01))
     assert busy.step_s == pytest.approx(0.5 + 4 * 1000 * 0.01, rel=0.05)
     far = planned(1, Job("dist-SGD", 1, 1, 1), latency_s=1.0)  # a window of 4 MiB every two seconds
