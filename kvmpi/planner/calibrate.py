@@ -13,18 +13,20 @@ _NEEDED = {"size_B", "keys", "clients", "servers", "mode", "fused_p50"}
 
 
 def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
-    """Of the rows with most clients: messages from the smallest size, bytes from what the largest takes longer.
+    """Of the rows over TCP with most clients: messages from the smallest size, bytes from what the largest adds.
 
     A server handles one key of each client in the time of a small exchange, and its share of all clients' bytes in
     what a large one takes longer. Rows of synchronous stores count; of several for one size, the fastest.
 
     Args:
-        lines: JSON, one object a line, as ``kvmpi bench ps --sizes 4K,...,64M --json FILE`` writes them.
+        lines: JSON, one object a line, as ``kvmpi bench ps --keys 160 --sizes 640K,64M --json FILE`` writes them.
         name: of the file, for messages.
     Raises:
         ConfigError: these are no such lines, or only one size was measured.
     """
     rows = [row for number, line in enumerate(lines, 1) if line.strip() for row in _row(line, f"{name}, line {number}")]
+    over_tcp = [row for row in rows if str(row.get("row", "")).startswith("tcp")]
+    rows = over_tcp or rows  # shared memory says nothing about a network
     most = max((row["clients"] for row in rows), default=0)
     best: dict[int, dict[str, Any]] = {}
     for row in rows:

@@ -237,11 +237,12 @@ def test_figures_of_servers_are_what_was_measured() -> None:
 
     def line(nbytes: int, clients: int, mode: str = "sync") -> str:
         seconds = clients * (truth.message_s + nbytes / 2 / truth.process_bytes_per_s)
-        row = {"size_B": nbytes, "keys": 1, "clients": clients, "servers": 2, "mode": mode}
+        row = {"row": "tcp:curve", "size_B": nbytes, "keys": 1, "clients": clients, "servers": 2, "mode": mode}
         return json.dumps({**row, "fused_p50": 1e6 * seconds if mode == "sync" else 1.0})
 
+    near = {"size_B": 1 << 26, "keys": 1, "clients": 4, "servers": 2, "mode": "sync", "fused_p50": 1.0, "row": "ipc"}
     lines = [line(n, c, mode) for n in (4096, 1 << 26) for c in (1, 4) for mode in ("sync", "async")]
-    found = from_lines([*lines, ""], "f")
+    found = from_lines([*lines, json.dumps(near), ""], "f")
     assert found.process_bytes_per_s == pytest.approx(truth.process_bytes_per_s, rel=1e-6)
     assert found.message_s == pytest.approx(truth.message_s, rel=0.05)
     for bad, words in (([], "two sizes"), (["{}"], "line 1: no row"), (["x"], "line 1"), (lines[:1], "two sizes")):
