@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -134,6 +135,7 @@ def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -
     if os.environ.get("KVMPI_ROLE"):
         raise ConfigError(f"kvmpi bench {name} starts its jobs itself; run it outside of kvmpi run")
     lab_jobs.check_memory(scenarios)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts and folders are removed on the way
     here = environment.here()
     commit = f" ({here['commit']})" if here["commit"] else ""
     print(f"# {here['host']}, {here['cores']} cores, kvmpi {here['kvmpi']}{commit}, Python {here['python']}; a lab")

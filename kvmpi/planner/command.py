@@ -33,7 +33,7 @@ _EVENTS_EACH = 6_000  # of one of its many predictions
 #: Names that fit into a column.
 _SHORT = {
     "servers' links": "server links", "servers' processors": "server CPUs", "links of workers' hosts": "host links",
-    "sums inside clients": "sums",
+    "sums inside clients": "sums", "the lab's cores": "lab cores",
 }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ _EVENTS = 30_000
 _MOST_TURNS, _LEAST_PIECES, _MOST_PIECES = 40, 16, 64
 #: From so many clients on, so many stand for all.
 _MANY, _REPRESENTATIVES = 512, 256
+#: In a lab: processor time for a byte that is summed over a client, or broadcast in it, of each worker.
+_LAB_SUM_S, _LAB_CAST_S = 0.8e-9, 0.5e-9
 _UNDISTURBED = Disturbance()
 
 
@@ -101,6 +103,9 @@ def predict(
     course = _within(_shrunk(course, share), events, disturbance.jitter > 0 or not job.of.synchronous)
     outcome = Simulation(course).run()
     step_s = outcome.turn_s / interval
+    if cluster.lab_cores:
+        limits["the lab's cores"] = _lab_s(model, cluster, job, places) / cluster.lab_cores
+        step_s = max(step_s, limits["the lab's cores"] + compute_s)
     failing = _failing(job, disturbance)
     staleness = _of_all(outcome.staleness, len(places.masters), share)
     bottleneck, reason = _explain(limits, step_s, job, model)
@@ -227,6 +232,17 @@ def _shrunk(course: Course, share: int) -> Course:
     scale = len(course.hosts) / clients
     pieces = [replace(piece, serve_s=piece.serve_s * scale) for piece in course.pieces]
     return replace(course, hosts=course.hosts[:clients], pieces=pieces, servers_rate=course.servers_rate / scale)
+
+
+def _lab_s(model: Model, cluster: Cluster, job: Job, places: _Places) -> float:
+    """Processor time of a step of all workers and servers, which one machine has to spend."""
+    interval = job.interval if job.of.averages else 1
+    moved = 4 * len(places.masters) * model.nbytes / cluster.server_figures.process_bytes_per_s if job.servers else 0.0
+    if max(map(sum, places.layouts)) == 1:
+        return moved / interval
+    sums = (1 / interval + 1 if job.of.averages else 1) * _LAB_SUM_S
+    casts = _LAB_CAST_S / interval if job.servers else 0.0
+    return moved / interval + job.workers * model.nbytes * (sums + casts)
 
 
 def _of_all(staleness: dict[int, int], clients: int, share: int) -> dict[int, int]:
@@ -368,6 +384,7 @@ def _explain(limits: dict[str, float], step_s: float, job: Job, model: Model) ->
         "masters": f"masters are the bottleneck: one process sends {size}{often} in {of}",
         "sums inside clients": f"sums inside clients are the bottleneck: {-(-job.workers // clients)} workers, {of}",
         "latency": f"latency is the bottleneck: {of}",
+        "the lab's cores": f"the cores of the lab are the bottleneck: {of}",
     }
     return name, texts[name]
 

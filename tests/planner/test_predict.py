@@ -133,6 +133,13 @@ def test_a_processor_or_a_latency_can_be_what_limits() -> None:
     assert far.step_s == pytest.approx(0.5 + 2 * NBYTES / (4 << 20), rel=0.15)
 
 
+def test_one_machine_does_the_work_of_all_hosts_of_a_lab() -> None:
+    slow = ServerFigures(message_s=1e-12, process_bytes_per_s=NBYTES)  # four seconds for all bytes of a client
+    found = planned(2, Job("dist-SGD", 2, 1, 8), lab_cores=2, server_figures=slow, link_bytes_per_s=1e12)
+    assert found.step_s == pytest.approx(0.5 + 2 * 4 / 2, rel=0.25)
+    assert found.step_s >= 0.5 + 2 * 4 / 2
+
+
 def test_many_workers_are_few_that_stand_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, on = models.plain(NBYTES, 0.5, 32), replace(cluster(32), server_hosts=4)
     for algorithm in ("dist-SGD", "dist-ASGD"):
