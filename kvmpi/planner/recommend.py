@@ -60,13 +60,12 @@ def recommend(jobs: Sequence[Job], predict: Callable[[Job], Prediction]) -> Reco
     near = [p for p in found if p.epoch_s <= _NEAR * fastest.epoch_s]
     best = min(near, key=lambda p: (*_looseness(p), p.job.servers, p.epoch_s))
     reason = best.reason
-    if best is not fastest:
-        reason += f"; {fastest.job.algorithm} would be {best.epoch_s / fastest.epoch_s:.2f} times as fast, and looser"
-    elif _looseness(best)[0]:
-        strict = next((p for p in found if _looseness(p)[0] == 0), None)
-        if strict is not None:
-            times = strict.epoch_s / best.epoch_s
-            reason = f"{times:.1f} times as fast as {describe(strict.job)}, where {strict.reason}"
+    strict = next((p for p in found if _looseness(p)[0] == 0), None)
+    if _looseness(best)[0] and strict is not None:
+        times = strict.epoch_s / best.epoch_s
+        reason = f"{times:.1f} times as fast as {describe(strict.job)}, where {strict.reason}"
+    if _looseness(fastest) > _looseness(best):
+        reason += f"; {describe(fastest.job)} is looser and {best.epoch_s / fastest.epoch_s:.2f} times as fast"
     return Recommendation(tuple(found), best, reason)
 
 
