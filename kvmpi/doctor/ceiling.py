@@ -7,16 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 
 from kvmpi.benchmarks.limits import memory_limit
-from kvmpi.benchmarks.presets import PRESETS
 from kvmpi.benchmarks.ranks import BUSBW
 from kvmpi.benchmarks.sizes import parse_bytes
 from kvmpi.collectives.cost import Figures, costs
 from kvmpi.errors import ConfigError
+from kvmpi.planner.presets import PRESETS
 
-#: Parameters of models for which there is no preset: ResNet-20 on CIFAR-10 (He et al. 2015), and Kim's network of
-#: sentences (2014): 20,000 words of 300 dimensions, whose gradients are dense here, and 100 maps of 3, 4 and 5 words.
-_SMALL = {"resnet20": 269_722, "textcnn": 20_000 * 300 + 100 * 300 * (3 + 4 + 5) + 300 + 2 * 300 + 2}
-MODELS = tuple(dict.fromkeys((*PRESETS, *_SMALL)))
 #: Of a step: gradients are complete one after the other from the beginning of the backward pass to its end.
 BACKWARD = 2 / 3
 
@@ -54,14 +50,12 @@ def gradient_bytes(model: str) -> int:
     """
     if model in PRESETS:
         return 4 * sum(prod(shape) for shape in PRESETS[model]())
-    if model in _SMALL:
-        return 4 * _SMALL[model]
     try:
         nbytes = parse_bytes(model)
     except ValueError:
         nbytes = 0
     if nbytes < 1:
-        raise ConfigError(f"--model {model}: expected one of {', '.join(MODELS)}, or bytes of gradients such as 100M")
+        raise ConfigError(f"--model {model}: expected one of {', '.join(PRESETS)}, or bytes of gradients such as 100M")
     return nbytes
 
 

@@ -21,6 +21,7 @@ from kvmpi.launchers import hosts as host_lists
 from kvmpi.launchers import processes, where
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.reach import Reach
+from kvmpi.planner.presets import PRESETS
 
 #: Checks of a host by itself, in the order in which they are shown.
 MACHINE: tuple[Callable[[Surroundings], Finding], ...] = (
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")
     add("--remote-shell", default="ssh", metavar="CMD", help="takes HOST COMMAND and runs it there (default ssh)")
     add("-n", dest="workers", type=int, default=2, metavar="N", help="workers that you mean to start (default 2)")
-    add("--model", default="", metavar="M", help=f"how fast can it be: {', '.join(ceiling.MODELS)}, or bytes")
+    add("--model", default="", metavar="M", help=f"how fast can it be: {', '.join(PRESETS)}, or bytes")
     add("--step-seconds", type=float, default=0.0, metavar="S", help="with --model: a step of one worker alone")
     add("--machine", action="store_true", help="only this host by itself: no network, no jobs")
     add("--clean", action="store_true", help="remove what dead jobs have left here, and do nothing else")
