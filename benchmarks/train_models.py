@@ -79,9 +79,9 @@ class ResNet50(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Convolutions of 3, 4 and 5 words over embeddings, 6.4 million parameters (Kim, EMNLP 2014, arXiv:1408.5882)."""
+    """Convolutions of 3, 4 and 5 words over embeddings, 6.0 million parameters (Kim, EMNLP 2014, arXiv:1408.5882)."""
 
-    VOCABULARY, LENGTH, WIDTH = 20000, 56, 300
+    VOCABULARY, LENGTH, WIDTH = 18765, 56, 300
 
     def __init__(self) -> None:
         super().__init__()
