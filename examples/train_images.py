@@ -39,6 +39,14 @@ class GradientExchange:
     def step(self) -> None:
         self._trainer.step(self._divisor)
 
+    def batches_done(self, kv: kvmpi.KVStore) -> int:
+        """How many batches the weights have seen that the store gave us: after a restart or a resume, some."""
+        return kv.resumed_step
+
+    def skip(self) -> None:
+        """Instead of ``step``, for one of these."""
+        self._trainer.skip(self._divisor)
+
     def center(self, out: Iterable[Tensor]) -> bool:
         """Put the weights of the center into ``out``, if this algorithm has a center."""
         return False
@@ -48,7 +56,7 @@ class ElasticExchange:
     """Synchronous SGD inside the client; every INTERVAL batches its weights and a center pull at each other."""
 
     def __init__(self, kv: kvmpi.KVStore, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> None:
-        self._client_size = kv.mpi_size
+        self._client_size, self._interval = kv.mpi_size, args.interval
         self._inside = Trainer(model.named_parameters(), optimizer, kv.client)
         self._outside = self._make(kv, model, args)
 
@@ -58,6 +66,12 @@ class ElasticExchange:
     def step(self) -> None:
         self._inside.step(self._client_size)
         self._outside.step()
+
+    def batches_done(self, kv: kvmpi.KVStore) -> int:
+        return kv.resumed_step * int(self._interval)
+
+    def skip(self) -> None:
+        self._inside.skip(self._client_size)
 
     def center(self, out: Iterable[Tensor]) -> bool:
         self._outside.pull_center(out)
@@ -188,12 +202,15 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     deployed = copy.deepcopy(model)
     steps = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs) if args.schedule == "cosine" else None
 
+    done = loop.batches_done(kv)
+    again = f"; goes on after batch {done}" if done else ""
     job = {"workers": kv.num_workers, "clients": kv.num_clients, "servers": kv.num_servers, "store": kv.type}
     report.header(
         f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
         f"{count(kv.num_servers, 'server')} ({kv.type}); "
-        f"{data.train_count} images, {num_batches} batches of {args.batch_size} per worker and epoch",
+        f"{data.train_count} images, {num_batches} batches of {args.batch_size} per worker and epoch{again}",
         {**vars(args), **job},
+        again=bool(done),
     )
     elapsed_s = result = 0.0
     for epoch in range(1, args.epochs + 1):
@@ -201,10 +218,15 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
         kv.barrier()
         start_s, total_loss = time.perf_counter(), 0.0
         report.start(epoch, num_batches)
-        for chosen in image_data.batches(data.train, args.batch_size, num_batches, epoch, args.seed, kv.rank):
+        order = image_data.batches(data.train, args.batch_size, num_batches, epoch, args.seed, kv.rank)
+        for i, chosen in enumerate(order, num_batches * (epoch - 1)):
             x, y = data.train.batch(chosen)
+            x = image_data.augment(x, rng) if args.augment else x
+            if i < done:
+                loop.skip()
+                continue
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(image_data.augment(x, rng) if args.augment else x), y)
+            loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             loop.step()
             kv.clock()
@@ -214,14 +236,17 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
         epoch_s = time.perf_counter() - start_s
         elapsed_s += epoch_s
         report.finish()
+        if steps is not None:
+            steps.step()
+        if num_batches * epoch <= done:  # was only for the barriers, and the learning rate
+            continue
         has_center = loop.center(deployed.parameters())  # all workers ask for it, worker 0 looks at it
         if data.test is not None:
             if has_center:
                 refresh_norms(deployed, data.train, args.batch_size)
             result = accuracy(deployed if has_center else model, data.test)
-            report.epoch(epoch, total_loss / num_batches, result, epoch_s, elapsed_s)
-        if steps is not None:
-            steps.step()
+            num_trained = min(num_batches, num_batches * epoch - done)
+            report.epoch(epoch, total_loss / num_trained, result, epoch_s, elapsed_s)
     return result if kv.rank == 0 else 1.0
 
 

@@ -19,7 +19,8 @@ class Report:
 
     def __init__(self, *, active: bool, tty: str = "", log: str = "") -> None:
         self._active = active
-        self._log: TextIO | None = open(log, "w", encoding="utf-8") if log and active else None  # noqa: SIM115
+        self._path = log if active else ""
+        self._log: TextIO | None = None
         self._terminal: TextIO | None = None
         self._bar: Progress | None = None
         if active and tty:
@@ -32,8 +33,10 @@ class Report:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, transient=True)
 
-    def header(self, text: str, settings: dict[str, Any]) -> None:
-        """Once: what is about to run."""
+    def header(self, text: str, settings: dict[str, Any], *, again: bool = False) -> None:
+        """Once: what is about to run; ``again``: the log has what processes before this one have done."""
+        if self._path:
+            self._log = open(self._path, "a" if again else "w", encoding="utf-8")  # noqa: SIM115
         self._write({"event": "config", **settings})
         if self._active:
             print(text)

@@ -213,6 +213,18 @@ class Trainer:
             self._sum_gradients()
             self._local_step(batch_size)
 
+    def skip(self, batch_size: float) -> None:
+        """In place of a ``step`` that was done before the job was resumed, or before this client was started again.
+
+        Weights stay as they are. The store is told of the optimizer and of learning rates that have changed, as
+        ``step`` would tell it: clients make the same calls in the same order, also one that repeats its own.
+        """
+        self._check_batch(batch_size)
+        if self._update_on_kvstore:
+            assert self._kv is not None
+            self._rule_in_force(self._kv, batch_size)
+        self._note_step()
+
     def allreduce_grads(self) -> None:
         """Replace every ``p.grad`` by its sum over workers: the first half of ``step``, for clipping in between."""
         self._check_local("allreduce_grads")
@@ -278,6 +290,9 @@ class Trainer:
                     weights[i][out._indices()[0]] = out._values()
         if skipped is not None:
             skipped.wait()
+        self._note_step()
+
+    def _note_step(self) -> None:
         if self._torch is not None:
             # Where lr_scheduler looks whether the optimizer has stepped, before it warns that it should have.
             self._torch._opt_called = True  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from batch_sites import Site, lsf_site, slurm_site
 from jobs import environs_with, wait_for
 
 LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
@@ -97,3 +98,23 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return name
 
     return write_program
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Site]:
+    """A real Slurm with three nodes, all of them this machine."""
+    with slurm_site() as made:
+        yield made
+
+
+@pytest.fixture
+def lsf(tmp_path: Path) -> Site:
+    """Programs that stand in for LSF."""
+    return lsf_site(tmp_path)
+
+
+@pytest.fixture(params=["slurm", "lsf"])
+def site(request: pytest.FixtureRequest) -> Site:
+    """One after the other."""
+    found: Site = request.getfixturevalue(request.param)
+    return found

@@ -1,0 +1,129 @@
+"""Places with a batch system: a real Slurm on this machine, and programs that stand in for LSF."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import environs_with
+
+TIMEOUT_S = 120.0
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+class Site:
+    """A place with a batch system: ``env`` is that of its users, ``folder`` is shared by its hosts."""
+
+    def __init__(self, name: str, folder: Path, env: dict[str, str]) -> None:
+        self.name, self.folder = name, folder
+        self.mark = f"TEST_MARK={os.urandom(8).hex()}"
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("KVMPI_", "SLURM_", "LSB_"))}
+        self.env = {**inherited, **env, "TEST_MARK": self.mark.partition("=")[2]}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvmpi", "run", "--launcher", self.name, "--interface", "lo"]
+        command += ["--batch-dir", str(self.folder), *words]
+        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, *words: str) -> tuple[int, str, str]:
+        job = self.start(*words)
+        out, err = job.communicate(timeout=TIMEOUT_S)
+        return job.returncode, out, err
+
+    def assert_nothing_is_left(self, within_s: float = 10.0) -> None:
+        deadline = time.monotonic() + within_s
+        while environs_with(self.mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in environs_with(self.mark)]
+        assert not left
+        assert os.listdir(self.folder) == []
+
+
+@contextlib.contextmanager
+def slurm_site() -> Iterator[Site]:
+    """slurmctld, three slurmd and munged, of these tests alone."""
+    needed = ("slurmctld", "slurmd", "munged", "sbatch")
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    if missing := [name for name in needed if shutil.which(name, path=path) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)")
+    if os.geteuid() != 0:
+        pytest.skip("a Slurm of one's own needs root")
+    # Munge wants a socket in folders that nobody else may write to, and /tmp is one.
+    home = Path(tempfile.mkdtemp(prefix="kv-slurm-", dir="/var/lib"))
+    home.chmod(0o755)
+    for name in ("state", "spool", "shared"):
+        (home / name).mkdir()
+    key = home / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    ports = [_free_port() for _ in range(4)]
+    host, nodes = socket.gethostname(), [f"w{i}" for i in (1, 2, 3)]
+    (home / "slurm.conf").write_text(
+        f"ClusterName=lab\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nSlurmctldPort={ports[3]}\n"
+        f"AuthType=auth/munge\nAuthInfo=socket={home}/munge.sock\nCredType=cred/munge\nStateSaveLocation={home}/state\n"
+        f"SlurmdSpoolDir={home}/spool/%n\nSlurmctldPidFile={home}/slurmctld.pid\nSlurmdPidFile={home}/slurmd-%n.pid\n"
+        f"SlurmctldLogFile={home}/slurmctld.log\nSlurmdLogFile={home}/slurmd-%n.log\nProctrackType=proctrack/pgid\n"
+        "TaskPlugin=task/none\nSwitchType=switch/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
+        "ReturnToService=2\nMpiDefault=none\nSchedulerParameters=batch_sched_delay=0,sched_interval=1\n"
+        + "".join(
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
+            for name, port in zip(nodes, ports, strict=False)
+        )
+        + f"PartitionName=long Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
+    )
+    env = {"SLURM_CONF": str(home / "slurm.conf"), "PATH": path}
+    whole = {**os.environ, **env}
+    commands = [
+        ["munged", "-F", f"--socket={home}/munge.sock", f"--key-file={key}", f"--pid-file={home}/munged.pid",
+         f"--log-file={home}/munged.log", f"--seed-file={home}/munge.seed"],
+        ["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in nodes),
+    ]  # fmt: skip
+    daemons = []
+    try:
+        for command in commands:
+            daemons.append(subprocess.Popen(command, env=whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            time.sleep(0.5)
+        deadline = time.monotonic() + TIMEOUT_S
+        words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+        while subprocess.run(words, env=whole, capture_output=True, text=True, check=False).stdout.strip() != "3":
+            assert time.monotonic() < deadline, (home / "slurmctld.log").read_text()[-2000:]
+            time.sleep(0.3)
+        yield Site("slurm", home / "shared", env)
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def lsf_site(folder: Path) -> Site:
+    """Programs that stand in for those of LSF; everything is in ``folder``."""
+    for name in ("bin", "jobs", "shared"):
+        (folder / name).mkdir()
+    for name in ("bsub", "bjobs", "bkill"):
+        program = folder / "bin" / name
+        program.write_text(f"#!{sys.executable} -IS\n" + (PROGRAMS / "lsf" / "lsf.py").read_text())
+        program.chmod(0o755)
+    return Site("lsf", folder / "shared", {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}", "LSF_STANDIN": str(folder / "jobs"),
+    })  # fmt: skip
