@@ -17,13 +17,14 @@ class Resources:
     """What a job asks for.
 
     Attributes:
-        tasks: processor slots, all on one host.
+        tasks, hosts: processor slots, and how many hosts they are spread over evenly.
         queue, project, time: as the system writes them; empty is its default.
         requeue: it may be run again after its host has failed.
         extra: further options of its submit command.
     """
 
     tasks: int = 1
+    hosts: int = 1
     queue: str = ""
     project: str = ""
     time: str = ""
@@ -76,7 +77,8 @@ class Slurm(BatchSystem):
     runs = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"))
 
     def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
-        words = ["sbatch", "--parsable", f"--job-name={name}", "--nodes=1", f"--ntasks={asked.tasks}"]
+        words = ["sbatch", "--parsable", f"--job-name={name}", f"--nodes={asked.hosts}", f"--ntasks={asked.tasks}"]
+        words += [f"--ntasks-per-node={-(-asked.tasks // asked.hosts)}"] if asked.hosts > 1 else []
         words += [f"--output={out}", f"--error={err}", "--open-mode=append"]
         words += ["--requeue" if asked.requeue else "--no-requeue"]
         given = {"partition": asked.queue, "account": asked.project, "time": asked.time}
@@ -106,7 +108,8 @@ class Lsf(BatchSystem):
     def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
         # LSF adds a report to the file that it is given, which nobody has asked for.
         nothing = ("-o", "/dev/null", "-e", "/dev/null")
-        words = ["bsub", "-J", name, "-n", str(asked.tasks), "-R", "span[hosts=1]", *nothing]
+        span = "hosts=1" if asked.hosts == 1 else f"ptile={-(-asked.tasks // asked.hosts)}"
+        words = ["bsub", "-J", name, "-n", str(asked.tasks), "-R", f"span[{span}]", *nothing]
         words += ["-r" if asked.requeue else "-rn"]
         for option, value in (("-q", asked.queue), ("-P", asked.project), ("-W", asked.time)):
             words += [option, value] if value else []

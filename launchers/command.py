@@ -9,7 +9,8 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
@@ -45,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     add("--queue", default="", metavar="Q", help="of a batch system: queue or partition")
     add("--project", default="", metavar="P", help="of a batch system: project or account")
     add("--wall-time", default="", metavar="T", help="of a batch system, as it writes times")
+    add(
+        "--client-hosts", type=int, default=1, metavar="H",
+        help="of a batch system: hosts that each client is spread over (default 1)",
+    )  # fmt: skip
     add("--requeue", action="store_true", help="the batch system may run servers and clients again")
     add(
         "--submit-option", dest="submit_options", action="append", default=[], metavar="O",
@@ -120,8 +125,9 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,
         environ=environ, batch_dir=os.path.join(args.batch_dir, f"kvmpi-{secrets.token_hex(4)}"),
         asked=batch.Resources(
-            1, args.queue, args.project, args.wall_time, args.requeue, tuple(args.submit_options)
+            1, 1, args.queue, args.project, args.wall_time, args.requeue, tuple(args.submit_options)
         ),
+        client_hosts=args.client_hosts,
     )  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -133,7 +139,9 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             num_servers=args.servers,
             replicas=args.replicas,
             restarts=args.restart,
-            snapshots=jobs.Snapshots(args.snapshot_dir, args.snapshot_every, args.snapshot_seconds, args.resume),
+            snapshots=jobs.Snapshots(
+                args.snapshot_dir, args.snapshot_every, args.snapshot_seconds, args.resume or _of_before(environ, args)
+            ),
             environ=environ,
             job_id=job_id,
             job_dir=job_dir,
@@ -180,6 +188,13 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     finally:
         signals.close()
         output.close()
+
+
+def _of_before(environ: Mapping[str, str], args: argparse.Namespace) -> str:
+    """Where this very command has left snapshots, if a batch system runs it once more; else nothing."""
+    again = environ.get("SLURM_RESTART_COUNT", "0") != "0" or environ.get("LSB_RESTART", "").lower() in ("y", "yes")
+    folder = args.snapshot_dir or environ.get("KVMPI_SNAPSHOT_DIR", "")
+    return folder if again and folder and any(Path(folder).glob("*/snapshot.json")) else ""
 
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:

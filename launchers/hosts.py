@@ -63,26 +63,43 @@ def read_hostfile(path: str) -> list[Host]:
     return merge(found, f"--hostfile {path}")
 
 
-def of_slurm(environ: Mapping[str, str]) -> list[Host]:
-    """The hosts of the Slurm allocation that this process runs in; none outside of one.
+def of_slurm(environ: Mapping[str, str]) -> list[list[Host]]:
+    """The hosts of the Slurm allocation that this process runs in, by its groups; none outside of one.
+
+    A heterogeneous job has several groups, others one. A node that is in two groups is in the first.
 
     Raises:
         ConfigError: its variables make no sense.
     """
-    names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    if not names or not environ.get("SLURM_JOB_ID"):
+    if not environ.get("SLURM_JOB_ID"):
+        return []
+    if not environ.get("SLURM_HET_SIZE", "").isdigit():
+        found = _of_slurm(environ, "")
+        return [found] if found else []
+    groups: list[list[Host]] = []
+    for number in range(int(environ["SLURM_HET_SIZE"])):
+        known = {host.name for group in groups for host in group}
+        group = [host for host in _of_slurm(environ, f"_HET_GROUP_{number}") if host.name not in known]
+        groups += [group] if group else []
+    return groups
+
+
+def _of_slurm(environ: Mapping[str, str], group: str) -> list[Host]:
+    names = environ.get(f"SLURM_JOB_NODELIST{group}") or environ.get(f"SLURM_NODELIST{group}", "")
+    if not names:
         return []
     found = expand_slurm(names)
     # Without --ntasks there are no tasks to count, and a node takes as many workers as it has cores.
-    counts = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_JOB_CPUS_PER_NODE") or "1"
+    tasks = f"SLURM_TASKS_PER_NODE{group}"
+    counts = environ.get(tasks) or environ.get(f"SLURM_JOB_CPUS_PER_NODE{group}") or f"1(x{len(found)})"
     slots: list[int] = []
     for word in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if match is None:
-            raise ConfigError(f"SLURM_TASKS_PER_NODE={counts!r} makes no sense")
+            raise ConfigError(f"{tasks}={counts!r} makes no sense")
         slots += [int(match[1])] * int(match[2] or 1)
     if len(slots) != len(found):
-        raise ConfigError(f"SLURM_TASKS_PER_NODE={counts!r} does not fit the {len(found)} nodes of {names!r}")
+        raise ConfigError(f"{tasks}={counts!r} does not fit the {len(found)} nodes of {names!r}")
     return [Host(name, number) for name, number in zip(found, slots, strict=True)]
 
 

@@ -15,7 +15,7 @@ from kvmpi.launchers import mpirun
 from kvmpi.launchers.hosts import Layout
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
-from kvmpi.launchers.reach import Reach
+from kvmpi.launchers.reach import BatchReach, Reach
 from kvmpi.launchers.remote import REMOTE_EXEC
 
 #: Settings that the launcher decides; what the user's environment says about them belongs to some other job.
@@ -148,7 +148,10 @@ class Job:
             title = f"# {process.label}"
             if process.role == "client":
                 title += f": workers {process.workers[0]} to {process.workers[-1]}"
-            if process.host and self.places is not None:
+            if process.host and self.places is not None and isinstance(self.places.reach, BatchReach):
+                title += ", a job of its own, whose script runs what follows\n# "
+                title += shlex.join(self.places.reach.submission(process.host))
+            elif process.host and self.places is not None:
                 through = shlex.join(self.places.reach.command(process.host, (sys.executable, "-I", "-S", REMOTE_EXEC)))
                 title += f", on {process.host}; what it runs is told to the standard input of\n# {through}"
             env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
@@ -274,14 +277,19 @@ def _client(
         return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
-    if places is None or hosts is None or len(hosts) == 1:
+    # Open MPI exports its own.
+    names = [name for name in (*env, *mpi_env) if not name.startswith(("OMPI_", "PRTE_"))]
+    names += [name for name in whole if name.startswith("KVMPI_") or name in _INHERITED]
+    started: tuple[str, ...]
+    exported = dict.fromkeys([*names, "KVMPI_SCHEDULER"])
+    agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
+    if places is not None and isinstance(places.reach, BatchReach) and places.reach.resources[host].hosts > 1:
+        told = (mpi.kind, mpi.path, str(len(workers)), places.network, ",".join(exported), agent)
+        started = (sys.executable, "-m", "kvmpi.launchers.client_exec", *told, "--")
+    elif places is None or hosts is None or len(hosts) == 1:
         started = mpi.command(len(workers), local=local or places is not None)
     else:
-        # Open MPI exports its own.
-        names = [name for name in (*env, *mpi_env) if not name.startswith(("OMPI_", "PRTE_"))]
-        names += [name for name in whole if name.startswith("KVMPI_") or name in _INHERITED]
-        agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
-        started = mpi.command_on(hosts, agent, places.network, dict.fromkeys([*names, "KVMPI_SCHEDULER"]))
+        started = mpi.command_on(hosts, agent, places.network, exported)
     # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
     command = (
         *started,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvmpi.errors import ConfigError
-from kvmpi.launchers.batch import Resources
+from kvmpi.launchers.batch import SYSTEMS, Resources
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,12 @@ class Reach:
     Attributes:
         kind: "ssh", "srun" or "blaunch"; of a ``BatchReach`` the batch system, "slurm" or "lsf".
         words: its own words, before the name of the host.
+        groups: the number of the group of each host in a heterogeneous job of Slurm.
     """
 
     kind: str
     words: tuple[str, ...]
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_batch(self) -> bool:
@@ -36,19 +38,23 @@ class Reach:
         if self.kind == "ssh":  # which passes one line on to a shell there
             return (*self.words, host, shlex.join(command))
         if self.kind == "srun":
-            return (*self.words, f"--nodelist={host}", *command)
+            group = (f"--het-group={self.groups[host]}",) if host in self.groups else ()
+            return (*self.words, *group, f"--nodelist={host}", *command)
         return (*self.words, host, *command)
 
     def agent(self) -> str:
         """A script for those who expect something like ssh: ``SCRIPT HOST WORDS...``, the words being for a shell."""
         words = shlex.join(self.words)
+        cases = " ".join(f"{name}) group=--het-group={number};;" for name, number in self.groups.items())
+        prepare = f"case $host in {cases} esac\n" if cases else ""
         run = {
             "ssh": f'{words} "$host" "$*"',
-            "srun": f'{words} --nodelist="$host" sh -c "$*"',
+            "srun": f'{words} {"$group " if cases else ""}--nodelist="$host" sh -c "$*"',
             "blaunch": f'{words} "$host" sh -c "$*"',
         }[self.kind]
         # Options of ssh, such as -x, come before the host.
-        return f'#!/bin/sh\nwhile case "$1" in -*) true;; *) false;; esac; do shift; done\nhost=$1\nshift\nexec {run}\n'
+        skip = 'while case "$1" in -*) true;; *) false;; esac; do shift; done'
+        return f"#!/bin/sh\n{skip}\nhost=$1\nshift\n{prepare}exec {run}\n"
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,19 @@ class BatchReach(Reach):
     def is_batch(self) -> bool:
         return True
 
+    def submission(self, host: str) -> list[str]:
+        """The command that submits the job of this name; all it asks for stands in it."""
+        name = f"{os.path.basename(self.folder)}-{host}"
+        base = os.path.join(self.folder, name)
+        return SYSTEMS[self.kind].submit(name, f"{base}.sh", f"{base}.out", f"{base}.err", self.resources[host])
+
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         asked = json.dumps(asdict(self.resources[host]))
         name = f"{os.path.basename(self.folder)}-{host}"
         return (*self.words, self.kind, self.folder, name, asked, "--", *command)
 
     def agent(self) -> str:
-        return ""  # its clients are on one host
+        return ""  # what helps a client to its other hosts is made where it runs, see client_exec.py
 
 
 def ssh(words: str) -> Reach:
@@ -89,23 +101,23 @@ def ssh(words: str) -> Reach:
     return Reach("ssh", tuple(split))
 
 
-def srun() -> Reach:
+def srun(groups: Mapping[str, int] | None = None) -> Reach:
     """For the nodes of a Slurm allocation; steps share their resources, or each would wait for the one before."""
     _require("srun")
     words = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=0", "--unbuffered", "--kill-on-bad-exit=0")
-    return Reach("srun", (*words, "--export=ALL", "--mpi=none", "--quiet"))
+    return Reach("srun", (*words, "--export=ALL", "--mpi=none", "--quiet"), groups or {})
 
 
 def blaunch() -> Reach:
-    """For the hosts of an LSF job."""
+    """For the hosts of an LSF job; without a shell in between, words arrive as they are."""
     _require("blaunch")
-    return Reach("blaunch", ("blaunch",))
+    return Reach("blaunch", ("blaunch", "-no-shell"))
 
 
 def batch(system: str, folder: str, resources: Mapping[str, Resources]) -> Reach:
     """For a batch system, from outside of its allocations."""
     _require({"slurm": "sbatch", "lsf": "bsub"}[system])
-    return BatchReach(system, (sys.executable, "-m", "kvmpi.launchers.batch_exec"), folder, resources)
+    return BatchReach(system, (sys.executable, "-m", "kvmpi.launchers.batch_exec"), {}, folder, resources)
 
 
 def _require(name: str) -> None:

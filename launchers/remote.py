@@ -17,6 +17,8 @@ from kvmpi.launchers import processes
 from kvmpi.launchers.reach import Reach
 
 REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
+#: Of the environment of a batch job: which hosts and devices are its.
+KEPT = ("SLURM_", "SLURMD_", "LSB_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 #: What is to run, its whole environment included, is written before anybody reads.
 _PIPE_BYTES = 1 << 20
 
@@ -46,7 +48,7 @@ class RemoteProcess:
         self._is_batch = reach.is_batch
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
-            "folders": list(folders), "files": dict(files), **address,
+            "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.is_batch else [], **address,
         }  # fmt: skip
         read_end, self._orders = os.pipe()
         try:

@@ -110,6 +110,8 @@ class Remote:
         self._word, self.orders = str(spec["word"]), 0
         self._command = [str(word) for word in spec["command"]]  # type: ignore[attr-defined]
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
+        kept = tuple(spec["kept"])  # type: ignore[arg-type,var-annotated]
+        self._env.update({name: value for name, value in os.environ.items() if kept and name.startswith(kept)})
         self._cwd = str(spec["cwd"])
         if "network" in spec:
             self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))

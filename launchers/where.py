@@ -21,13 +21,14 @@ _ANYWHERE = "192.0.2.1"
 def find(
     *, launcher: str, hostfile: str, hosts: str, server_hosts: str, remote_shell: str, network: str,
     bounds: Sequence[tuple[int, int]], num_servers: int, environ: Mapping[str, str], batch_dir: str = "",
-    asked: Resources | None = None,
+    asked: Resources | None = None, client_hosts: int = 1,
 ) -> Places | None:  # fmt: skip
     """Where everything runs; None: all on this host, or on those that an ``mpirun`` finds by itself.
 
     Args:
         batch_dir: a folder that all hosts of a batch system share.
         asked: what each of its jobs asks for, besides the number of its tasks.
+        client_hosts: how many hosts a client of such a job is spread over.
     Raises:
         ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
     """
@@ -35,13 +36,23 @@ def find(
     if kind == "batch":
         if server_hosts:
             raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
-        return _submitted(launcher, batch_dir, asked or Resources(), bounds, num_servers, network)
+        return _submitted(launcher, batch_dir, asked or Resources(), bounds, num_servers, network, client_hosts)
+    if client_hosts != 1:
+        raise ConfigError("--client-hosts is for clients that a batch system places; see --launcher")
     if not found:
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
-    way = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}[kind]()
-    layout = lay_out(found, bounds, num_servers, [name for name in server_hosts.split(",") if name])
+    groups = of_slurm(environ) if kind == "srun" else []
+    way = reach.ssh(remote_shell) if kind == "ssh" else allocation(environ, kind)[1]
+    assert way is not None
+    for_servers = [name for name in server_hosts.split(",") if name]
+    if len(groups) > 1 and not for_servers:
+        # What was asked for apart is for something else, if it is not needed for workers.
+        *before, last = groups
+        if sum(host.slots for group in before for host in group) >= bounds[-1][1]:
+            for_servers = [host.name for host in last]
+    layout = lay_out(found, bounds, num_servers, for_servers)
     node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
     here = next((name for name in layout.names if is_here(name) or name == node), "")
     others = [name for name in layout.names if name != here]
@@ -55,13 +66,16 @@ def find(
 
 
 def _submitted(
-    system: str, folder: str, asked: Resources, bounds: Sequence[tuple[int, int]], num_servers: int, network: str
-) -> Places:
+    system: str, folder: str, asked: Resources, bounds: Sequence[tuple[int, int]], num_servers: int, network: str,
+    client_hosts: int,
+) -> Places:  # fmt: skip
     """Servers and clients as jobs of their own; the scheduler stays here, where whoever waits for the job is."""
     servers = tuple(f"server-{rank}" for rank in range(num_servers))
     clients = tuple((Host(f"client-{i}", end - first),) for i, (first, end) in enumerate(bounds))
     resources = {name: replace(asked, tasks=1) for name in servers}
-    resources |= {host.name: replace(asked, tasks=host.slots) for (host,) in clients}
+    resources |= {host.name: replace(asked, tasks=host.slots, hosts=client_hosts) for (host,) in clients}
+    if client_hosts < 1 or client_hosts > min(host.slots for (host,) in clients):
+        raise ConfigError(f"--client-hosts {client_hosts}: expected 1 or more, and a worker of each client for each")
     try:
         address = own_address(network, _ANYWHERE)
     except (OSError, ValueError) as error:
@@ -78,14 +92,34 @@ def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str
         if launcher not in ("auto", "mpirun"):
             raise ConfigError(f"--launcher {launcher} knows its hosts; leave out --hosts and --hostfile")
         return read_hostfile(hostfile) if hostfile else _parse(listed), "ssh"
-    for name, of, kind in (("slurm", of_slurm, "srun"), ("lsf", of_lsf, "blaunch")):
+    for name, kind in (("slurm", "srun"), ("lsf", "blaunch")):
         if launcher in ("auto", name):
-            found = of(environ)
+            found = _allocated(environ, kind)
             if len(found) > 1 or (found and launcher == name):
                 return found, kind
             if launcher == name:
                 return [], "batch"
     return [], ""
+
+
+def _allocated(environ: Mapping[str, str], kind: str) -> list[Host]:
+    return [host for group in of_slurm(environ) for host in group] if kind == "srun" else of_lsf(environ)
+
+
+def allocation(environ: Mapping[str, str], *kinds: str) -> tuple[list[Host], reach.Reach | None]:
+    """The hosts of the allocation that this process runs in, and how to reach them; none outside of one.
+
+    Args:
+        kinds: "srun", "blaunch": only what these reach.
+    Raises:
+        ConfigError: what its variables say makes no sense, or the command that reaches them is missing.
+    """
+    for kind in kinds or ("srun", "blaunch"):
+        if found := _allocated(environ, kind):
+            groups = of_slurm(environ) if kind == "srun" else []
+            numbers = {host.name: i for i, group in enumerate(groups) for host in group} if len(groups) > 1 else {}
+            return found, reach.srun(numbers) if kind == "srun" else reach.blaunch()
+    return [], None
 
 
 def _parse(text: str) -> list[Host]:

@@ -16,23 +16,36 @@ from pathlib import Path
 import pytest
 from jobs import environs_with
 
+from kvmpi.benchmarks.netlab import PRIVATE, NetLab
+from kvmpi.errors import UnsupportedError
+
 TIMEOUT_S = 120.0
 PROGRAMS = Path(__file__).with_name("programs")
 
 
 class Site:
-    """A place with a batch system: ``env`` is that of its users, ``folder`` is shared by its hosts."""
+    """A place with a batch system: ``env`` is that of its users, ``folder`` is shared by its hosts.
 
-    def __init__(self, name: str, folder: Path, env: dict[str, str]) -> None:
-        self.name, self.folder = name, folder
+    Its hosts are those of ``lab``; without one, they are this machine under several names.
+    """
+
+    def __init__(self, name: str, folder: Path, env: dict[str, str], lab: NetLab | None = None) -> None:
+        self.name, self.folder, self.lab = name, folder, lab
+        self.network = "lo" if lab is None else lab.subnet
         self.mark = f"TEST_MARK={os.urandom(8).hex()}"
         inherited = {n: v for n, v in os.environ.items() if not n.startswith(("KVMPI_", "SLURM_", "LSB_"))}
         self.env = {**inherited, **env, "TEST_MARK": self.mark.partition("=")[2]}
 
+    def on(self, command: list[str]) -> list[str]:
+        """The words that run a command on the first host."""
+        return command if self.lab is None else self.lab.command_on(0, command)
+
     def start(self, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "kvmpi", "run", "--launcher", self.name, "--interface", "lo"]
+        command = [sys.executable, "-m", "kvmpi", "run", "--launcher", self.name, "--interface", self.network]
         command += ["--batch-dir", str(self.folder), *words]
-        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            self.on(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def run(self, *words: str) -> tuple[int, str, str]:
         job = self.start(*words)
@@ -57,6 +70,15 @@ def slurm_site() -> Iterator[Site]:
         pytest.skip(f"not installed: {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)")
     if os.geteuid() != 0:
         pytest.skip("a Slurm of one's own needs root")
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = stack.enter_context(NetLab(3, link=None))
+        except UnsupportedError:
+            lab = None  # then its nodes have one name and one address
+        yield from _slurm(lab, path)
+
+
+def _slurm(lab: NetLab | None, path: str) -> Iterator[Site]:
     # Munge wants a socket in folders that nobody else may write to, and /tmp is one.
     home = Path(tempfile.mkdtemp(prefix="kv-slurm-", dir="/var/lib"))
     home.chmod(0o755)
@@ -67,16 +89,19 @@ def slurm_site() -> Iterator[Site]:
     key.chmod(0o600)
     ports = [_free_port() for _ in range(4)]
     host, nodes = socket.gethostname(), [f"w{i}" for i in (1, 2, 3)]
+    hosts, addresses = [host] * 3, ["127.0.0.1"] * 3
+    if lab is not None:
+        host, nodes, hosts, addresses = lab.hosts[0], lab.hosts, lab.hosts, lab.addresses
     (home / "slurm.conf").write_text(
-        f"ClusterName=lab\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nSlurmctldPort={ports[3]}\n"
+        f"ClusterName=lab\nSlurmctldHost={host}({addresses[0]})\nSlurmUser=root\nSlurmdUser=root\nSlurmctldPort={ports[3]}\n"
         f"AuthType=auth/munge\nAuthInfo=socket={home}/munge.sock\nCredType=cred/munge\nStateSaveLocation={home}/state\n"
         f"SlurmdSpoolDir={home}/spool/%n\nSlurmctldPidFile={home}/slurmctld.pid\nSlurmdPidFile={home}/slurmd-%n.pid\n"
         f"SlurmctldLogFile={home}/slurmctld.log\nSlurmdLogFile={home}/slurmd-%n.log\nProctrackType=proctrack/pgid\n"
         "TaskPlugin=task/none\nSwitchType=switch/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
-        "ReturnToService=2\nMpiDefault=none\nSchedulerParameters=batch_sched_delay=0,sched_interval=1\n"
+        "ReturnToService=2\nMpiDefault=none\nSchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1\n"
         + "".join(
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
-            for name, port in zip(nodes, ports, strict=False)
+            f"NodeName={name} NodeHostname={hostname} NodeAddr={address} Port={port} CPUs=2\n"
+            for name, hostname, address, port in zip(nodes, hosts, addresses, ports, strict=False)
         )
         + f"PartitionName=long Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
     )
@@ -87,6 +112,9 @@ def slurm_site() -> Iterator[Site]:
          f"--log-file={home}/munged.log", f"--seed-file={home}/munge.seed"],
         ["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in nodes),
     ]  # fmt: skip
+    if lab is not None:
+        places = [0, 0, 0, 1, 2]
+        commands = [lab.command_on(place, command) for place, command in zip(places, commands, strict=True)]
     daemons = []
     try:
         for command in commands:
@@ -94,10 +122,11 @@ def slurm_site() -> Iterator[Site]:
             time.sleep(0.5)
         deadline = time.monotonic() + TIMEOUT_S
         words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+        words = words if lab is None else lab.command_on(0, words)
         while subprocess.run(words, env=whole, capture_output=True, text=True, check=False).stdout.strip() != "3":
             assert time.monotonic() < deadline, (home / "slurmctld.log").read_text()[-2000:]
             time.sleep(0.3)
-        yield Site("slurm", home / "shared", env)
+        yield Site("slurm", home / "shared", env, lab)
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
@@ -116,14 +145,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def lsf_site(folder: Path) -> Site:
-    """Programs that stand in for those of LSF; everything is in ``folder``."""
+def lsf_site(folder: Path, lab: NetLab | None = None) -> Site:
+    """Programs that stand in for those of LSF, on the hosts of ``lab`` or this one; everything is in ``folder``."""
     for name in ("bin", "jobs", "shared"):
         (folder / name).mkdir()
-    for name in ("bsub", "bjobs", "bkill"):
+    for name in ("bsub", "bjobs", "bkill", "blaunch"):
         program = folder / "bin" / name
         program.write_text(f"#!{sys.executable} -IS\n" + (PROGRAMS / "lsf" / "lsf.py").read_text())
         program.chmod(0o755)
-    return Site("lsf", folder / "shared", {
-        "PATH": f"{folder}/bin:{os.environ['PATH']}", "LSF_STANDIN": str(folder / "jobs"),
-    })  # fmt: skip
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "LSF_STANDIN": str(folder / "jobs")}
+    if lab is not None:
+        env |= {"LSF_HOSTS": " ".join(lab.hosts), "LSF_SHELL": f"{PRIVATE}/agent"}
+    return Site("lsf", folder / "shared", env, lab)

@@ -14,6 +14,9 @@ import pytest
 from batch_sites import Site, lsf_site, slurm_site
 from jobs import environs_with, wait_for
 
+from kvmpi.benchmarks.netlab import NetLab
+from kvmpi.errors import UnsupportedError
+
 LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
 
 
@@ -111,6 +114,16 @@ def slurm() -> Iterator[Site]:
 def lsf(tmp_path: Path) -> Site:
     """Programs that stand in for LSF."""
     return lsf_site(tmp_path)
+
+
+@pytest.fixture
+def lsf_on_hosts(tmp_path: Path) -> Iterator[Site]:
+    """The same, with three hosts."""
+    try:
+        with NetLab(3, link=None) as lab:
+            yield lsf_site(tmp_path, lab)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=["slurm", "lsf"])

@@ -85,7 +85,7 @@ def on_four_hosts(request: pytest.FixtureRequest) -> Iterator[Any]:
 @contextlib.contextmanager
 def submitted(request: pytest.FixtureRequest) -> Iterator[Any]:
     site: Site = request.getfixturevalue(request.node.callspec.params["launcher"])
-    yield ["--launcher", site.name, "--interface", "lo", "--batch-dir", str(site.folder)], list, site.env
+    yield ["--launcher", site.name, "--interface", site.network, "--batch-dir", str(site.folder)], site.on, site.env
     site.assert_nothing_is_left()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from batch_sites import PROGRAMS, TIMEOUT_S, Site
+from jobs import wait_for
 
 from kvmpi.launchers.batch import ENDED, RUNS, SYSTEMS, WAITS, Lsf, Resources, Slurm
 
-ALL = Resources(4, "long", "physics", "1:00", True, ("--mem=4G",))
+ALL = Resources(4, 1, "long", "physics", "1:00", True, ("--mem=4G",))
 
 
 # ---- what they understand and say
@@ -27,6 +29,9 @@ def test_what_slurm_is_told() -> None:
     for option in ("--ntasks=4", "--nodes=1", "--partition=long", "--account=physics", "--time=1:00", "--requeue"):
         assert option in words
     assert "--mem=4G" in words
+    assert {"--nodes=3", "--ntasks=8", "--ntasks-per-node=3"} <= set(
+        Slurm().submit("n", "s", "o", "e", Resources(8, 3))
+    )
     assert not [w for w in Slurm().submit("n", "s", "o", "e", Resources()) if w.startswith(("--part", "--acc", "--ti"))]
     assert Slurm().number("123;cluster\n") == "123"
     with pytest.raises(ValueError, match="Batch job refused"):
@@ -38,6 +43,7 @@ def test_what_lsf_is_told() -> None:
     text = " ".join(words)
     for option in ("-J name", "-n 4", "-R span[hosts=1]", "-q long", "-P physics", "-W 1:00", " -r ", "--mem=4G"):
         assert option in text
+    assert "span[ptile=3]" in Lsf().submit("n", "s", "o", "e", Resources(8, 3))
     assert words[-1] == "'/x y/s.sh'", "bsub gives it to a shell"
     assert Lsf().number("Job <77> is submitted to default queue <normal>.") == "77"
     with pytest.raises(ValueError, match="No such queue"):
@@ -60,7 +66,10 @@ def test_states(system: str, answer: str, state: str) -> None:
 def test_every_server_and_client_is_a_job(site: Site, tmp_path: Path) -> None:
     status, out, err = site.run("-n3", "-c2", "-s2", "--queue", "long", str(PROGRAMS / "sum_on_hosts.py"))
     assert status == 0, out + err
-    assert sorted(line.partition("] ")[2] for line in out.splitlines()) == [f"{socket.gethostname()} got 6.0"] * 3
+    names = {socket.gethostname()} if site.lab is None else set(site.lab.hosts)
+    told = [line.partition("] ")[2].split() for line in out.splitlines()]
+    assert [words[1:] for words in told] == [["got", "6.0"]] * 3
+    assert {words[0] for words in told} <= names
     site.assert_nothing_is_left()
     if site.name == "lsf":
         asked = [ast.literal_eval(file.read_text())[0] for file in sorted((tmp_path / "jobs").glob("*/words"))]
@@ -77,9 +86,9 @@ def test_however_it_ends_no_job_is_left(site: Site, end: str, tmp_path: Path) ->
     if end == "cancelled":
         if site.name == "slurm":
             words = ["squeue", "--noheader", "--format=%i %j"]
-            listed = subprocess.run(words, env=site.env, capture_output=True, text=True, check=True).stdout
+            listed = subprocess.run(site.on(words), env=site.env, capture_output=True, text=True, check=True).stdout
             (number,) = [line.split()[0] for line in listed.splitlines() if line.endswith("client-1")]
-            subprocess.run(["scancel", number], env=site.env, check=True)
+            subprocess.run(site.on(["scancel", number]), env=site.env, check=True)
         else:
             (number,) = [f.parent.name for f in (tmp_path / "jobs").glob("*/words") if "client-1" in f.read_text()]
             subprocess.run(["bkill", number], env=site.env, check=True, stdout=subprocess.DEVNULL)
@@ -123,11 +132,97 @@ def test_a_job_that_waits_is_told_and_can_be_given_up(lsf: Site) -> None:
 
 
 def test_inside_an_allocation_of_slurm(slurm: Site) -> None:
-    command = ["salloc", "-Q", "-N3", "--ntasks-per-node=1", sys.executable, "-m", "kvmpi", "run", "--interface", "lo"]
-    command += ["-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py")]
-    done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    command = ["salloc", "-Q", "-N3", "--ntasks-per-node=1", sys.executable, "-m", "kvmpi", "run"]
+    command += ["--interface", slurm.network, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py")]
+    done = subprocess.run(
+        slurm.on(command), env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line.split("]")[0] for line in done.stdout.splitlines()) == [f"[worker {i}" for i in range(3)]
     assert done.stdout.count("got 6.0") == 3
     assert done.stderr == ""
     slurm.assert_nothing_is_left()
+
+
+def test_a_client_on_several_nodes(slurm: Site) -> None:
+    """Which nodes they are, only the job of the client learns."""
+    if slurm.lab is None:
+        pytest.skip("needs nodes with names of their own")
+    status, out, err = slurm.run("-n4", "-c1", "-s1", "--client-hosts", "2", str(PROGRAMS / "sum_on_hosts.py"))
+    assert status == 0, out + err
+    told = sorted(line.split()[-3] for line in out.splitlines() if line.endswith("got 10.0"))
+    assert len(told) == 4, out
+    assert len(set(told)) == 2
+    assert told[::2] == told[1::2]
+    assert set(told) <= set(slurm.lab.hosts)
+    slurm.assert_nothing_is_left()
+
+
+def test_servers_on_nodes_of_their_own(slurm: Site) -> None:
+    """A heterogeneous job: what is asked for apart is for the servers."""
+    if slurm.lab is None:
+        pytest.skip("needs nodes with names of their own")
+    words = ["--interface", slurm.network, "-n2", "-c1", "-s1", str(PROGRAMS / "sum_on_hosts.py")]
+    script = f"{sys.executable} -m kvmpi run --dry-run {' '.join(words)} >&2; exec {sys.executable} -m kvmpi run $@"
+    command = ["salloc", "-Q", "-N2", "--ntasks-per-node=1", ":", "-N1", "-n1", "sh", "-c", script, "sh", *words]
+    done = subprocess.run(
+        slurm.on(command), env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    workers = {line.split()[-3] for line in done.stdout.splitlines() if line.endswith("got 3.0")}
+    assert len(workers) == 2, done.stdout
+    (elsewhere,) = set(slurm.lab.hosts) - workers
+    assert f"# server 0, on {elsewhere};" in done.stderr
+    assert f"--het-group=1 --nodelist={elsewhere}" in done.stderr
+    slurm.assert_nothing_is_left()
+
+
+def test_inside_a_job_of_lsf_and_clients_of_several_hosts(lsf_on_hosts: Site) -> None:
+    """One job of three hosts, in which blaunch reaches the others, and one in which a client is a job of two hosts."""
+    lab = lsf_on_hosts.lab
+    assert lab is not None
+    out = lsf_on_hosts.folder.parent / "out"
+    words = ["--interface", lab.subnet, "-n6", "-c2", "-s1", str(PROGRAMS / "sum_on_hosts.py")]
+    inside = [sys.executable, "-m", "kvmpi", "run", *words]
+    subprocess.run(
+        lsf_on_hosts.on(["bsub", "-n", "6", "-R", "span[ptile=2]", "-o", str(out), "-e", str(out), *inside]),
+        env=lsf_on_hosts.env, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    status, said, complaints = lsf_on_hosts.run(
+        "-n4", "-c1", "-s1", "--client-hosts=2", str(PROGRAMS / "sum_on_hosts.py")
+    )
+    assert status == 0, said + complaints
+    told = sorted(line.split()[-3] for line in said.splitlines() if line.endswith("got 10.0"))
+    assert told == [lab.hosts[0]] * 2 + [lab.hosts[1]] * 2, said
+    wait_for(lambda: out.exists() and "Subject: Job 1" in out.read_text(), "the end of the job")
+    lines = out.read_text()
+    told = sorted(line.split()[-3] for line in lines.splitlines() if line.endswith("got 21.0"))
+    assert told == sorted(lab.hosts * 2), lines
+    assert "Subject: Job 1: <None> 0" in lines
+    lsf_on_hosts.assert_nothing_is_left()
+
+
+def test_a_dry_run_says_what_would_be_submitted(lsf: Site) -> None:
+    words = [
+        "--queue=long",
+        "--project=p q",
+        "--wall-time=1:30",
+        "--requeue",
+        "--submit-option=-M",
+        "--submit-option=4G",
+    ]
+    status, out, err = lsf.run(
+        "--dry-run", "-n5", "-c1", "-s1", "--client-hosts=2", *words, str(PROGRAMS / "sum_on_hosts.py")
+    )
+    assert status == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("# bsub") and "client-0" in line]
+    submitted = shlex.split(line)[1:]
+    folder = Path(submitted[-1].strip("'")).parent
+    assert folder.parent == lsf.folder
+    name = f"{folder.name}-client-0"
+    nothing = ["-o", "/dev/null", "-e", "/dev/null"]
+    assert submitted == [
+        *("bsub", "-J", name, "-n", "5", "-R", "span[ptile=3]"), *nothing, "-r", "-q", "long", "-P", "p q",
+        *("-W", "1:30", "-M", "4G", str(folder / f"{name}.sh")),
+    ]  # fmt: skip
+    assert not any((lsf.folder.parent / "jobs").iterdir())

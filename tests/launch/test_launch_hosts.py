@@ -76,10 +76,14 @@ def test_what_is_no_list_of_nodes(text: str) -> None:
 
 def test_allocations() -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "2(x3),1"}
-    assert hosts.of_slurm(slurm) == [Host("n1", 2), Host("n2", 2), Host("n3", 2), Host("n4", 1)]
+    assert hosts.of_slurm(slurm) == [[Host("n1", 2), Host("n2", 2), Host("n3", 2), Host("n4", 1)]]
     assert hosts.of_slurm({"SLURM_JOB_NODELIST": "n1"}) == [], "no allocation without a number"
     with pytest.raises(ConfigError, match="does not fit the 4 nodes"):
         hosts.of_slurm({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    het = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    het |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)"}
+    het |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "n2,m1", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "4(x2)"}
+    assert hosts.of_slurm(het) == [[Host("n1", 2), Host("n2", 2)], [Host("m1", 4)]]
     lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4 "}
     assert hosts.of_lsf(lsf) == [Host("a", 2), Host("b", 4)]
     assert hosts.of_lsf({"LSB_JOBID": "7", "LSB_HOSTS": "a a b"}) == [Host("a", 2), Host("b", 1)]
@@ -118,7 +122,7 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    def find(launcher: str = "auto", environ: dict[str, str] | None = None, **options: str) -> Any:
+    def find(launcher: str = "auto", environ: dict[str, str] | None = None, **options: Any) -> Any:
         given = {"hostfile": "", "hosts": "", "server_hosts": "", "remote_shell": "true", "network": "lo", **options}
         return where.find(launcher=launcher, bounds=[(0, 2)], num_servers=1, environ=environ or {}, **given)
 
@@ -131,6 +135,14 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert find(environ={**slurm, "SLURM_JOB_NODELIST": "x1", "SLURM_TASKS_PER_NODE": "2"}, network="") is None
     assert find("local", environ=slurm, network="") is None
     assert find(hosts=f"{socket.gethostname()}:2").here == socket.gethostname()
+    het = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "x1,x2"}
+    het["SLURM_JOB_NODELIST_HET_GROUP_1"] = "y1"
+    apart = find(environ=het)
+    assert apart.layout.names == ["x1", "x2", "y1"], "servers are where no worker has to be"
+    assert "--het-group=1" in apart.reach.command("y1", ["true"])
+    assert "--het-group=0" in apart.reach.command("x2", ["true"])
+    assert "y1) group=--het-group=1;;" in apart.reach.agent()
+    assert find(environ=het, server_hosts="x2").layout.servers == ("x2",)
     for system in ("slurm", "lsf"):
         submitted = find(system)
         assert submitted.reach.is_batch
@@ -138,6 +150,8 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         assert submitted.reach.resources["client-0"].tasks == 2
     for error, words, call in (
         (ConfigError, "slurm chooses the hosts", lambda: find("slurm", server_hosts="a")),
+        (ConfigError, "--client-hosts 3: expected 1 or more, and a wo", lambda: find("slurm", client_hosts=3)),
+        (ConfigError, "--client-hosts is for", lambda: find(hosts="a:2", client_hosts=2)),
         (ConfigError, "only one of them", lambda: find(hosts="a", hostfile="b")),
         (ConfigError, "knows its hosts", lambda: find("slurm", hosts="a", environ=slurm)),
         (ConfigError, "expected NAME:WORKERS", lambda: find(hosts="a:b")),

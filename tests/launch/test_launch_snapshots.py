@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from jobs import wait_for
 
+from kvmpi.launchers.command import main
+
 Launch = Callable[..., Any]  # see conftest.LaunchedJob
 STEPS = str(Path(__file__).parent / "programs" / "steps.py")
 
@@ -84,3 +86,28 @@ def test_a_resume_that_cannot_be(launch: Launch, tmp_path: Path) -> None:
     job = launch("-s", "1", "--resume", "nothing", STEPS, "out", "1", "adam", "dist_sync", whole=True)
     assert job.finish(60.0) == 1
     assert f"ConfigError: resume from {tmp_path / 'nothing'}: no usable snapshot; there is no such folder" in job.stderr
+
+
+@pytest.mark.parametrize(("environ", "found"), [
+    ({"SLURM_RESTART_COUNT": "2"}, True), ({"LSB_RESTART": "Y"}, True), ({"SLURM_RESTART_COUNT": "0"}, False),
+    ({}, False),
+])  # fmt: skip
+def test_a_batch_job_that_is_run_once_more_goes_on(
+    environ: dict[str, str],
+    found: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command line is the same again; what it has left tells how far it was."""
+    for name in ("SLURM_RESTART_COUNT", "LSB_RESTART"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    folder, command = tmp_path / "snapshots", ["-s1", "--dry-run", "--snapshot-every", "5"]
+    for there in (False, True):
+        if there:
+            (folder / "15").mkdir(parents=True)
+            (folder / "15" / "snapshot.json").touch()
+        assert main([*command, "--snapshot-dir", str(folder), STEPS]) == 0
+        assert (f"KVMPI_RESUME={folder}\n" in capsys.readouterr().out) is (found and there)

@@ -1,15 +1,19 @@
-"""Stands in for LSF: bsub, bjobs and bkill that obey the documented options, states and exit codes, and run the jobs.
+"""Stands in for LSF: bsub, bjobs, bkill and blaunch that obey the documented options, states and exit codes.
 
-Called by one of these names. Jobs are folders below $LSF_STANDIN: ``state``, ``pid`` and ``words``. A job waits for
-$LSF_WAIT_S first, and for ever if that is "for ever".
+Called by one of these names. Jobs are run; they are folders below $LSF_STANDIN: ``state``, ``pid`` and ``words``. A job
+waits for $LSF_WAIT_S first, and for ever if that is "for ever". Its hosts are $LSF_HOSTS, by default this machine; the
+first one runs it, and $LSF_SHELL, which takes a host and a command for a shell, is how blaunch reaches the others.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -62,8 +66,11 @@ def run(job: Path, number: int, given: dict[str, str], command: str) -> None:
             (job / "state").write_text("EXIT")
             return
         time.sleep(0.05)
-    tasks = given.get("-n", "1")
-    env = {**os.environ, "LSB_JOBID": str(number), "LSB_MCPU_HOSTS": f"{os.uname().nodename} {tasks}"}
+    tasks, names = int(given.get("-n", "1")), os.environ.get("LSF_HOSTS", os.uname().nodename).split()
+    ptile = re.search(r"span\[ptile=(\d+)\]", given.get("-R", ""))
+    each = int(ptile[1]) if ptile else tasks
+    slots = [f"{name} {min(each, tasks - i * each)}" for i, name in enumerate(names) if i * each < tasks]
+    env = {**os.environ, "LSB_JOBID": str(number), "LSB_MCPU_HOSTS": " ".join(slots)}
     with open(given["-o"], "ab") as out, open(given["-e"], "ab") as err:
         child = subprocess.Popen(["sh", "-c", command], env=env, stdout=out, stderr=err, start_new_session=True)
         (job / "pid").write_text(str(child.pid))
@@ -100,5 +107,33 @@ def bkill(words: list[str]) -> int:
     return 0
 
 
+def blaunch(words: list[str]) -> int:
+    """As rsh does it: words are for a shell, unless ``-no-shell`` says that they are not."""
+    plain = False
+    while words[0].startswith("-"):
+        option = words.pop(0)
+        if option not in ("-no-shell", "-use-login-shell", "-n"):
+            print(f"blaunch: {option}: unknown option", file=sys.stderr)
+            return 255
+        plain |= option == "-no-shell"
+    host, *command = words
+    if host not in os.environ.get("LSB_MCPU_HOSTS", "").split()[::2] or "LSB_JOBID" not in os.environ:
+        print(f"blaunch: {host} is not of this job", file=sys.stderr)
+        return 255
+    line = shlex.join(command) if plain else " ".join(command)
+    task = subprocess.Popen([os.environ["LSF_SHELL"], host, line], stdin=subprocess.PIPE, start_new_session=True)
+
+    def feed() -> None:
+        while text := os.read(0, 4096):
+            os.write(task.stdin.fileno(), text)
+        task.stdin.close()
+
+    threading.Thread(target=feed, daemon=True).start()
+    code = task.wait()
+    return code if code >= 0 else 128 - code
+
+
 if __name__ == "__main__":
-    sys.exit({"bsub": bsub, "bjobs": bjobs, "bkill": bkill}[os.path.basename(sys.argv[0])](sys.argv[1:]))
+    sys.exit(
+        {"bsub": bsub, "bjobs": bjobs, "bkill": bkill, "blaunch": blaunch}[os.path.basename(sys.argv[0])](sys.argv[1:])
+    )
