@@ -68,6 +68,10 @@ class BatchSystem(ABC):
     def cancel(self, number: str) -> list[str]:
         """The command that ends a job."""
 
+    @abstractmethod
+    def cancel_named(self, name: str) -> list[str]:
+        """The command that ends all jobs of a name, whose numbers nobody knows any more."""
+
 
 class Slurm(BatchSystem):
     """sbatch, squeue, scancel (https://slurm.schedmd.com)."""
@@ -96,6 +100,9 @@ class Slurm(BatchSystem):
 
     def cancel(self, number: str) -> list[str]:
         return ["scancel", number]
+
+    def cancel_named(self, name: str) -> list[str]:
+        return ["scancel", f"--name={name}"]
 
 
 class Lsf(BatchSystem):
@@ -126,6 +133,9 @@ class Lsf(BatchSystem):
 
     def cancel(self, number: str) -> list[str]:
         return ["bkill", number]
+
+    def cancel_named(self, name: str) -> list[str]:
+        return ["bkill", "-J", name, "0"]  # 0 is all of them, not only the last
 
 
 SYSTEMS: dict[str, BatchSystem] = {"slurm": Slurm(), "lsf": Lsf()}

@@ -58,7 +58,9 @@ class BatchJob:
 
     def __init__(self, system: BatchSystem, folder: str, name: str, command: Sequence[str], asked: Resources) -> None:
         self._system, self._name = system, name
-        self._base = os.path.join(folder, name)
+        # One that is started again has files of its own: the process before it may not have learnt that it is over.
+        attempts = (os.path.join(folder, name + suffix) for suffix in ("", *(f".{i}" for i in range(2, 10_000))))
+        self._base = next(base for base in attempts if not os.path.exists(f"{base}.spec"))
         self._out, self._err = Follower(f"{self._base}.out", 1), Follower(f"{self._base}.err", 2)
         self._command, self._asked = [*command, self._base], asked
         self._number = ""

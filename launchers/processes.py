@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 WATCHDOG = str(Path(__file__).with_name("watchdog.py"))
 PR_SET_PDEATHSIG = 1
+AGAIN_S = 5.0  # for a second try to clear up on another host
 
 
 def exit_status(returncode: int) -> int:
@@ -99,9 +101,11 @@ class Watchdog:
         read_end, self._write_end = os.pipe()  # close-on-exec: no child holds the write end
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
         command = [sys.executable, "-I", "-S", WATCHDOG, job_id, *self._paths]
+        self._command = list(command if reach is None else reach(command))
+        self._env = env
         try:
             self._process = subprocess.Popen(
-                list(command if reach is None else reach(command)),
+                self._command,
                 env=env,
                 cwd="/",
                 stdin=read_end,
@@ -148,7 +152,14 @@ class Watchdog:
             self._process.kill()
             self._process.wait()
         if not self._here:
-            return  # the host is not to be reached any more, and what is there neither
+            # It was killed, and another does its work; or its host is not to be reached, and what is there neither.
+            nothing = subprocess.DEVNULL
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    self._command, env=self._env, cwd="/", stdin=nothing, stdout=nothing, stderr=nothing,
+                    timeout=AGAIN_S, check=False,
+                )  # fmt: skip
+            return
         from kvmpi.launchers import watchdog
 
         watchdog.kill_all(self._job_id)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers.batch import SYSTEMS, Resources
+
+CANCEL_S = 20.0  # for a batch system to take note
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,25 @@ class BatchReach(Reach):
     def is_batch(self) -> bool:
         return True
 
+    def _name(self, host: str) -> str:
+        return f"{os.path.basename(self.folder)}-{host}"
+
+    def cancel(self, host: str) -> None:
+        """End the job of this name, after the process here that stood for it has been killed."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            words = SYSTEMS[self.kind].cancel_named(self._name(host))
+            nothing = subprocess.DEVNULL
+            subprocess.run(words, stdin=nothing, stdout=nothing, stderr=nothing, timeout=CANCEL_S, check=False)
+
     def submission(self, host: str) -> list[str]:
         """The command that submits the job of this name; all it asks for stands in it."""
-        name = f"{os.path.basename(self.folder)}-{host}"
+        name = self._name(host)
         base = os.path.join(self.folder, name)
         return SYSTEMS[self.kind].submit(name, f"{base}.sh", f"{base}.out", f"{base}.err", self.resources[host])
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         asked = json.dumps(asdict(self.resources[host]))
-        name = f"{os.path.basename(self.folder)}-{host}"
-        return (*self.words, self.kind, self.folder, name, asked, "--", *command)
+        return (*self.words, self.kind, self.folder, self._name(host), asked, "--", *command)
 
     def agent(self) -> str:
         return ""  # what helps a client to its other hosts is made where it runs, see client_exec.py

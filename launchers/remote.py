@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvmpi.launchers import processes
-from kvmpi.launchers.reach import Reach
+from kvmpi.launchers.reach import BatchReach, Reach
 
 REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
 #: Of the environment of a batch job: which hosts and devices are its.
@@ -45,7 +45,7 @@ class RemoteProcess:
             OSError: what reaches the host cannot be started, or command and environment are too long to be told to it.
         """
         self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
-        self._is_batch = reach.is_batch
+        self._is_batch, self._reach = reach.is_batch, reach
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
             "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.is_batch else [], **address,
@@ -79,6 +79,8 @@ class RemoteProcess:
         if self._here.poll() is not None and self._orders >= 0:
             os.close(self._orders)
             self._orders = -1
+            if isinstance(self._reach, BatchReach) and self._here.returncode == -signal.SIGKILL:
+                self._reach.cancel(self.host)  # it cannot have done so itself
         return self.returncode
 
     def hear(self, line: bytes) -> bytes:

@@ -8,7 +8,7 @@ behind a word that only the launcher knows:
     WORD end STATUS          how the process has ended, as os.wait has it
 
 With an argument BASE the first line is in BASE.spec, and the rest comes from BASE.orders as that grows; a launcher that
-does not touch BASE.alive for a minute has ended.
+does not touch BASE.alive for a minute has ended, and so has one whose files are gone.
 
 Only the standard library is used; ``python -I -S`` starts it in milliseconds.
 """
@@ -29,6 +29,8 @@ import threading
 import time
 
 LIFE_S = 60.0
+GONE_S = 4.0  # what is not there for so long has been removed; on a shared file system it may only be late
+LOOK_S = 0.5
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915
@@ -184,21 +186,25 @@ def read_orders(base: str) -> int:
     read_end, write_end = os.pipe()
 
     def feed() -> None:
-        place, touched, seen_s = 0, 0.0, time.monotonic()
-        while time.monotonic() - seen_s < LIFE_S:
+        place, touched = 0, 0.0
+        seen_s = there_s = time.monotonic()
+        while time.monotonic() - seen_s < LIFE_S and time.monotonic() - there_s < GONE_S:
             try:
                 with open(f"{base}.orders", "rb") as file:
                     file.seek(place)
                     text = file.read()
                 alive = os.stat(f"{base}.alive").st_mtime  # of the file server's clock: only its changes mean something
-            except OSError:
+                there_s = time.monotonic()
+            except OSError as error:
                 text, alive = b"", touched
+                if not isinstance(error, FileNotFoundError):
+                    there_s = time.monotonic()  # it does not answer
             if alive != touched:
                 touched, seen_s = alive, time.monotonic()
             if text:
                 place += len(text)
                 os.write(write_end, text)
-            time.sleep(0.5)
+            time.sleep(LOOK_S)
         os.close(write_end)
 
     threading.Thread(target=feed, daemon=True).start()

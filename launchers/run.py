@@ -25,6 +25,8 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
 #: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
 MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
+#: After which it ends all ranks, and with status 0.
+PRTE_LOST = b"PRTE has lost communication with a remote daemon"
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
@@ -74,6 +76,8 @@ class Runner:
         self._plans = {process.label: process for process in job.processes}
         self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
         self._tails: dict[str, deque[bytes]] = {}
+        self._codes: dict[str, int] = {}  # how processes have ended
+        self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
         self._failure: Failure | None = None
         self._suspect: Suspect | None = None
         self._writers: dict[str, list[int]] = {}
@@ -118,8 +122,7 @@ class Runner:
 
     def _is_done(self) -> bool:
         """Whether some workers have done what was to be done, and no others are at work."""
-        ended = [self._children[p.label].returncode for p in self._job.of_role("worker", "client")
-                 if p.label in self._children]  # fmt: skip
+        ended = [self._codes.get(process.label) for process in self._job.of_role("worker", "client")]
         return 0 in ended and not self._working()
 
     def _is_wanted(self, label: str) -> bool:
@@ -168,6 +171,8 @@ class Runner:
 
     def _start(self, process: Process, extra: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()) -> None:
         """Start one process with pipes for its output, and FIFOs for that of the ranks below it."""
+        self._codes.pop(process.label, None)
+        self._open_ranks.pop(process.label, None)
         self._open_output(process.label)
         if process.role == "client":
             self._fifo(f"client-{process.rank}.status", Stream(process.label, 0))
@@ -302,6 +307,8 @@ class Runner:
             lines = [own for line in lines if (own := child.hear(line)) or not line]
         if stream.target == 2:
             self._tails[stream.label].extend(lines)
+            if stream.label.startswith("client") and any(PRTE_LOST in line for line in lines):
+                self._open_ranks.setdefault(stream.label, set()).add("of a host that is lost")
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
                 rank, status = stream.label.split()[1], found[1].decode()
                 self._rank_report(stream.client, ["raised", rank, status])
@@ -312,6 +319,9 @@ class Runner:
     def _rank_report(self, client: str, words: list[str]) -> None:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
         self._release(f"worker {words[1]}")
+        if words[0] != "raised":
+            ranks = self._open_ranks.setdefault(client, set())
+            (ranks.add if words[0] == "start" else ranks.discard)(words[1])
         if self._stopping or words[0] not in ("raised", "end") or self._restarts.bears(client, 1):
             return  # where the job can bear it, the end of the whole mpirun is what counts
         code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
@@ -348,6 +358,9 @@ class Runner:
             self._drain()  # its last words, and the reports of its ranks, before the verdict on it
             code = child.returncode
             assert code is not None
+            if code == 0 and self._open_ranks.get(label):
+                code = 1  # an mpirun that has lost its helper on another host, or has been stopped, and does not say so
+            self._codes[label] = code
             if self._stopping:
                 self._judge_stopped(label, code)
             elif self._suspect is not None and self._suspect.client == label:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,8 +40,8 @@ class Site:
         """The words that run a command on the first host."""
         return command if self.lab is None else self.lab.command_on(0, command)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "kvmpi", "run", "--launcher", self.name, "--interface", self.network]
+    def start(self, *words: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+        command = [*prefix, sys.executable, "-m", "kvmpi", "run", "--launcher", self.name, "--interface", self.network]
         command += ["--batch-dir", str(self.folder), *words]
         return subprocess.Popen(
             self.on(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -186,19 +186,22 @@ def test_agents_pass_words_on_to_a_shell_there(kind: str, tmp_path: Path) -> Non
 
 
 class PrivateHosts:
-    """Each has process numbers, temporary files, shared memory and a name of its own; ``shell`` reaches them."""
+    """Each has process numbers, temporary files, shared memory and a name of its own; ``shell`` reaches them.
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    Their network is this machine's, or where ``lab`` has a host of that name.
+    """
+
+    def __init__(self, folder: Path, names: list[str], lab: NetLab | None = None) -> None:
         self.names, self._holders = names, {}
         # Not /tmp itself: what is tested may lie there.
         self.temporary = tempfile.mkdtemp(prefix="kv-", dir="/var/tmp")
         for name in names:
             mounts = f"mount -t tmpfs none /dev/shm; mount -t tmpfs none {self.temporary}"
             script = f"{mounts}; hostname {name}; echo up; exec sleep 1000"
-            holder = subprocess.Popen(
-                ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", script],
-                stdout=subprocess.PIPE,
-            )
+            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", script]
+            if lab is not None:
+                command = lab.command_on(lab.hosts.index(name), command)
+            holder = subprocess.Popen(command, stdout=subprocess.PIPE)
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"up\n"
             inner = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0]
@@ -207,7 +210,7 @@ class PrivateHosts:
         cases = "\n".join(f"{name}) pid={inner};;" for name, (_, inner) in self._holders.items())
         self.shell.write_text(
             f'#!/bin/sh\ncase $1 in\n{cases}\n*) echo "no such host" >&2; exit 255;;\nesac\nshift\n'
-            'exec nsenter -t $pid -p -m -u sh -c "$*"\n'
+            f'exec nsenter -t $pid -p -m -u {"" if lab is None else "-n -i"} sh -c "$*"\n'
         )
         self.shell.chmod(0o755)
 
@@ -228,12 +231,12 @@ class PrivateHosts:
                 continue
         return [line for line in found if line]  # without those that have ended, whom nobody there asks how
 
-    def pid_of(self, name: str, words: str) -> int:
-        """The number, seen from here, of the one process there that has these words in its command line."""
+    def pids_of(self, name: str, words: str) -> list[int]:
+        """The numbers, seen from here, of the processes there that have these words in their command lines."""
         mine = os.readlink(f"/proc/{self._holders[name][1]}/ns/pid")
         there = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _link(f"/proc/{pid}/ns/pid") == mine]
         fitting = [pid for pid in there if words in _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode()]
-        return int(fitting[0])
+        return sorted(map(int, fitting))
 
     def close(self) -> None:
         for holder, _ in self._holders.values():
@@ -309,7 +312,7 @@ def test_however_it_ends_nothing_is_left_on_any_host(apart: PrivateHosts, end: s
         job.send_signal(signal.SIGKILL if end == "launcher" else signal.SIGINT)
         expected, words = (-signal.SIGKILL, "") if end == "launcher" else (130, "stopped by SIGINT")
     else:
-        os.kill(apart.pid_of("far2" if end == "server" else "far1", _VICTIMS[end]), signal.SIGKILL)
+        os.kill(apart.pids_of("far2" if end == "server" else "far1", _VICTIMS[end])[0], signal.SIGKILL)
         expected = 137
         words = "server 0 on far2 was killed by SIGKILL" if end == "server" else "on far1 was killed by SIGKILL"
     _, err = job.communicate(timeout=TIMEOUT_S)

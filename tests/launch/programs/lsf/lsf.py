@@ -7,6 +7,7 @@ first one runs it, and $LSF_SHELL, which takes a host and a command for a shell,
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -46,31 +47,34 @@ def bsub(words: list[str]) -> int:
     job = HOME / str(number)
     (job / "words").write_text(repr((given, words)))
     (job / "state").write_text("PEND")
-    if os.fork() == 0:
-        os.setsid()
-        run(job, number, given, " ".join(words))
-        os._exit(0)
+    (job / "env").write_text(repr(dict(os.environ)))
+    # What runs the job is not of the job, and so has nothing of its environment.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    with open(os.devnull, "r+b") as nothing:
+        command = [sys.executable, "-IS", __file__, "run", str(number)]
+        subprocess.Popen(command, env=own, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     print(f"Job <{number}> is submitted to queue <{given.get('-q', 'normal')}>.")
     return 0
 
 
-def run(job: Path, number: int, given: dict[str, str], command: str) -> None:
-    with open(os.devnull, "r+b") as nothing:
-        for fd in (0, 1, 2):
-            os.dup2(nothing.fileno(), fd)
+def run(words: list[str]) -> int:
+    number = words[0]
+    job = HOME / number
+    given, rest = ast.literal_eval((job / "words").read_text())
+    command = " ".join(rest)
     (job / "pid").write_text("0")
     wait = os.environ.get("LSF_WAIT_S", "0.3")
     until_s = float("inf") if wait == "for ever" else time.monotonic() + float(wait)
     while time.monotonic() < until_s:
         if (job / "killed").exists():
             (job / "state").write_text("EXIT")
-            return
+            return 0
         time.sleep(0.05)
     tasks, names = int(given.get("-n", "1")), os.environ.get("LSF_HOSTS", os.uname().nodename).split()
     ptile = re.search(r"span\[ptile=(\d+)\]", given.get("-R", ""))
     each = int(ptile[1]) if ptile else tasks
     slots = [f"{name} {min(each, tasks - i * each)}" for i, name in enumerate(names) if i * each < tasks]
-    env = {**os.environ, "LSB_JOBID": str(number), "LSB_MCPU_HOSTS": " ".join(slots)}
+    env = {**ast.literal_eval((job / "env").read_text()), "LSB_JOBID": number, "LSB_MCPU_HOSTS": " ".join(slots)}
     with open(given["-o"], "ab") as out, open(given["-e"], "ab") as err:
         child = subprocess.Popen(["sh", "-c", command], env=env, stdout=out, stderr=err, start_new_session=True)
         (job / "pid").write_text(str(child.pid))
@@ -78,6 +82,7 @@ def run(job: Path, number: int, given: dict[str, str], command: str) -> None:
         status = child.wait()
         out.write(f"Sender: LSF System\nSubject: Job {number}: <{given.get('-J')}> {status}\n".encode())
     (job / "state").write_text("DONE" if status == 0 else "EXIT")
+    return 0
 
 
 def bjobs(words: list[str]) -> int:
@@ -91,6 +96,10 @@ def bjobs(words: list[str]) -> int:
 
 
 def bkill(words: list[str]) -> int:
+    if words[0] == "-J":
+        assert words[2:] == ["0"], words
+        named = [job for job in HOME.iterdir() if ast.literal_eval((job / "words").read_text())[0]["-J"] == words[1]]
+        return max((bkill([job.name]) for job in named if (job / "state").read_text() in ("PEND", "RUN")), default=255)
     job = HOME / words[0]
     print(f"Job <{words[0]}> is being terminated")
     (job / "killed").write_text("")
@@ -134,6 +143,5 @@ def blaunch(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        {"bsub": bsub, "bjobs": bjobs, "bkill": bkill, "blaunch": blaunch}[os.path.basename(sys.argv[0])](sys.argv[1:])
-    )
+    commands = {"bsub": bsub, "bjobs": bjobs, "bkill": bkill, "blaunch": blaunch}
+    sys.exit(run(sys.argv[2:]) if sys.argv[1:2] == ["run"] else commands[os.path.basename(sys.argv[0])](sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""kill -9 of any process of a job, on several hosts and in batch systems: within ten seconds all of it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from batch_sites import PROGRAMS, TIMEOUT_S, Site
+from jobs import environs_with, wait_for
+from test_launch_hosts import PrivateHosts, assert_nothing_is_left, needs_root
+from test_launch_kill import is_mpirun, needs_mpi
+
+from kvmpi.benchmarks.netlab import NetLab
+from kvmpi.errors import UnsupportedError
+
+pytestmark = [needs_mpi, needs_root]
+#: Client 0 is an mpirun with two ranks, client 1 a process of its own.
+SHAPE = ["-n", "3", "-c", "2", "-s", "1", str(PROGRAMS / "stuck.py")]
+WITHIN_S = 10.0
+
+
+def await_all(job: subprocess.Popen[str]) -> None:
+    """Until all workers have said that they are there."""
+    assert job.stdout is not None
+    for _ in range(3):
+        readable, _, _ = select.select([job.stdout], [], [], TIMEOUT_S)
+        assert readable, "not all workers have started"
+        line = job.stdout.readline()
+        assert line.endswith("stuck\n"), line
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[NetLab]:
+    try:
+        with NetLab(3, link=None) as made:
+            yield made
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+#: On which host, and what stands on its command line; the launcher is on host 0, with the mpirun of client 0.
+ON_HOSTS = {
+    "mpirun": (0, ""),
+    "the helper of mpirun": (1, "/prted "),
+    "a rank": (1, "rank_main.py"),
+    "what starts a worker": (2, "remote_exec.py"),
+    "the watchdog of a host": (2, "watchdog.py"),
+    "the launcher": (0, ""),
+}
+
+
+@pytest.mark.parametrize("victim", list(ON_HOSTS))
+def test_on_hosts_that_share_nothing(victim: str, lab: NetLab, tmp_path: Path) -> None:
+    apart = PrivateHosts(tmp_path, lab.hosts[1:], lab)
+    mark = f"TEST_MARK={os.urandom(8).hex()}"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    env |= {"TMPDIR": apart.temporary, "TEST_MARK": mark.partition("=")[2]}
+    words = ["--remote-shell", str(apart.shell), "--interface", lab.subnet]
+    words += ["--hosts", ",".join(f"{name}:1" for name in lab.hosts), *SHAPE]
+    job = subprocess.Popen(
+        lab.command_on(0, [sys.executable, "-m", "kvmpi", "run", *words]), env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        await_all(job)
+        host, words_of = ON_HOSTS[victim]
+        if victim == "the launcher":
+            pid = job.pid
+        elif host == 0:
+            pid = next(pid for pid in environs_with(mark) if is_mpirun(pid))
+        else:
+            pid = apart.pids_of(lab.hosts[host], words_of)[-1]  # before it comes a shell with the same words
+        os.kill(pid, signal.SIGKILL)
+        if victim == "the watchdog of a host":  # nothing has happened to the job itself
+            job.send_signal(signal.SIGINT)
+        killed_s = time.monotonic()
+        _, err = job.communicate(timeout=TIMEOUT_S)
+        assert job.returncode == {"the launcher": -9, "the watchdog of a host": 130}.get(victim, job.returncode)
+        assert job.returncode != 0, err
+        assert_nothing_is_left(apart, WITHIN_S - (time.monotonic() - killed_s))
+        wait_for(lambda: not environs_with(mark), "the end of all processes", WITHIN_S)
+        assert os.listdir(apart.temporary) == []
+    finally:
+        job.kill()
+        job.wait()
+        apart.close()
+
+
+@pytest.mark.parametrize("victim", ["batch_exec client-0", "remote_exec.py client-1", "launcher"])
+def test_in_a_batch_system(victim: str, site: Site) -> None:
+    """What stands for a batch job here, and what runs in it there. The system's own processes are its own affair.
+
+    The launcher has process numbers of its own, so that it does not see what is on "other hosts".
+    """
+    own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"]
+    job = site.start(*SHAPE, prefix=own)
+    try:
+        await_all(job)
+        program, _, name = victim.partition(" ")
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in environs_with(site.mark)}
+        if program == "launcher":
+            lines = {pid: line for pid, line in lines.items() if "-m\0kvmpi\0run" in line and "unshare" not in line}
+            wanted = [pid for pid, line in lines.items() if not line.startswith("sh\0")]
+        else:
+            fitting = [pid for pid, line in lines.items() if program in line and f"-{name}" in line]
+            wanted = [pid for pid in fitting if ("batch_exec" in lines[pid]) is program.startswith("batch")]
+        os.kill(min(wanted), signal.SIGKILL)
+        killed_s = time.monotonic()
+        _, err = job.communicate(timeout=TIMEOUT_S)
+        assert job.returncode not in (0, None), err
+        site.assert_nothing_is_left(WITHIN_S - (time.monotonic() - killed_s))
+        wait_for(lambda: not running(site), "the end of all batch jobs", WITHIN_S)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def running(site: Site) -> list[str]:
+    """Batch jobs that have not ended."""
+    if site.name == "slurm":
+        words = ["squeue", "--noheader", "--states=PENDING,RUNNING"]
+        done = subprocess.run(site.on(words), env=site.env, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+    states = [(number / "state").read_text() for number in (site.folder.parent / "jobs").iterdir()]
+    return [state for state in states if state not in ("DONE", "EXIT")]
