@@ -32,7 +32,7 @@ LIFE_S = 60.0
 GONE_S = 4.0  # what is not there for so long has been removed; on a shared file system it may only be late
 LOOK_S = 0.5
 GRACE_S = 5.0
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIOCGIFADDR = 0x8915
 
 
@@ -126,6 +126,8 @@ class Remote:
     def start(self) -> None:
         """Start the process as leader of a session of its own."""
         parent = os.getpid()
+        if sys.platform == "linux":  # who loses its parent is ours, whatever session it is in; see end_orphans
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -181,6 +183,25 @@ class Remote:
             pass
 
 
+def end_orphans(deadline_s: float = GRACE_S) -> None:
+    """Kill what is left of our children, and what becomes our child by that; nothing where there is no /proc."""
+    end_s = time.monotonic() + deadline_s
+    while time.monotonic() < end_s:
+        try:
+            with open("/proc/thread-self/children") as file:
+                left = [int(word) for word in file.read().split()]
+        except OSError:
+            return
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except OSError:
+                pass
+
+
 def read_orders(base: str) -> int:
     """A descriptor that gives what BASE.orders gets, and ends when the launcher shows no sign of life."""
     read_end, write_end = os.pipe()
@@ -232,6 +253,7 @@ def main(argv: list[str]) -> int:
         os.killpg(remote.pid, signal.SIGKILL)  # what it has left of its group
     except OSError:
         pass
+    end_orphans()
     if base:  # nobody else has anything in these folders
         for folder in spec["folders"]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -57,7 +57,7 @@ class Site:
         while environs_with(self.mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in environs_with(self.mark)]
-        assert not left
+        assert not left, left
         assert os.listdir(self.folder) == []
 
 
