@@ -197,9 +197,10 @@ def end_orphans(deadline_s: float = GRACE_S) -> None:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
             except OSError:
                 pass
+        time.sleep(0.01)
 
 
 def read_orders(base: str) -> int:
@@ -207,21 +208,21 @@ def read_orders(base: str) -> int:
     read_end, write_end = os.pipe()
 
     def feed() -> None:
-        place, touched = 0, 0.0
-        seen_s = there_s = time.monotonic()
-        while time.monotonic() - seen_s < LIFE_S and time.monotonic() - there_s < GONE_S:
+        place, touched, absent, seen_s = 0, 0.0, 0, time.monotonic()
+        while absent * LOOK_S < GONE_S:
             try:
                 with open(f"{base}.orders", "rb") as file:
                     file.seek(place)
                     text = file.read()
                 alive = os.stat(f"{base}.alive").st_mtime  # of the file server's clock: only its changes mean something
-                there_s = time.monotonic()
+                absent = 0
             except OSError as error:
                 text, alive = b"", touched
-                if not isinstance(error, FileNotFoundError):
-                    there_s = time.monotonic()  # it does not answer
+                absent = absent + 1 if isinstance(error, FileNotFoundError) else 0  # others: it does not answer
             if alive != touched:
                 touched, seen_s = alive, time.monotonic()
+            elif time.monotonic() - seen_s >= LIFE_S:  # after a look: who was suspended has seen nothing
+                break
             if text:
                 place += len(text)
                 os.write(write_end, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import socket
@@ -12,16 +13,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import wait_for
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import hosts, reach, where
+from kvmpi.launchers import hosts, reach, remote_exec, where
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
 
@@ -165,6 +168,52 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_addresses() -> None:
     assert own_address("lo", "") == own_address("127.0.0.0/8", "") == own_address("", "127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("sign", ["none", "gone"])
+def test_orders_end_with_the_launchers_signs_of_life(
+    sign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orders come as they are written, for as long as the launcher touches its file; then there is an end of file."""
+    clock_s, looks = [0.0], [0]
+
+    def sleep(_: float) -> None:
+        looks[0] += 1
+        time.sleep(0.002)
+
+    monkeypatch.setattr(remote_exec, "time", SimpleNamespace(monotonic=lambda: clock_s[0], sleep=sleep))
+    base = tmp_path / "job"
+    orders, alive = Path(f"{base}.orders"), Path(f"{base}.alive")
+    orders.write_bytes(b"15\n")
+    alive.touch()
+    fd = remote_exec.read_orders(str(base))
+
+    def read() -> bytes:
+        readable, _, _ = select.select([fd], [], [], TIMEOUT_S)
+        assert readable, "neither orders nor an end"
+        return os.read(fd, 100)
+
+    def pass_s(seconds: float) -> None:
+        clock_s[0] += seconds
+        seen = looks[0]
+        wait_for(lambda: looks[0] >= seen + 2, "a look at the files")
+
+    assert read() == b"15\n"
+    for i in range(5):  # longer than a launcher may be silent
+        os.utime(alive, (i, i))
+        pass_s(0.0)
+        pass_s(remote_exec.LIFE_S - 1.0)
+    with orders.open("ab") as file:
+        file.write(b"9\n")
+    assert read() == b"9\n", "it has taken the launcher for dead"
+    os.utime(alive, (9, 9))
+    pass_s(0.0)
+    if sign == "gone":
+        orders.unlink()
+    else:
+        clock_s[0] += remote_exec.LIFE_S + 0.1
+    assert read() == b""
+    os.close(fd)
 
 
 @pytest.mark.parametrize("kind", ["ssh", "srun", "blaunch"])
