@@ -138,7 +138,15 @@ def client_comm(config: Config) -> Comm | None:
     from kvmpi.collectives import mpi_comm
 
     if not config.role:
-        return mpi_comm.world(config.timeout_s) if mpi_comm.started_by_mpi() else None
+        if not mpi_comm.started_by_mpi():
+            return None
+        everyone = mpi_comm.world(config.timeout_s)
+        if everyone.size == 1:  # each would train by itself, and think that it is all there is
+            raise ConfigError(
+                "several ranks were started, and MPI sees one: its library and who started them do not understand "
+                "each other; take mpirun of the same MPI, or srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
+            )
+        return everyone
     first, last = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
     if last - first == 1:
         return None

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from batch_sites import PROGRAMS, TIMEOUT_S, Site
 from jobs import wait_for
+from test_launch_kill import needs_mpi
 
+from kvmpi.launchers import mpirun
 from kvmpi.launchers.batch import ENDED, RUNS, SYSTEMS, WAITS, Lsf, Resources, Slurm
 
 ALL = Resources(4, 1, "long", "physics", "1:00", True, ("--mem=4G",))
@@ -226,3 +228,19 @@ def test_a_dry_run_says_what_would_be_submitted(lsf: Site) -> None:
         *("-W", "1:30", "-M", "4G", str(folder / f"{name}.sh")),
     ]  # fmt: skip
     assert not any((lsf.folder.parent / "jobs").iterdir())
+
+
+@needs_mpi
+def test_an_srun_that_the_mpi_does_not_understand(slurm: Site) -> None:
+    """Open MPI knows no PMI-2, and takes each of the ranks for a whole job; without a PMI they are what they seem."""
+    program = "import kvmpi; kv = kvmpi.create('mpi'); print('workers', kv.num_workers)"
+    if mpirun.find(slurm.env, 2).kind != "openmpi":
+        pytest.skip("MPICH understands PMI-2")
+    for kind, status in (("pmi2", 1), ("none", 0)):
+        command = ["srun", "-Q", f"--mpi={kind}", "-N1", "-n2", sys.executable, "-c", program]
+        done = subprocess.run(
+            slurm.on(command), env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert done.stdout.count("workers 1") == (0 if status else 2)
+        assert ("ConfigError: several ranks were started, and MPI sees one" in done.stderr) is (status == 1)
