@@ -125,6 +125,7 @@ def test_a_client_is_killed_and_training_ends_as_if_nothing_had_happened(
         assert len(killed) >= 5, "an mpirun, and two ranks below what supervises them"
         assert "client 0 was killed by SIGKILL; it is started again (1 of 1)" in complaints
         assert "; goes on after batch " in said
+        assert said.count("]     1 ") == 1, "what the processes before have said is said again"
         last = [line for line in said.splitlines() if f"]     {EPOCHS} " in line]
         assert len(last) == 1, said
         assert float(last[0].split()[-2].rstrip("%")) / 100 == pytest.approx(expected, abs=0.012), said
