@@ -86,6 +86,10 @@ class Config:
     snapshot_dir: str = _setting("", "folder into which servers write snapshots")
     snapshot_every: int = _setting(0, "updates of a chunk from one snapshot to the next; 0 is off")
     snapshot_seconds: float = _setting(0.0, "seconds from one snapshot to the next; 0 is off")
+    timeline: str = _setting(
+        "", "file for a timeline of the job (--timeline), made at its end of what its processes write to FILE.parts"
+    )
+    timeline_spans: int = _setting(1_000_000, "spans that one process writes at most; later ones are only counted")
     log_level: str = _setting(
         "WARNING", "of the scheduler's and the servers' log", ("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -99,7 +103,7 @@ class Config:
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s", "handshake_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
-        counts = ("engine_threads", "num_workers", "num_clients")
+        counts = ("engine_threads", "num_workers", "num_clients", "timeline_spans")
         for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")

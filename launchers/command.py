@@ -20,6 +20,7 @@ from kvmpi.launchers.output import Output
 from kvmpi.launchers.reach import BatchReach
 from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
+from kvmpi.launchers.timeline import Timeline
 
 SHM = "/dev/shm"
 MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108
@@ -76,7 +77,10 @@ def parser() -> argparse.ArgumentParser:
     add("--snapshot-seconds", type=float, default=0.0, metavar="T", help="a snapshot about every T seconds")
     add("--resume", default="", metavar="DIR", help="go on from the newest snapshot in DIR")
     add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
-    add("--timeline", metavar="F", help="not supported yet")
+    add(
+        "--timeline", default="", metavar="F",
+        help="where the time of the job goes, as a trace for ui.perfetto.dev; compressed if F ends in .gz",
+    )  # fmt: skip
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module that servers import")
     add("--dry-run", action="store_true", help="show what would be started, and start nothing")
     return result
@@ -113,7 +117,6 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
 
 
 def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands | None) -> int:
-    _refuse_unsupported(args)
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
@@ -153,12 +156,14 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             imports=tuple(args.imports),
             places=places,
             commands=commands,
+            timeline=args.timeline,
         )
 
     described = plan("JOB_ID", "JOB_DIR", "SHM_DIR").describe()  # also finds every mistake before anything exists
     if args.dry_run:
         print(described)
         return 0
+    timeline = Timeline.of(args.timeline or environ.get("KVMPI_TIMELINE", ""))
     signals = SignalCatcher()
     try:
         output = Output(environ, args.log_dir, interrupted=lambda: bool(signals.caught))
@@ -184,7 +189,11 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
                 processes.Watchdog(job_id, made_there, functools.partial(places.reach.command, host))
                 for host in places.others
             ]
-        return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()
+        try:
+            return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()
+        finally:
+            if timeline is not None:
+                output.say(f"kvmpi run: {timeline.make(job_id)}")
     finally:
         signals.close()
         output.close()
@@ -195,15 +204,6 @@ def _of_before(environ: Mapping[str, str], args: argparse.Namespace) -> str:
     again = environ.get("SLURM_RESTART_COUNT", "0") != "0" or environ.get("LSB_RESTART", "").lower() in ("y", "yes")
     folder = args.snapshot_dir or environ.get("KVMPI_SNAPSHOT_DIR", "")
     return folder if again and folder and any(Path(folder).glob("*/snapshot.json")) else ""
-
-
-def _refuse_unsupported(args: argparse.Namespace) -> None:
-    asked = {
-        "--timeline": args.timeline is not None,
-    }
-    for option, given in asked.items():
-        if given:
-            raise UnsupportedError(f"{option} is not supported yet; leave it out to run on this machine")
 
 
 def _short_tmpdir() -> str:

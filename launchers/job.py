@@ -184,6 +184,7 @@ def plan(
     imports: tuple[str, ...] = (),
     places: Places | None = None,
     commands: RoleCommands | None = None,
+    timeline: str = "",
 ) -> Job:
     """Compute a job. Nothing is read but the arguments, and nothing is started.
 
@@ -199,6 +200,7 @@ def plan(
         cores: cores of this host, to be shared by the workers.
         imports: modules that servers import, in addition to ``KVMPI_IMPORTS``.
         places: for a job on several hosts.
+        timeline: file that a timeline is made of at the end; empty: what ``KVMPI_TIMELINE`` says.
     Raises:
         ConfigError: the shape of the job, or a ``KVMPI_*`` setting, makes no sense.
     """
@@ -234,6 +236,8 @@ def plan(
     common.update(snapshots.settings(base))
     if tty:
         common["KVMPI_TTY"] = tty
+    if timeline := timeline or base.get("KVMPI_TIMELINE", ""):
+        common["KVMPI_TIMELINE"] = os.path.abspath(timeline)  # processes may be elsewhere when they begin
     if modules:
         common["KVMPI_IMPORTS"] = ",".join(modules)
     defaults = {

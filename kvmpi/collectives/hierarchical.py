@@ -62,7 +62,7 @@ class Hierarchical:
             else:
                 order = pieces(completion_order(chunks, self._host, reduces=True))
                 machines.append(Copies(group, ring, posted, [tensor], order))
-        drive(machines, act.deadline, act.describe)
+        drive(machines, act.deadline, act.describe, tensor.out.nbytes)
         if result is not tensor.out and group.index < self._num_rings:
             for segment in self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize)):
                 for start, stop in segment:
@@ -87,7 +87,7 @@ class Hierarchical:
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
         chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
         ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
-        drive([ring], act.deadline, act.describe)
+        drive([ring], act.deadline, act.describe, vectors[0].nbytes)
         group.finish(group.others, act.deadline, act.describe)
 
     def allgather(self, out: Buffer, act: Act) -> None:
@@ -104,7 +104,7 @@ class Hierarchical:
             else:
                 order = pieces(completion_order(chunks, self._host, reduces=False))
                 machines.append(Copies(group, ring, posted, [Tensor((), result)], order))
-        drive(machines, act.deadline, act.describe)
+        drive(machines, act.deadline, act.describe, out.nbytes)
         if result is not out:
             np.copyto(out, result)
         group.finish(group.others, act.deadline, act.describe)
@@ -119,13 +119,15 @@ class Hierarchical:
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
         if group.index != leader:
-            drive([Copies(group, leader, posted, tensors, pieces(chunks))], act.deadline, act.describe)
+            copies = Copies(group, leader, posted, tensors, pieces(chunks))
+            drive([copies], act.deadline, act.describe, buffer.nbytes)
             group.finish()
             return
         if act.rank == root:
             group.advance(len(chunks))
         result = posted.results[0]
-        drive([Chain(self._comm, leaders, result, max_chunk_count, on_chunk=group.advance)], act.deadline, act.describe)
+        chain = Chain(self._comm, leaders, result, max_chunk_count, on_chunk=group.advance)
+        drive([chain], act.deadline, act.describe, buffer.nbytes)
         if result is not buffer and act.rank != root:
             np.copyto(buffer, result)
         group.finish(group.others, act.deadline, act.describe)

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.waiting import Patience
 from kvmpi.deadline import Deadline
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 Range = tuple[int, int]
@@ -118,8 +119,13 @@ class Machine(Protocol):
         ...
 
 
-def drive(machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str]) -> None:
+def drive(
+    machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str], nbytes: int = timeline.NOTHING
+) -> None:
     """Move ``machines`` on until all are done; ``what`` gives the beginning of an error message.
+
+    Args:
+        nbytes: of all that they move, for the timeline.
 
     Raises:
         KVTimeoutError: says what they wait for.
@@ -130,6 +136,7 @@ def drive(machines: Sequence[Machine], deadline: Deadline, what: Callable[[], st
         return f"{what()}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
 
     patience: Patience | None = None
+    start_ns = timeline.now() if timeline.on else 0
     left = list(machines)
     while left:
         moved = False
@@ -142,6 +149,8 @@ def drive(machines: Sequence[Machine], deadline: Deadline, what: Callable[[], st
             patience.progress()
         else:
             patience.pause()
+    if start_ns:
+        timeline.span("exchange", start_ns, nbytes=nbytes)
 
 
 class Ring:

@@ -59,11 +59,12 @@ class Rings:
                 base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
             )  # fmt: skip
             machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
-        drive(machines, act.deadline, act.describe)
+        drive(machines, act.deadline, act.describe, count * out.itemsize)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]
-        drive([Chain(self._comm, ranks, buffer, act.chunk_count(buffer.itemsize))], act.deadline, act.describe)
+        chain = Chain(self._comm, ranks, buffer, act.chunk_count(buffer.itemsize))
+        drive([chain], act.deadline, act.describe, buffer.nbytes)
 
 
 def _start_sums(devices: Sequence[Any], staged: Buffer, dtype: str, ranges: list[Range], number: int) -> list[Any]:

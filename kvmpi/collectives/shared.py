@@ -29,6 +29,7 @@ from kvmpi.collectives.ring import drive
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
@@ -123,6 +124,7 @@ class Shared:
                 group.advance()
                 if copies:
                     np.copyto(out[part], target)
+        start_ns = timeline.now() if timeline.on else 0
         common = True
         for peer, _, theirs, _ in posted:
             same = theirs == place and theirs & IN_ARENA
@@ -138,6 +140,9 @@ class Shared:
                     elif copies:
                         np.copyto(out[part], result[part])
                 taken = ready
+        if start_ns:
+            own = sum(part.stop - part.start for part in views.parts[group.index])
+            timeline.span("exchange", start_ns, nbytes=out.nbytes - own * out.itemsize)
         group.finish(() if common else group.others, deadline, what)
 
     def _sum_one_slot(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
@@ -242,7 +247,9 @@ class Shared:
             for target in tensor.copies if result is tensor.out else (tensor.out, *tensor.copies):
                 np.copyto(target[start:stop], done)
         machines = [Copies(group, peer, posted, tensors, pieces[peer]) for peer in group.others]
-        drive(machines, act.deadline, act.describe)
+        own = sum(stop - start for _, start, stop in pieces[group.index])
+        others = sum(tensor.out.size for tensor in tensors) - own
+        drive(machines, act.deadline, act.describe, others * tensors[0].out.itemsize)
         # Results that all ranks share are written again only when all have begun the next call.
         common = all(posted.result_of(peer, i) is None for peer in group.others for i in range(len(tensors)))
         group.finish(() if common else group.others, act.deadline, act.describe)

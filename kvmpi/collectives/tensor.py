@@ -25,7 +25,7 @@ from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.trace import Recorder
+from kvmpi.trace import Recorder, timeline
 
 Buffer = npt.NDArray[Any]
 
@@ -174,7 +174,7 @@ class Collectives:
             return
         if self._broken is not None:
             raise self._unusable()
-        start_s = time.perf_counter()
+        start_s, start_ns = time.perf_counter(), timeline.now() if timeline.on else 0
         try:
             shared.sum_one(
                 source.buffer,
@@ -185,6 +185,8 @@ class Collectives:
         except BaseException as error:
             raise self._failed(error, deadline) from None
         self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)
+        if start_ns:
+            timeline.span("reduce", start_ns, nbytes=out.nbytes)
 
     def allreduce_many(
         self, tensors: Sequence[tuple[Sequence[Vector], Buffer, Sequence[Buffer]]], dtype: str, deadline: Deadline,

@@ -27,7 +27,7 @@ from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
 from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
-from kvmpi.trace import Recorder
+from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 
@@ -53,6 +53,7 @@ class KeyLayout:
     found: int | None = None  # pushes of a process before this one, of the chunk that has fewest
     seen_version: int = 0
     pushing: bool = False
+    staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
 
     def part(self, chunk: int) -> int:
@@ -335,7 +336,7 @@ class PsClient:
                     piece.nbytes,
                     piece.size * itemsize,
                     lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
-                    self._on_value(layout, i, out, pushed=True),
+                    self._on_value(key, layout, i, out, pushed=True),
                 )
             )
         op = "pushpull" if isinstance(out, np.ndarray) else "push"
@@ -456,14 +457,16 @@ class PsClient:
             _about(
                 layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
                 cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
-                on_reply=self._on_value(layout, i, out, pushed=False),
+                on_reply=self._on_value(key, layout, i, out, pushed=False),
             )
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
         label = self._label("pull", key, layout.steps)
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
 
-    def _on_value(self, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool) -> OnReply:
+    def _on_value(
+        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool
+    ) -> OnReply:
         chunk = layout.chunks[index]
         where = slice(chunk.start, chunk.stop)
 
@@ -473,6 +476,7 @@ class PsClient:
                 return
             if not isinstance(message, m.Value) or len(payloads) != 1:
                 raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
+            start_ns = timeline.now() if timeline.on else 0
             value = as_array(payloads[0], DTYPES[layout.dtype])
             if value.size != where.stop - where.start:
                 raise ProtocolError(f"a chunk of {value.size} elements came, expected {where.stop - where.start}")
@@ -480,6 +484,8 @@ class PsClient:
                 out.put(where, value)
             else:
                 np.copyto(out[where], value)
+            if start_ns:
+                timeline.span("copy", start_ns, key, nbytes=value.nbytes, clock=self.clock, chunk=index)
 
         return on_reply
 
@@ -489,7 +495,8 @@ class PsClient:
             return
         version = message.version if isinstance(message, m.Value | m.Ack) else 0
         if pushed and self._mode == "async":
-            self._recorder.staleness(max(0, version - 1 - layout.seen_version))
+            layout.staleness = max(0, version - 1 - layout.seen_version)
+            self._recorder.staleness(layout.staleness)
         if read:
             layout.seen_version = version
 
@@ -617,17 +624,53 @@ class PsClient:
         """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
         work = Work(label)
         started_s = time.perf_counter()
+        spans = _Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
+        if spans is not None:
+            on_accepted = spans.then(on_accepted)
 
         def on_done(error: KVError | None) -> None:
             if settle is not None:
                 settle(error)
             if phase:
                 self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
+            if spans is not None and asks:
+                spans.end(phase, self._layouts[asks[0].fields[0]])
             work.finish(error)
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
         self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
         return work
+
+
+class _Spans:
+    """What the timeline gets of one push or pull: where a value comes back with a push, that part of it is a pull."""
+
+    def __init__(self, store: int, client: int, asks: Sequence[Ask], clock: int, nbytes: int) -> None:
+        self._store, self._client, self._asks, self._clock, self._nbytes = store, client, asks, clock, nbytes
+        self._start_ns, self._accepted_ns = timeline.now(), 0
+
+    def then(self, on_accepted: Callable[[], None] | None) -> Callable[[], None]:
+        """Note when servers have taken the push in."""
+
+        def noted() -> None:
+            self._accepted_ns = timeline.now()
+            if on_accepted is not None:
+                on_accepted()
+
+        return noted
+
+    def end(self, phase: str, layout: KeyLayout) -> None:
+        key, _, step = self._asks[0].fields[:3]
+        common: dict[str, int] = {
+            "clock": self._clock, "step": step, "store": self._store, "peer": self._client, "chunk": len(self._asks)
+        }  # fmt: skip
+        if phase == "push":
+            common["staleness"] = layout.staleness
+        timeline.span(phase, self._start_ns, key, nbytes=self._nbytes, end_ns=self._accepted_ns, **common)
+        if self._accepted_ns and phase == "push" and self._asks[0].fields[4]:
+            common["staleness"] = timeline.NOTHING
+            nbytes = sum(ask.cost_bytes for ask in self._asks)
+            timeline.span("pull", self._accepted_ns, key, nbytes=nbytes, **common)
 
 
 def _about(part: int, kind: type[Message], fields: tuple[Any, ...], **how: Any) -> Ask:

@@ -20,6 +20,7 @@ from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.trace import parts, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
@@ -77,6 +78,7 @@ class SchedulerDaemon(Daemon):
         self._state = SchedulerState(
             config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book
         )
+        self._state.clock_name = parts.clock_name() if config.timeline else ""
         self._keeper = SnapshotKeeper(config, self._state, self._waker.wake)
         self._saved = 0
 
@@ -258,6 +260,8 @@ class ServerDaemon(Daemon):
             raise kind(f"server {self._rank} is out of the job: {message.text}")
         if isinstance(message, m.Heard):
             self._extend_lease(message.sent_us / 1e6)
+            if timeline.on and message.clock:
+                timeline.hear_clock(message.clock, message.sent_us * 1000, message.at_us * 1000, timeline.now())
         if isinstance(message, m.TakeSnapshot) and self._state.snapshots is not None:
             self._state.snapshots.begin(message.number)
         if isinstance(message, m.View) and message.epoch > self._state.epoch:

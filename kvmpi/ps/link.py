@@ -17,6 +17,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.trace import timeline
 from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
@@ -260,7 +261,8 @@ class Link:
                 if now_s >= next_heartbeat_s:
                     next_heartbeat_s = now_s + self._config.heartbeat_s
                     if self._joined:
-                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch))
+                        sent_us = timeline.now() // 1000 if timeline.on else 0
+                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch, sent_us))
                 if not self._session.idle:
                     awake_until_s = now_s + _AWAKE_S
                 if self._watch is None:
@@ -311,6 +313,8 @@ class Link:
             if received is None:
                 return True
             message = received[0]
+            if isinstance(message, m.Heard) and timeline.on and message.clock:
+                timeline.hear_clock(message.clock, message.sent_us * 1000, message.at_us * 1000, timeline.now())
             if isinstance(message, m.View) and message.epoch > self._epoch:
                 self._epoch = message.epoch
                 self._connect(message)

@@ -9,11 +9,13 @@ from typing import Any
 import numpy.typing as npt
 
 from kvmpi.errors import ClientLostError
+from kvmpi.kernels.rows import Rows
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
+from kvmpi.trace import timeline
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 
@@ -40,8 +42,10 @@ class Rounds:
         on_update: called when a chunk has another value.
     """
 
-    def __init__(self, server: int, num_clients: int, discipline: Consistency, clients: Membership, log: Log) -> None:
-        self._server, self._num_clients = server, num_clients
+    def __init__(
+        self, server: int, store: int, num_clients: int, discipline: Consistency, clients: Membership, log: Log
+    ) -> None:
+        self._server, self._store, self._num_clients = server, store, num_clients
         self._discipline, self._clients, self._log = discipline, clients, log
         self.acknowledges = False
         self.on_update: Callable[[Slot], None] = _nothing
@@ -57,7 +61,7 @@ class Rounds:
                 # A client has at most one push held, its next: at the cursor, that is its push of the open round.
                 contribution = None if ahead else slot.held.pop(client, None)
                 if contribution is not None:
-                    slot.add(contribution.wire, contribution.wire_dtype)
+                    self._add(slot, contribution, client)
                     slot.contributors.append(client)
                     slot.steps[client] = slot.rounds + 1
                     replies += self._accept(slot, contribution)
@@ -70,6 +74,26 @@ class Rounds:
                 slot.cursor = 0
                 return replies
             replies += self._close_round(slot)
+
+    def _add(self, slot: Slot, contribution: Contribution, client: int) -> None:
+        """The push's turn has come."""
+        if not timeline.on:
+            slot.add(contribution.wire, contribution.wire_dtype)
+            return
+        start_ns, step = timeline.now(), slot.rounds + 1
+        if contribution.arrived_ns:
+            self.span("server queue", contribution.arrived_ns, slot, contribution.wire, step, client)
+        slot.add(contribution.wire, contribution.wire_dtype)
+        self.span("reduce", start_ns, slot, contribution.wire, step, client)
+
+    def span(
+        self, phase: str, start_ns: int, slot: Slot, what: Buffer | Rows, step: int, client: int = timeline.NOTHING
+    ) -> None:
+        """For the timeline: something that has gone on since then with ``what``."""
+        nbytes = sum(frame.nbytes for frame in frames(what))
+        timeline.span(
+            phase, start_ns, slot.key, nbytes=nbytes, step=step, chunk=slot.chunk, peer=client, store=self._store
+        )
 
     def _is_passed_over(self, slot: Slot) -> bool:
         """Whether the open round, which nobody will push to, is one that somebody begins after."""
@@ -94,7 +118,10 @@ class Rounds:
         else:
             clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
             entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total))
+            start_ns = timeline.now() if timeline.on else 0
             self.end_round(slot, keep=self._log(entry, frames(total)))
+            if start_ns:
+                self.span("update", start_ns, slot, total, slot.rounds)
         self.on_update(slot)
         replies = []
         for client, waiter in list(slot.waiting.items()):
@@ -103,6 +130,8 @@ class Rounds:
                 replies.append(self.answer(slot, waiter))
         for client, reader in list(slot.readers.items()):
             if self._discipline.readable(slot.rounds, reader.min_round):
+                if timeline.on and reader.arrived_ns:
+                    self.span("pull", reader.arrived_ns, slot, slot.value, reader.min_round, client)
                 del slot.readers[client]
                 replies.append(self.read(slot, reader))
         return replies

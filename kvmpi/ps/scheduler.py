@@ -15,6 +15,7 @@ from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.trace import timeline
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -63,6 +64,7 @@ class _Store:
     finished: set[int] = field(default_factory=set)
     returning: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
+    opened_ns: int = 0  # when the first came to the open barrier, for the timeline
 
     @property
     def step(self) -> int:
@@ -88,6 +90,7 @@ class SchedulerState:
     A silence of all members is no loss: more likely the scheduler itself was cut off from them, or stopped.
 
     Attributes:
+        clock_name: that of the clock of ``now_s``, if members are to compare theirs with it.
         complete: snapshots of which every part is written, for whoever writes their manifests.
     Raises:
         ConfigError: there are too few servers for so many replicas.
@@ -116,6 +119,7 @@ class SchedulerState:
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
         self._heard_s: float | None = None  # when anybody was heard last
+        self.clock_name = ""
         self.rejected = 0
         self.changes = 0  # of what ``save`` tells
 
@@ -166,7 +170,7 @@ class SchedulerState:
                 self.members[name].clock = message.clock
                 if name[0] == "server":
                     self.book.heartbeat(name[2], message.clock)
-                heard = [Reply(route, m.Heard(message.sent_us))] if message.sent_us else []
+                heard = [Reply(route, self._heard(message.sent_us, now_s))] if message.sent_us else []
                 # A view may have been lost with a connection.
                 stale = message.epoch < self.epoch and self._chains is not None
                 return [*heard, Reply(route, self._view())] if stale else heard
@@ -195,6 +199,10 @@ class SchedulerState:
                     return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
                 return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, CLOSED)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
+
+    def _heard(self, sent_us: int, now_s: float) -> m.Heard:
+        """With the time here, if members want to compare their clocks with it."""
+        return m.Heard(sent_us, int(now_s * 1e6), self.clock_name) if self.clock_name else m.Heard(sent_us)
 
     def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
         # A server may be one more than the job began with.
@@ -354,6 +362,8 @@ class SchedulerState:
             return []
         self.epoch += 1
         self.changes += 1
+        if timeline.on:
+            timeline.mark("view", step=self.epoch)
         waiting = self._answer_waiting()
         told = {reply.route for reply in waiting}
         view = self._view()
@@ -375,6 +385,8 @@ class SchedulerState:
             blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
             raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
         known = client in store.waiting
+        if timeline.on and not store.waiting:
+            store.opened_ns = timeline.now()
         store.waiting[client] = _Arrival(route, message.request, message.step)
         if replies := self._complete_barrier(store):
             return replies
@@ -401,6 +413,8 @@ class SchedulerState:
         store.waiting = {rank: arrival for rank, arrival in store.waiting.items() if rank not in come}
         store.barriers_done += 1
         self.changes += 1
+        if timeline.on and store.opened_ns:
+            timeline.span("barrier", store.opened_ns, step=store.barriers_done)
         for rank in come:
             store.returning.pop(rank, None)
         return [Reply(arrival.route, m.Ack(arrival.request, store.barriers_done)) for arrival in come.values()]
@@ -429,6 +443,8 @@ class SchedulerState:
         """``name`` is gone without having said so."""
         role, store, rank = name
         _log.warning("scheduler: %s %d %s", role, rank, why)
+        if timeline.on:
+            timeline.mark("lost", f"{role} {rank}")
         if role == "client":
             self._lost[store, rank] = m.Lost(rank, store, self.members[name].incarnation, why)
         elif self._chains is not None:

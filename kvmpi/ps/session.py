@@ -18,6 +18,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
+from kvmpi.trace import timeline
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -208,10 +209,22 @@ class ClientSession:
             key, chunk, step = ask.fields[:3]
             return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[_FUSED], max(0, ask.part)), ()
         try:
-            return ask.peer, ask.kind(ask.number, *ask.fields), ask.payloads() if ask.payloads else ()
+            return ask.peer, ask.kind(ask.number, *ask.fields), self._payloads(ask)
         except Exception as error:  # a codec may be a user's own
             self._end(ask, _as_kv_error(ask, error))
             return None
+
+    @staticmethod
+    def _payloads(ask: Ask) -> Sequence[Buffer]:
+        if ask.payloads is None:
+            return ()
+        if not timeline.on or ask.kind is not m.Push:
+            return ask.payloads()
+        start_ns, (key, chunk, step) = timeline.now(), ask.fields[:3]
+        payloads = ask.payloads()
+        nbytes = sum(payload.nbytes for payload in payloads)
+        timeline.span("encode", start_ns, key, nbytes=nbytes, step=step, chunk=chunk)
+        return payloads
 
     def reject(self, number: int, error: KVError) -> None:
         """The request with this number could not be sent at all."""

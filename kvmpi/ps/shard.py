@@ -35,6 +35,7 @@ from kvmpi.ps.rounds import Log, Rounds, changed
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
+from kvmpi.trace import timeline
 from kvmpi.wire import Message, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -77,7 +78,7 @@ class Shard:
         self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
         self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
-        self.rounds = Rounds(server, num_clients, self.discipline, self.clients, log)
+        self.rounds = Rounds(server, store, num_clients, self.discipline, self.clients, log)
 
     # ---- dispatch
 
@@ -338,8 +339,9 @@ class Shard:
                 )
             known = client in slot.held
             slot.held[client] = Contribution(
-                route, message.request, message.fused, message.acknowledge, wire, wire_dtype
-            )
+                route, message.request, message.fused, message.acknowledge, wire, wire_dtype,
+                timeline.now() if timeline.on else 0,
+            )  # fmt: skip
             replies = self.rounds.go_on_with(slot)
             return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
         if slot.rules[-1].rule is None:
@@ -349,7 +351,10 @@ class Shard:
             )
         single = entries.Single(message.key, message.chunk, client, message.step, message.codec, message.rows)
         self._log(single, frames(wire))
+        start_ns = timeline.now() if timeline.on else 0
         answer = slot.apply_alone(wire, wire_dtype)
+        if start_ns:
+            self.rounds.span("update", start_ns, slot, wire, message.step, client)
         slot.steps[client] = message.step
         self.rounds.on_update(slot)
         if not message.fused:
@@ -385,7 +390,7 @@ class Shard:
             raise ProtocolError(f"pull of key {slot.key!r}: {len(payloads)} frames came with {message.rows} rows")
         # A copy: the numbers may have to wait for their round, and the message's memory goes back.
         ids = requests.row_ids(slot, payloads[0], message.rows, "pull").copy() if payloads else None
-        reader = Reader(route, message.request, message.min_round, ids)
+        reader = Reader(route, message.request, message.min_round, ids, timeline.now() if timeline.on else 0)
         if self.discipline.readable(slot.rounds, message.min_round):
             return [self.rounds.read(slot, reader)]
         known = slot.readers.get(client) == reader

@@ -35,6 +35,7 @@ class Contribution:
     acknowledge: bool
     wire: Buffer | Rows
     wire_dtype: str
+    arrived_ns: int = 0  # for the timeline
 
 
 class Waiter(NamedTuple):
@@ -54,6 +55,7 @@ class Reader:
     request: int
     min_round: int
     ids: Buffer | None = field(default=None, compare=False)
+    arrived_ns: int = field(default=0, compare=False)  # for the timeline
 
 
 @dataclass(slots=True)

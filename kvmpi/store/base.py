@@ -18,6 +18,7 @@ from kvmpi.store.core import Invocation, KeyState, Part, check_array
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse
+from kvmpi.trace import timeline
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
@@ -346,6 +347,8 @@ class KVStore(Joining, RowSparse, ABC):
 
     def _set_clock(self, clock: int) -> None:
         self._clock = clock
+        if timeline.on:
+            timeline.mark("clock", clock=clock)
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
         """Clients of which nothing was heard for ``timeout_s`` seconds. Collective over the workers of a client."""

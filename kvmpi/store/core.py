@@ -37,7 +37,7 @@ from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
-from kvmpi.trace import Recorder
+from kvmpi.trace import Recorder, timeline
 
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Invocation:
     """One public call under way.
 
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
-    ``num_joined`` of them make it because they have joined.
+    ``num_joined`` of them make it because they have joined. ``about``: its keys, for the timeline.
     """
 
     op: str
@@ -121,6 +121,8 @@ class Invocation:
     done: list[Variable] = field(default_factory=list)
     error: BaseException | None = None
     num_joined: int = 0
+    clock: int = 0
+    about: Key | None = None
 
     def check(self) -> None:
         """Raise the error that every rank of the client raises."""
@@ -135,6 +137,7 @@ class StoreCore:
         self._type, self._config = type_name, config
         self._recorder = Recorder()
         comm = comm or SoloComm()
+        timeline.begin(config, "worker", comm.rank if comm.size > 1 else timeline.NOTHING)
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
         figures = load_figures(config.tuning)
         self._reduce, self._cast = (
@@ -231,7 +234,7 @@ class StoreCore:
 
     def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
         """A public call begins: from here its time runs."""
-        return Invocation(op, Deadline(self._config.timeout_s), priority, async_op)
+        return Invocation(op, Deadline(self._config.timeout_s), priority, async_op, clock=self._clock)
 
     def _enter(
         self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: (),
@@ -257,6 +260,8 @@ class StoreCore:
         call.done.append(self._engine.variable(f"agreement on {call.op}"))
 
         def run(cause: BaseException | None) -> None:
+            if timeline.on:
+                timeline.about(call.about, call.clock)
             try:
                 found = self._reduce.agree(signature, call.deadline, f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}")
                 call.num_joined += found.num_joined
@@ -299,6 +304,8 @@ class StoreCore:
                     arrays.check_writable(array)
             for part in parts.values():
                 self._raise_pending(part.state)
+            if timeline.on:
+                call.about = about(list(parts.values()))
             return sorted(parts.values(), key=lambda part: _processing_order(part.state))
 
         return self._enter(call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts]])
@@ -325,8 +332,11 @@ class StoreCore:
         work = self._join(works, call.op)
         if call.async_op:
             return work
+        start_ns = timeline.now() if timeline.on else 0
         self._help(work)
         work.wait()
+        if start_ns:
+            timeline.span("wait", start_ns, call.about, clock=call.clock)
         return None
 
     def _help(self, work: Work) -> None:
@@ -391,6 +401,8 @@ class StoreCore:
                 (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
                 for part in bucket
             ]
+            if timeline.on:
+                timeline.about(about(bucket), call.clock)
             self._reduce.allreduce_many(tensors, dtype, call.deadline, label)
             if cause is not None:
                 raise cause
@@ -423,7 +435,10 @@ class StoreCore:
                     status = json.dumps([type(cause).__name__, str(cause)]).encode()
                 elif result:
                     status = json.dumps([None, result[0]]).encode()
+            start_ns = timeline.now() if timeline.on and self.mpi_rank else 0
             heard = self._cast.tell(status, 0, call.deadline, label)
+            if start_ns:
+                timeline.span("wait", start_ns, call.about, clock=call.clock)
             if heard:
                 name, text = json.loads(heard)
                 if name is not None:
@@ -500,6 +515,14 @@ def entries_of(parts: Sequence[Part]) -> list[Entry]:
         else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
         for part in parts
     ]
+
+
+def about(parts: Sequence[Part]) -> Key | None:
+    """Keys as one: for the timeline."""
+    if len(parts) == 1:
+        return parts[0].state.key
+    named = ", ".join(str(part.state.key) for part in parts[:3])
+    return f"{named}, ... ({len(parts)} keys)" if len(parts) > 3 else named
 
 
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:

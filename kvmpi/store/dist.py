@@ -25,6 +25,7 @@ from kvmpi.store.base import KVStore
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, Part, scaled
 from kvmpi.store.grammar import Key
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
@@ -267,9 +268,17 @@ class DistStore(KVStore):
             self._answers[state.key], copy = None, False
         if last := copy and answer.landing.holds:
             self._answers[state.key] = None  # the server has its memory back; who asks once more asks there
+
+        def run() -> None:
+            if copy:
+                start_ns = timeline.now() if timeline.on else 0
+                answer.landing.copy_to(target.buffer, last=last)
+                if start_ns:
+                    timeline.span("copy", start_ns, state.key, nbytes=target.buffer.nbytes, clock=call.clock)
+
         return self._engine.push(
-            lambda: answer.landing.copy_to(target.buffer, last=last) if copy else None, reads=[*call.done, state.sent],
-            writes=[state.value], lane="inline" if here or not copy else "cpu", name=f"{call.op} of key {state.key!r}",
+            run, reads=[*call.done, state.sent], writes=[state.value], lane="inline" if here or not copy else "cpu",
+            name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
@@ -348,6 +357,8 @@ class DistStore(KVStore):
             return self._engine.push(target.spread, writes=[state.value], lane="cpu", name=f"{label}: copy out")
 
         def spread() -> None:
+            if timeline.on:
+                timeline.about(state.key, call.clock)
             self._cast.broadcast(target.buffer, 0, call.deadline, label)
             target.spread()
 
@@ -481,9 +492,10 @@ class _Answer:
 class _Target:
     """Where a pulled value goes: into the first array of ``out`` that is plain host memory, from there to the rest."""
 
-    __slots__ = ("_outs", "buffer", "complete")
+    __slots__ = ("_key", "_outs", "buffer", "complete")
 
     def __init__(self, state: KeyState, outs: list[Any]) -> None:
+        self._key = state.key
         self.buffer: Buffer
         self._outs: list[Any] = []
         direct = None
@@ -497,8 +509,11 @@ class _Target:
         self.complete = not self._outs
 
     def spread(self) -> None:
+        start_ns = timeline.now() if timeline.on and self._outs else 0
         for out in self._outs:
             arrays.write(out, self.buffer)
+        if start_ns:
+            timeline.span("copy", start_ns, self._key, nbytes=len(self._outs) * self.buffer.nbytes)
 
 
 def _on_host(vector: Vector) -> Buffer:

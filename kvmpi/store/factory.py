@@ -16,6 +16,7 @@ from kvmpi.ps import EmbeddedJob
 from kvmpi.store.base import KVStore
 from kvmpi.store.dist import DistStore
 from kvmpi.store.replicated import ReplicatedStore
+from kvmpi.trace import timeline
 
 Factory = Callable[[Config], KVStore]
 
@@ -185,6 +186,7 @@ def _close_at_exit() -> None:
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         sys.stdout.flush()
         sys.stderr.flush()
+        timeline.flush()
         from kvmpi.collectives import mpi_comm
 
         code = error.code if isinstance(error, SystemExit) else 1

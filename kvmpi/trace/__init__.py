@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvmpi.trace import timeline
+
 
 class Recorder:
     """Bytes, seconds and calls per phase, and a histogram of staleness; safe to use from several threads."""
@@ -28,12 +30,15 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str, nbytes: int = 0) -> Iterator[None]:
-        """Count the body of a ``with`` statement as one call of ``phase``."""
+        """Count the body of a ``with`` statement as one call of ``phase``; it is a span of the timeline, too."""
         start_s = time.perf_counter()
+        start_ns = timeline.now() if timeline.on else 0
         try:
             yield
         finally:
             self.add(phase, time.perf_counter() - start_s, nbytes)
+            if start_ns:
+                timeline.span(phase, start_ns, nbytes=nbytes or timeline.NOTHING)
 
     def staleness(self, clocks: int) -> None:
         """Count one push whose gradient was computed from a value ``clocks`` updates old."""

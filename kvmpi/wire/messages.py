@@ -305,9 +305,14 @@ class Heartbeat(Message, tag="heartbeat"):
 
 
 class Heard(Message, tag="heard"):
-    """The heartbeat that a server sent at ``sent_us`` has come: the server is not taken for lost for some time yet."""
+    """The heartbeat that a member sent at ``sent_us`` has come: a server is not taken for lost for some time yet.
+
+    ``at_us``: when, on the scheduler's clock, and ``clock``: the name of that clock, if members compare theirs with it.
+    """
 
     sent_us: int
+    at_us: int = 0
+    clock: str = ""
 
 
 class Barrier(Message, tag="barrier"):

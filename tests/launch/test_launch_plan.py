@@ -146,7 +146,7 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
         (["--hostfile", "hosts", "train.py"], 2, "--hostfile hosts: No such file"),
         (["-s2", "--restart", "-1", "train.py"], 2, "must not be negative"),
         (["-s2", "--replicas=2", "train.py"], 2, "3 servers or more are needed"),
-        (["--timeline", "t.json", "train.py"], 2, "--timeline is not supported yet"),
+        (["--timeline", "no-such/t.json", "train.py"], 2, "t.json.parts cannot be written to"),
     ],
 )
 def test_bad_arguments(argv, status, says, tmp_path, monkeypatch, capfd):

@@ -1,0 +1,280 @@
+"""The timeline of this process: spans that every room adds through ``span``, buffered, and written every second.
+
+    from kvmpi.trace import timeline
+
+    if timeline.on:
+        timeline.span("update", start_ns, key, nbytes=value.nbytes)
+
+Off, that is one test of an attribute. On, a span is 64 bytes at most in memory that is there from the beginning. A
+thread writes them to this process's part (``parts.py``), and ``merge.py`` makes one picture of all parts. Time is that
+of CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from typing import Any
+
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError
+from kvmpi.trace import parts
+from kvmpi.trace.clocks import OffsetEstimate
+from kvmpi.trace.parts import NOTHING, SPAN
+
+#: Spans that wait to be written: more than a process makes in two seconds.
+CAPACITY = 1 << 15
+#: What a kill -9 loses at most.
+FLUSH_S = 1.0
+
+#: Whether spans are wanted. Only ``begin`` and ``end`` change it.
+on = False
+now = time.monotonic_ns
+
+
+class Spans:
+    """Two halves of preallocated memory: one fills, the other is being written.
+
+    Attributes:
+        dropped: spans that found no room.
+        left: spans that are still to be taken in, from the beginning to the end of the process.
+    """
+
+    def __init__(self, capacity: int = CAPACITY, most: int = 1 << 62) -> None:
+        self._capacity, self.left, self.dropped = capacity, most, 0
+        self._lock = threading.Lock()
+        self._fills, self._spare = bytearray(capacity * SPAN.size), bytearray(capacity * SPAN.size)
+        self._count = 0
+
+    def add(self, *fields: int) -> bool:
+        """Take one span in, or count it as dropped; whether it is time to write."""
+        with self._lock:
+            count = self._count
+            if count == self._capacity or not self.left:
+                self.dropped += 1
+                return False
+            SPAN.pack_into(self._fills, count * SPAN.size, *fields)
+            self._count = count + 1
+            self.left -= 1
+        return 2 * count == self._capacity
+
+    def take(self) -> memoryview:
+        """What has come since the last time; it is overwritten after the next."""
+        with self._lock:
+            taken, count = self._fills, self._count
+            self._fills, self._spare, self._count = self._spare, taken, 0
+        return memoryview(taken)[: count * SPAN.size]
+
+
+class _Here(threading.local):
+    """What the thread at hand is about."""
+
+    key: Any = None
+    clock = NOTHING
+
+
+class _Names:
+    """Numbers for names, and those that are still to be written."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.numbers: dict[Any, int] = {}
+        self.news: list[tuple[str, int, Any]] = []
+        self._lock = threading.Lock()
+
+    def number(self, thing: Any, name: Any) -> int:
+        """That of ``thing``, which is new and called ``name``."""
+        with self._lock:
+            number = self.numbers.setdefault(thing, len(self.numbers))
+            self.news.append((self.kind, number, name))
+            return number
+
+    def take(self) -> list[tuple[str, int, Any]]:
+        """What nobody has taken yet."""
+        with self._lock:
+            fresh, self.news = self.news, []
+            return fresh
+
+
+class Writer:
+    """What a process has while its timeline is on."""
+
+    def __init__(self, path: str, about: dict[str, Any], most: int) -> None:
+        self.spans = Spans(most=most)
+        self.keys, self.threads, self.phases = _Names("key"), _Names("thread"), _Names("phase")
+        self._about: dict[str, Any] | None = about
+        self._offsets: dict[str, OffsetEstimate] = {}
+        self._news_of_clocks: set[str] = set()
+        self._dropped = 0
+        self._writes = threading.Lock()  # one flush at a time
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        self._wake = threading.Event()
+        self._stopped = False
+        self.flush()
+        self._thread = threading.Thread(target=self._run, name="kvmpi-timeline", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Write sooner than planned."""
+        self._wake.set()
+
+    def hear_clock(self, name: str, asked_ns: int, answered_ns: int, heard_ns: int) -> None:
+        """Another host has answered at ``answered_ns`` on the clock called ``name``."""
+        if self._offsets.setdefault(name, OffsetEstimate()).hear(asked_ns, answered_ns, heard_ns):
+            self._news_of_clocks.add(name)
+
+    def flush(self) -> None:
+        """Write what there is. A disk that is full ends the timeline, and not the process."""
+        with self._writes:
+            spans = self.spans.take()
+            known: dict[str, Any] = {}
+            if self._about is not None:
+                known["about"], self._about = self._about, None
+            # After the spans: their names are there by now.
+            if news := [new for names in (self.keys, self.threads, self.phases) for new in names.take()]:
+                known["names"] = [(kind, number, _plain(name)) for kind, number, name in news]
+            if self.spans.dropped != self._dropped:
+                known["dropped"] = self._dropped = self.spans.dropped
+            if self._news_of_clocks:
+                heard, self._news_of_clocks = self._news_of_clocks, set()
+                known["clocks"] = [
+                    (name, self._offsets[name].offset_ns, self._offsets[name].round_trip_ns) for name in heard
+                ]
+            blocks = (parts.names_block(known) if known else b"") + (parts.spans_block(spans) if spans else b"")
+            try:
+                while blocks:
+                    blocks = blocks[os.write(self._file, blocks) :]
+            except OSError:
+                self.spans.left = 0
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(FLUSH_S)
+            self._wake.clear()
+            self.flush()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self.flush()
+        os.close(self._file)
+
+
+_here = _Here()
+_writer: Writer | None = None
+_merges = ""
+
+
+def begin(config: Config, role: str = "", rank: int = NOTHING) -> None:
+    """Put the timeline on if ``KVMPI_TIMELINE`` says so; in a process where it is on already, nothing happens.
+
+    Args:
+        role, rank: what this process is, if no launcher has told it.
+    Raises:
+        ConfigError: its folder cannot be written to.
+    """
+    global on, _writer, _merges
+    if not config.timeline or on:
+        return
+    role, rank = config.role or role or "worker", config.rank if config.rank >= 0 else rank
+    begin_ns = now()
+    folder = parts.folder_of(os.path.abspath(config.timeline))
+    about = {
+        "role": role, "rank": rank, "pid": os.getpid(), "host": os.uname().nodename, "clock": parts.clock_name(),
+        "begin_ns": begin_ns, "begin_time": time.time(), "job": config.job_id,
+        "client": config.client_rank if role == "worker" else NOTHING,
+    }  # fmt: skip
+    try:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, parts.file_name(role, rank, os.getpid(), begin_ns))
+        _writer = Writer(path, about, config.timeline_spans)
+    except OSError as error:
+        raise ConfigError(f"KVMPI_TIMELINE={config.timeline!r}: {folder} cannot be written to: {error}") from None
+    # Nobody else is there to put the parts together.
+    _merges = config.timeline if not config.role and rank < 0 else ""
+    on = True
+    atexit.register(end)
+
+
+def span(
+    phase: str, start_ns: int, key: Any = None, *, nbytes: int = NOTHING, clock: int = NOTHING, step: int = NOTHING,
+    staleness: int = NOTHING, chunk: int = NOTHING, peer: int = NOTHING, store: int = 0, end_ns: int = 0,
+) -> None:  # fmt: skip
+    """Something has gone on since ``start_ns``, until now or ``end_ns``; see ``parts.Span``. To be called if ``on``.
+
+    Without a ``key`` it is about what the thread is about (``about``).
+    """
+    writer = _writer
+    if writer is None:
+        return
+    if key is None:
+        key, clock = _here.key, _here.clock if clock == NOTHING else clock
+    key_number = writer.keys.numbers.get(key)
+    if key_number is None:
+        key_number = writer.keys.number(key, key)
+    thread = writer.threads.numbers.get(ident := threading.get_ident())
+    if thread is None:
+        thread = writer.threads.number(ident, threading.current_thread().name)
+    number = writer.phases.numbers.get(phase)
+    if number is None:
+        number = writer.phases.number(phase, phase)
+    if writer.spans.add(
+        start_ns, end_ns or now(), nbytes, clock, step, staleness, chunk, peer, key_number, thread, number, store
+    ):
+        writer.wake()
+
+
+def mark(phase: str, key: Any = None, **fields: int) -> None:
+    """Something has happened at this moment. To be called if ``on``."""
+    at_ns = now()
+    span(phase, at_ns, key, end_ns=at_ns, **fields)
+
+
+def about(key: Any, clock: int) -> None:
+    """From here on this thread is about ``key``, at the training clock ``clock``. To be called if ``on``."""
+    _here.key, _here.clock = key, clock
+
+
+def hear_clock(name: str, asked_ns: int, answered_ns: int, heard_ns: int) -> None:
+    """As of ``Writer``."""
+    if _writer is not None:
+        _writer.hear_clock(name, asked_ns, answered_ns, heard_ns)
+
+
+def flush() -> None:
+    """Write what there is: for a process that is about to end without a word."""
+    if _writer is not None:
+        _writer.flush()
+
+
+def end() -> None:
+    """Put the timeline off; what is buffered is written. A process that is alone makes the picture too."""
+    global on, _writer, _merges
+    on = False
+    writer, _writer = _writer, None
+    if writer is not None:
+        writer.close()
+        if _merges:
+            from kvmpi.trace import merge
+
+            merge.merge(_merges)
+            _merges = ""
+
+
+def _forked() -> None:
+    """A child has neither the thread nor a part of its own."""
+    global on, _writer, _merges
+    on, _writer, _merges = False, None, ""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _plain(name: Any) -> Any:
+    return name if name is None or isinstance(name, (int, str)) else repr(name)

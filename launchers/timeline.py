@@ -1,0 +1,52 @@
+"""The launcher's part in a timeline: a place for the parts before the job begins, one file of them when it is over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvmpi.errors import ConfigError
+from kvmpi.trace import merge, parts
+
+
+class Timeline:
+    """The timeline of one job, to be made of what its processes write to ``FILE.parts``.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        folder = Path(parts.folder_of(self._path))
+        try:
+            folder.mkdir(exist_ok=True)
+            for old in folder.glob("*.part"):  # of a job whose launcher was killed
+                old.unlink()
+        except OSError as error:
+            raise ConfigError(f"--timeline {path}: {folder} cannot be written to: {error.strerror}") from None
+        if os.path.isdir(self._path):
+            folder.rmdir()
+            raise ConfigError(f"--timeline {path}: that is a folder")
+
+    @classmethod
+    def of(cls, path: str) -> Timeline | None:
+        """None where no timeline is wanted."""
+        return cls(path) if path else None
+
+    def make(self, job_id: str) -> str:
+        """Make the file, whatever became of the job; what to say about it."""
+        try:
+            merged = merge.merge(self._path, job_id)
+        except Exception as error:  # whatever it is, it must not change how the job has ended
+            try:
+                Path(parts.folder_of(self._path)).rmdir()  # nothing is in there
+            except OSError:
+                pass
+            return f"no timeline: {error}" if isinstance(error, ConfigError) else f"no timeline: {error!r}"
+        text = f"timeline of {len(merged.processes)} processes, {merged.spans} spans: {self._path}"
+        if merged.dropped:
+            text += f"; {merged.dropped} more were dropped, see KVMPI_TIMELINE_SPANS"
+        if merged.unaligned:
+            text += f"; nobody has compared the clocks of {', '.join(merged.unaligned)} with the others'"
+        return text
