@@ -86,6 +86,10 @@ class Config:
     snapshot_dir: str = _setting("", "folder into which servers write snapshots")
     snapshot_every: int = _setting(0, "updates of a chunk from one snapshot to the next; 0 is off")
     snapshot_seconds: float = _setting(0.0, "seconds from one snapshot to the next; 0 is off")
+    stall_s: float = _setting(
+        60.0, "seconds after which a process says on standard error whom it waits for, and again after twice as long, "
+        "and so on; half of KVMPI_TIMEOUT_S if that is less; 0: never",
+    )  # fmt: skip
     timeline: str = _setting(
         "", "file for a timeline of the job (--timeline), made at its end of what its processes write to FILE.parts"
     )
@@ -107,6 +111,8 @@ class Config:
         for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
+        if self.stall_s < 0:
+            raise ConfigError(f"KVMPI_STALL_S={self.stall_s}: must not be negative")
         if not 1 <= self.num_rings <= 8:
             raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
         if self.ring_chunk_bytes < 0:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmpi.launchers import processes
+from kvmpi.launchers import processes, questions
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
 from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
@@ -85,7 +85,8 @@ class Runner:
         self._ready_closed = False
         self._stopping = False
         self._env = dict(job.env)
-        self._signals = signals.caught
+        self._catcher, self._signals = signals, signals.caught
+        self._answered = 0
         self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
 
     # ---- the course of a job
@@ -264,12 +265,25 @@ class Runner:
         for key, _ in self._selector.select(timeout_s):
             if key.fd in self._selector.get_map():  # reading another may have closed it
                 self._read(key.fd, key.data)
+        if self._answered != self._catcher.asked:
+            self._answered = self._catcher.asked
+            self._ask()
         self._reap()
         for label in [] if self._stopping or self._over() else self._restarts.take_due(time.monotonic()):
             if self._is_wanted(label):
                 self._start(self._plans[label], self._again_env(label))
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
+
+    def _ask(self) -> None:
+        """Have every process that answers say what it waits for."""
+        asked = questions.ask(self._job.job_dir)
+        for label, child in self._children.items():
+            if isinstance(child, RemoteProcess) and child.returncode is None:
+                child.signal(signal.SIGUSR1)  # those there that answer get it
+                asked.append(f"{label} on {child.host}")
+        names = ", ".join(asked) or "nobody: no process of the job answers yet"
+        self._output.say(f"kvmpi run: SIGUSR1: asked {names}")
 
     def _read(self, fd: int, what: Stream | str) -> bool:
         """Read once; false when nothing was there."""

@@ -1,4 +1,4 @@
-"""Turns the signals that ask a launcher to end into entries of a list and bytes that wake its event loop."""
+"""Turns signals to a launcher, to end or to ask, into entries of a list and bytes that wake its event loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class SignalCatcher:
 
     Attributes:
         caught: numbers of the ending signals, in the order in which they came.
+        asked: how often SIGUSR1 has come, which asks all processes of the job what they wait for.
         wakeup_fd: becomes readable at every signal; whoever waits on it reads it empty.
     """
 
     def __init__(self) -> None:
         self.caught: list[int] = []
+        self.asked = 0
         self.wakeup_fd, self._write_end = os.pipe()
         os.set_blocking(self.wakeup_fd, False)
         os.set_blocking(self._write_end, False)
@@ -26,11 +28,15 @@ class SignalCatcher:
         # sends it to us by number wants us to end.
         handled = [n for n in ENDING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in handled}
+        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_question)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.caught.append(number)
+
+    def _note_question(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
 
     def close(self) -> None:
         """Give the signals back to whom they belonged."""

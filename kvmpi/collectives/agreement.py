@@ -149,9 +149,9 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     try:
         if call.op == JOIN:
             deadline = _await_a_call(requests, digests, deadline)
-        wait_all(requests.values(), deadline, lambda: "")
+        wait_all(requests.values(), deadline, lambda: _missing_text(comm, call, missing_of(requests)))
     except KVTimeoutError:
-        missing = [rank for rank in others if not requests[rank].test()]
+        missing = missing_of(requests)
         _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
         raise _late(comm, call, missing, deadline) from None
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
@@ -277,12 +277,20 @@ def _at(comm: Comm, call: Call) -> str:
     return f"{_brief(call.op, [[entry.key] for entry in call.entries])} on MPI rank {comm.rank} of {comm.size}"
 
 
-def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) -> KVTimeoutError:
-    names = ", ".join(map(str, missing))
+def missing_of(requests: Mapping[int, Request]) -> list[int]:
+    """The ranks whose requests are not done."""
+    return [rank for rank, request in requests.items() if not request.test()]
+
+
+def _missing_text(comm: Comm, call: Call, missing: Sequence[int]) -> str:
     did_not = "made no call" if call.op == JOIN else "did not make the call"
+    return f"{_at(comm, call)}: MPI rank {', '.join(map(str, missing))} of this client {did_not}"
+
+
+def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) -> KVTimeoutError:
     return KVTimeoutError(
-        f"{_at(comm, call)}: MPI rank {names} of this client {did_not} within "
-        f"{deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+        f"{_missing_text(comm, call, missing)} within {deadline.timeout_s:.1f} s; look at that worker, or raise "
+        "KVMPI_TIMEOUT_S"
     )
 
 

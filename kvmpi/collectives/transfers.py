@@ -70,7 +70,7 @@ class Transfer(Work):
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
         """As of ``Work``; the waiting thread polls, which is faster than to be woken."""
-        patience = Patience(Deadline(timeout_s), lambda: "")
+        patience = Patience(Deadline(timeout_s), lambda: f"{self.name}: not done")
         with self._lock:
             self._waiting += 1
         try:

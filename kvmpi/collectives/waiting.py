@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from kvmpi.collectives.comm import Request
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
+from kvmpi.trace import stall
 
 # MPI makes progress only inside calls, so waiting must poll; but a rank that spins takes the core from the rank it
 # waits for, and the interpreter from the training thread. Hence few bare polls, then polls between yields, then naps.
@@ -23,6 +24,9 @@ _YIELDING_S = 200e-6
 _NAP_SHARE = 0.125
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
+
+#: A wait that lasts is told of so often.
+_TELL_EVERY_S = 0.5
 
 _PR_SET_TIMERSLACK = 29
 _local = threading.local()
@@ -56,14 +60,16 @@ def _sharpen_naps() -> None:
 class Patience:
     """The waiting of one call: ``pause`` after every fruitless poll, ``progress`` after a fruitful one."""
 
-    __slots__ = ("_deadline", "_describe", "_idle", "_since_s")
+    __slots__ = ("_deadline", "_describe", "_idle", "_since_s", "_tell_at_s", "_waiting")
 
     def __init__(self, deadline: Deadline, describe: Callable[[], str]) -> None:
         self._deadline, self._describe = deadline, describe
         self._idle, self._since_s = 0, 0.0
+        self._waiting: stall.Waiting | None = None
+        self._tell_at_s = 0.0
 
     def progress(self) -> None:
-        self._idle = 0
+        self._idle, self._waiting = 0, None
 
     def pause(self) -> None:
         """Let others run for a moment.
@@ -76,15 +82,24 @@ class Patience:
             return
         now_s = time.monotonic()
         if self._idle == _bare_polls + 1:
-            self._since_s = now_s
+            self._since_s, self._tell_at_s = now_s, now_s + _TELL_EVERY_S
         waited_s = now_s - self._since_s
         if waited_s < _YIELDING_S:
             _yield_core()
         else:
             _sharpen_naps()
             time.sleep(min(max(_NAP_SHARE * waited_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            if now_s >= self._tell_at_s:
+                self._tell(now_s)
         if now_s >= self._deadline.expires_s:
             raise KVTimeoutError(self._describe())
+
+    def _tell(self, now_s: float) -> None:
+        """Say whom this waits for, for whoever wants to know. Only here: MPI may not be asked from another thread."""
+        if self._waiting is None:
+            self._waiting = stall.Waiting(self._since_s)
+        self._waiting.text = self._describe()
+        self._tell_at_s = now_s + _TELL_EVERY_S
 
 
 def wait_all(requests: Iterable[Request], deadline: Deadline, describe: Callable[[], str]) -> None:

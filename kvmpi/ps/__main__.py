@@ -12,7 +12,7 @@ import sys
 from kvmpi.config import Config
 from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
-from kvmpi.trace import timeline
+from kvmpi.trace import stall, timeline
 from kvmpi.wire import create_keys, new_context
 
 _DESCRIPTORS = 1 << 16
@@ -23,6 +23,7 @@ def main(role: str) -> int:
     config = Config.from_env()
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
     timeline.begin(config)
+    stall.begin(config)
     _allow_many_connections()
     context = new_context(config)
     gc.freeze()  # what was imported stays: the collector need not look through it again and again

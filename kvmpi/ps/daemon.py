@@ -20,7 +20,7 @@ from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
-from kvmpi.trace import parts, timeline
+from kvmpi.trace import parts, stall, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
 
@@ -79,6 +79,8 @@ class SchedulerDaemon(Daemon):
             config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book
         )
         self._state.clock_name = parts.clock_name() if config.timeline else ""
+        stall.watch(self.waits)
+        stall.note(self.notes)
         self._keeper = SnapshotKeeper(config, self._state, self._waker.wake)
         self._saved = 0
 
@@ -121,6 +123,14 @@ class SchedulerDaemon(Daemon):
             self._keeper.close()
             self._waker.close()
 
+    def waits(self) -> list[stall.Wait]:
+        """Whom members wait for here."""
+        return self._state.waits(time.monotonic())
+
+    def notes(self) -> list[str]:
+        """Who is in the job."""
+        return self._state.notes(time.monotonic())
+
     def _restore(self) -> None:
         """Be what the process before this one was: whoever talks to it need not notice."""
         if (before := self._before) is not None:
@@ -144,6 +154,7 @@ class ServerDaemon(Daemon):
         super().__init__(config)
         self._rank = rank
         self._state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
+        stall.watch(self.waits)
         self._writer = SnapshotWriter(config, self._state, self._waker.wake)
         # Connections to other servers, made when there is something to send, and where they are.
         self._others: dict[int, Connection] = {}
@@ -182,6 +193,10 @@ class ServerDaemon(Daemon):
             for other in self._others.values():
                 other.close()
             self._waker.close()
+
+    def waits(self) -> list[stall.Wait]:
+        """The rounds that somebody waits for."""
+        return self._state.waits(time.monotonic())
 
     def _open(self, endpoint: str, peer: str, silence_s: float | None = None) -> Connection:
         limit, name = self._config.max_message_bytes, f"server {self._rank}"

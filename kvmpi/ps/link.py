@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
-from kvmpi.trace import timeline
+from kvmpi.trace import stall, timeline
 from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
@@ -46,7 +47,10 @@ class Link:
 
     def __init__(self, config: Config, name: str, clock: Callable[[], int]) -> None:
         self._config, self._name, self._clock = config, name, clock
-        self._session = ClientSession(config.window_bytes, config.retry_s)
+        # Whoever says whom it waits for has to know it by then.
+        retry_s = min(config.retry_s, stall.limit_of(config) / 2 or math.inf)
+        self._session = ClientSession(config.window_bytes, retry_s)
+        stall.watch(self.waits)
         self._inbox: deque[tuple[Operation, Sequence[Ask], int]] = deque()
         self._waker = Waker()
         self._connections: dict[int, Connection] = {}
@@ -113,6 +117,10 @@ class Link:
     def stop_heartbeats(self) -> None:
         """This client is about to leave: the scheduler would take a later sign of life for a stranger's."""
         self._joined = False
+
+    def waits(self) -> list[stall.Wait]:
+        """What is under way."""
+        return self._session.waits()
 
     def now_s(self) -> float:
         """The time on the clock of deadlines."""

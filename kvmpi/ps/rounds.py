@@ -174,10 +174,13 @@ class Rounds:
 
     def who_is_missing(self, slot: Slot, request: int, route: bytes) -> Reply:
         """Tell a sender that repeats itself whom the open round still lacks."""
+        return Reply(route, m.Waiting(request, self.missing(slot)))
+
+    def missing(self, slot: Slot) -> list[int]:
+        """Whom the open round still lacks: the first of them."""
         awaited = (client for client in range(slot.cursor, self._num_clients) if self._clients.is_needed(client))
         here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
-        missing = (client for client in here if client not in slot.held)
-        return Reply(route, m.Waiting(request, list(islice(missing, MAX_NAMED))))
+        return list(islice((client for client in here if client not in slot.held), MAX_NAMED))
 
     @staticmethod
     def read(slot: Slot, reader: Reader) -> Reply:

@@ -16,6 +16,7 @@ from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.trace import timeline
+from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -64,7 +65,9 @@ class _Store:
     finished: set[int] = field(default_factory=set)
     returning: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
-    opened_ns: int = 0  # when the first came to the open barrier, for the timeline
+    # When the first came to the open barrier; also as the timeline has it.
+    opened_s: float = 0.0
+    opened_ns: int = 0
 
     @property
     def step(self) -> int:
@@ -120,6 +123,7 @@ class SchedulerState:
         self._waiting_for_view: dict[bytes, int] = {}
         self._heard_s: float | None = None  # when anybody was heard last
         self.clock_name = ""
+        self._began_s: float | None = None
         self.rejected = 0
         self.changes = 0  # of what ``save`` tells
 
@@ -187,7 +191,7 @@ class SchedulerState:
                 self.complete += [] if manifest is None else [manifest]
                 return self._take_snapshot(number)
             case m.Barrier() if name[0] == "client":
-                return self._barrier(name, route, message)
+                return self._barrier(name, route, message, now_s)
             case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
@@ -369,7 +373,7 @@ class SchedulerState:
         view = self._view()
         return [*waiting, *(Reply(member.route, view) for member in self.members.values() if member.route not in told)]
 
-    def _barrier(self, name: MemberName, route: bytes, message: m.Barrier) -> list[Reply]:
+    def _barrier(self, name: MemberName, route: bytes, message: m.Barrier, now_s: float) -> list[Reply]:
         _, store_id, client = name
         store = self._stores[store_id]
         # One that is back does not know how many barriers there were; those before it enters are over for it.
@@ -385,13 +389,49 @@ class SchedulerState:
             blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
             raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
         known = client in store.waiting
-        if timeline.on and not store.waiting:
-            store.opened_ns = timeline.now()
+        if not store.waiting:
+            store.opened_s, store.opened_ns = now_s, timeline.now() if timeline.on else 0
         store.waiting[client] = _Arrival(route, message.request, message.step)
         if replies := self._complete_barrier(store):
             return replies
         missing = list(islice(self._missing(store), MAX_NAMED))
-        return [Reply(route, m.Waiting(message.request, missing))] if known else []
+        silences_s = [int(self._silence_s(("client", store_id, rank), now_s) or 0) for rank in missing]
+        silent_s = silences_s if any(silences_s) else []
+        return [Reply(route, m.Waiting(message.request, missing, silent_s))] if known else []
+
+    def _silence_s(self, name: MemberName, now_s: float) -> float | None:
+        """Since when nothing was heard of a member; None if it is none."""
+        return None if name not in self.members else now_s - self.members[name].last_seen_s
+
+    def waits(self, now_s: float) -> list[Wait]:
+        """Barriers that some have reached, and servers that are still to come."""
+        found = []
+        if self._chains is None and self.num_servers:
+            here = {rank for role, _, rank in list(self.members) if role == "server"}
+            absent = [str(rank) for rank in range(self.num_servers) if rank not in here]
+            if absent:
+                self._began_s = now_s if self._began_s is None else self._began_s
+                text = "the beginning of the job"
+                found.append(Wait(("servers",), self._began_s, text, f"server {', '.join(absent)} has not come"))
+        for number, store in list(self._stores.items()):
+            if store.waiting:
+                late = []
+                for rank in islice(self._missing(store), MAX_NAMED):
+                    silence_s = self._silence_s(("client", number, rank), now_s)
+                    age = "not in the job" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
+                    late.append(f"client {rank} ({age})")
+                what = f"barrier {store.barriers_done + 1} of store {number}"
+                name = ("barrier", number, store.barriers_done)
+                found.append(Wait(name, store.opened_s, what, f"{', '.join(late)} did not reach it"))
+        return found
+
+    def notes(self, now_s: float) -> list[str]:
+        """Every member and when it was heard."""
+        return [
+            f"{role} {rank}" + (f" of store {store}, clock {member.clock}" if store >= 0 else "")
+            + f": last heartbeat {now_s - member.last_seen_s:.1f} s ago"
+            for (role, store, rank), member in sorted(self.members.items())
+        ]  # fmt: skip
 
     def _ends_barriers(self, rank: int, why: str, store: _Store) -> bool:
         """Whether nobody has to wait for a client that is gone, since it will never come."""

@@ -14,6 +14,7 @@ from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Empty, new_buffer
 from kvmpi.ps.snapshots import PartCopy, ServerSnapshots
+from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -59,6 +60,9 @@ class ServerState:
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._routes: dict[tuple[int, int], bytes] = {}
+        # When each client (store, client) was heard, and since when rounds that somebody waits for are known of.
+        self._heard_s: dict[tuple[int, int], float] = {}
+        self._awaited_s: dict[tuple[int, int, Key, int, int], float] = {}
         self._lost: dict[int, list[m.Lost]] = {}
         # By store and client: the last process that is known to be lost, whatever comes of it still.
         self._ended: dict[tuple[int, int], int] = {}
@@ -195,11 +199,43 @@ class ServerState:
             # A client may have known the process before this one, whose place it has taken on the same address.
             return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
         store, client = session.who
+        self._heard_s[session.who] = now_s
         try:
             replies = part.request(store, client, route, message, payloads)
+            if replies and isinstance(waiting := replies[-1].message, m.Waiting):
+                waiting.silent_s = self._silent_s(store, waiting.clients, now_s)
         except Exception as error:  # it may have changed the state before, and that is to be passed on all the same
             replies = [self._refuse(route, message, error)]
         return part.hold(replies, now_s)
+
+    def _silent_s(self, store: int, clients: list[int], now_s: float) -> list[int]:
+        """For how long each of ``clients`` has asked nothing here; nothing to say if that is no time at all."""
+        silent_s = [int(now_s - self._heard_s.get((store, client), now_s)) for client in clients]
+        return silent_s if any(silent_s) else []
+
+    def waits(self, now_s: float) -> list[Wait]:
+        """The rounds that somebody waits for, from the first look on that finds one."""
+        before, self._awaited_s = self._awaited_s, {}
+        found: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, str, int]]] = {}
+        for part in list(self.parts.values()) if self._routes else ():
+            for store, shard in list(part.shards.items()) if part.answers else ():
+                for key, chunk, number, missing in shard.awaited():
+                    where = (part.number, store, key, chunk, number)
+                    since_s = self._awaited_s[where] = before.get(where, now_s)
+                    found.setdefault((store, number, tuple(missing)), []).append((since_s, repr(key), chunk))
+        return [
+            Wait(("round", store, number, missing), min(awaited)[0], _rounds(store, number, awaited),
+                 self._late(store, missing, now_s))
+            for (store, number, missing), awaited in found.items()
+        ]  # fmt: skip
+
+    def _late(self, store: int, clients: tuple[int, ...], now_s: float) -> str:
+        names = []
+        for client in clients[:16]:
+            heard_s = self._heard_s.get((store, client))
+            age = "never heard of here" if heard_s is None else f"last request {now_s - heard_s:.1f} s ago"
+            names.append(f"client {client} ({age})")
+        return f"no push from {', '.join(names)}" if names else "all have pushed"
 
     def held_bytes(self, route: bytes) -> int:
         """Answers to a client that wait until other servers have what they speak of."""
@@ -275,3 +311,9 @@ class ServerState:
     def _end(self, route: bytes) -> None:
         session = self._sessions.pop(route)
         self._routes.pop(session.who, None)
+
+
+def _rounds(store: int, number: int, awaited: list[tuple[float, str, int]]) -> str:
+    _, key, chunk = min(awaited)
+    more = f", and of {len(awaited) - 1} further chunks" if len(awaited) > 1 else ""
+    return f"round {number} of key {key} (chunk {chunk}{more}) in store {store}"

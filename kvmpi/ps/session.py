@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
 from kvmpi.trace import timeline
+from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -75,7 +76,7 @@ class Ask:
     """
 
     __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "missing", "number", "on_reply", "operation",
-                 "part", "payloads", "peer", "reads", "sent_s", "used")  # fmt: skip
+                 "part", "payloads", "peer", "reads", "sent_s", "silent_s", "used")  # fmt: skip
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class Ask:
         self.used = False  # a push that failed, and whose step is used up nevertheless
         self.ended = False
         self.missing: list[int] | None = None
+        self.silent_s: list[int] = []  # for how long each of the missing has been silent
         self.operation: Operation
 
     @property
@@ -247,7 +249,7 @@ class ClientSession:
                 ask.used = message.used
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
-                ask.missing = message.clients
+                ask.missing, ask.silent_s = message.clients, message.silent_s
             case m.Moved():
                 self._astray.append(ask)
             case m.Accepted():
@@ -266,6 +268,14 @@ class ClientSession:
                 except Exception as caught:  # one bad answer must not end the others' thread
                     error = _as_kv_error(ask, caught)
                 self._end(ask, error)
+
+    def waits(self) -> list[Wait]:
+        """What is under way; may be called from another thread."""
+        return [
+            Wait(("operation", id(op)), op.expires_s - op.timeout_s, op.label, "; ".join(_whom(op)[:4]))
+            for op in list(self._unfinished.values())
+            if op.timeout_s < _FOR_EVER_S / 2
+        ]
 
     def tick(self, now_s: float) -> None:
         """Repeat what has waited long without an answer; end what has passed its deadline."""
@@ -452,7 +462,13 @@ def _as_kv_error(ask: Ask, error: Exception) -> KVError:
 
 
 def _explain(operation: Operation) -> str:
-    """Whom an operation still waits for."""
+    reasons = _whom(operation)
+    why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
+    return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
+
+
+def _whom(operation: Operation) -> list[str]:
+    """Whom an operation still waits for, and where to look."""
     reasons = []
     open_asks = [ask for ask in operation.asks if not ask.ended]
     for peer in sorted({ask.peer for ask in open_asks}):
@@ -463,7 +479,11 @@ def _explain(operation: Operation) -> str:
         name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
         missing = sorted({client for ask in asks for client in ask.missing or []})
         if missing:
-            shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+            silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
+            shown = ", ".join(
+                f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
+                for client in missing[:16]
+            ) + (", ..." if len(missing) > 16 else "")
             reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
         elif any(ask.accepted for ask in asks):
             reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
@@ -471,5 +491,4 @@ def _explain(operation: Operation) -> str:
             reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
         else:
             reasons.append(f"no answer from {name}; check that process")
-    why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
-    return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
+    return reasons

@@ -10,7 +10,7 @@ What an open round holds does not last: its senders keep it until the round is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -383,6 +383,12 @@ class Shard:
         slot.waiting[client] = waiter
         replies = [Reply(route, m.Accepted(message.request)), self.rounds.who_is_missing(slot, message.request, route)]
         return replies + self.rounds.fail_stuck(slot)
+
+    def awaited(self) -> Iterator[tuple[Key, int, int, list[int]]]:
+        """Rounds that somebody waits for: key, chunk, number, and the clients that they lack."""
+        for slot in list(self.slots.values()) if self.discipline.in_rounds else ():
+            if slot.held or slot.waiting or slot.readers:
+                yield slot.key, slot.chunk, slot.rounds + 1, self.rounds.missing(slot)
 
     def _pull(self, client: int, route: bytes, message: m.Pull, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)

@@ -18,7 +18,7 @@ from kvmpi.store.core import Invocation, KeyState, Part, check_array
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse
-from kvmpi.trace import timeline
+from kvmpi.trace import stall, timeline
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
@@ -346,7 +346,7 @@ class KVStore(Joining, RowSparse, ABC):
         return self._clock
 
     def _set_clock(self, clock: int) -> None:
-        self._clock = clock
+        self._clock = stall.clock = clock
         if timeline.on:
             timeline.mark("clock", clock=clock)
 

@@ -37,7 +37,7 @@ from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
-from kvmpi.trace import Recorder, timeline
+from kvmpi.trace import Recorder, stall, timeline
 
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
@@ -137,7 +137,9 @@ class StoreCore:
         self._type, self._config = type_name, config
         self._recorder = Recorder()
         comm = comm or SoloComm()
-        timeline.begin(config, "worker", comm.rank if comm.size > 1 else timeline.NOTHING)
+        rank = comm.rank if comm.size > 1 else timeline.NOTHING
+        timeline.begin(config, "worker", rank)
+        stall.begin(config, "worker", rank)
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
         figures = load_figures(config.tuning)
         self._reduce, self._cast = (

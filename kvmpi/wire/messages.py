@@ -205,10 +205,14 @@ class Value(Message, tag="value"):
 
 
 class Waiting(Message, tag="waiting"):
-    """The request is held back until these clients have contributed."""
+    """The request is held back until these clients have contributed.
+
+    ``silent_s``: for how many seconds each of them has been silent; nothing is said if none has been for one.
+    """
 
     request: int
     clients: list[int]
+    silent_s: list[int] = []
 
 
 class State(Message, tag="state"):
