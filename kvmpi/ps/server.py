@@ -233,7 +233,7 @@ class ServerState:
         names = []
         for client in clients[:16]:
             heard_s = self._heard_s.get((store, client))
-            age = "never heard of here" if heard_s is None else f"last request {now_s - heard_s:.1f} s ago"
+            age = "not here" if heard_s is None else f"last request {now_s - heard_s:.1f} s ago"
             names.append(f"client {client} ({age})")
         return f"no push from {', '.join(names)}" if names else "all have pushed"
 
@@ -277,6 +277,7 @@ class ServerState:
             return [*out, failure(route, hello.request, refusal)]
         self._routes[hello.store, hello.client] = route
         self._sessions[route] = _Session(hello)
+        self._heard_s[hello.store, hello.client] = now_s
         return [*out, Reply(route, m.Ack(hello.request, 0))]
 
     def _shard_for(self, part: Part, hello: m.Hello) -> Shard:
@@ -311,6 +312,7 @@ class ServerState:
     def _end(self, route: bytes) -> None:
         session = self._sessions.pop(route)
         self._routes.pop(session.who, None)
+        self._heard_s.pop(session.who, None)
 
 
 def _rounds(store: int, number: int, awaited: list[tuple[float, str, int]]) -> str:

@@ -32,40 +32,56 @@ FLUSH_S = 1.0
 #: Whether spans are wanted. Only ``begin`` and ``end`` change it.
 on = False
 now = time.monotonic_ns
+_get_ident, _pack_into, _SIZE = threading.get_ident, SPAN.pack_into, SPAN.size
 
 
 class Spans:
     """Two halves of preallocated memory: one fills, the other is being written.
 
+    Args:
+        most: so many spans are taken in, from the beginning to the end of the process.
     Attributes:
         dropped: spans that found no room.
-        left: spans that are still to be taken in, from the beginning to the end of the process.
     """
 
+    __slots__ = ("_capacity", "_count", "_fills", "_half", "_left", "_lock", "_room", "_spare", "dropped")
+
     def __init__(self, capacity: int = CAPACITY, most: int = 1 << 62) -> None:
-        self._capacity, self.left, self.dropped = capacity, most, 0
+        self._capacity, self._half, self._left, self.dropped = capacity, capacity // 2, most, 0
         self._lock = threading.Lock()
         self._fills, self._spare = bytearray(capacity * SPAN.size), bytearray(capacity * SPAN.size)
-        self._count = 0
+        self._count, self._room = 0, min(capacity, most)
 
-    def add(self, *fields: int) -> bool:
+    def add(
+        self, start_ns: int, end_ns: int, nbytes: int, clock: int, step: int, staleness: int, chunk: int, peer: int,
+        key: int, thread: int, phase: int, store: int,
+    ) -> bool:  # fmt: skip
         """Take one span in, or count it as dropped; whether it is time to write."""
         with self._lock:
             count = self._count
-            if count == self._capacity or not self.left:
+            if count == self._room:
                 self.dropped += 1
                 return False
-            SPAN.pack_into(self._fills, count * SPAN.size, *fields)
+            _pack_into(
+                self._fills, count * _SIZE, start_ns, end_ns, nbytes, clock, step, staleness, chunk, peer, key, thread,
+                phase, store,
+            )  # fmt: skip
             self._count = count + 1
-            self.left -= 1
-        return 2 * count == self._capacity
+        return count == self._half
 
     def take(self) -> memoryview:
         """What has come since the last time; it is overwritten after the next."""
         with self._lock:
             taken, count = self._fills, self._count
             self._fills, self._spare, self._count = self._spare, taken, 0
-        return memoryview(taken)[: count * SPAN.size]
+            self._left -= count
+            self._room = min(self._capacity, self._left)
+        return memoryview(taken)[: count * _SIZE]
+
+    def close(self) -> None:
+        """Take nothing more in."""
+        with self._lock:
+            self._room = self._left = self._count
 
 
 class _Here(threading.local):
@@ -147,7 +163,7 @@ class Writer:
                 while blocks:
                     blocks = blocks[os.write(self._file, blocks) :]
             except OSError:
-                self.spans.left = 0
+                self.spans.close()
 
     def _run(self) -> None:
         while not self._stopped:
@@ -217,7 +233,7 @@ def span(
     key_number = writer.keys.numbers.get(key)
     if key_number is None:
         key_number = writer.keys.number(key, key)
-    thread = writer.threads.numbers.get(ident := threading.get_ident())
+    thread = writer.threads.numbers.get(ident := _get_ident())
     if thread is None:
         thread = writer.threads.number(ident, threading.current_thread().name)
     number = writer.phases.numbers.get(phase)
