@@ -1,6 +1,7 @@
 """Tensor collectives: sums and broadcasts of groups of vectors over the workers of one client."""
 
 from kvmpi.collectives.agreement import JOIN, Call, Entry, Verdict
+from kvmpi.collectives.clocks import compare_clocks
 from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.row_sum import broadcast_rows, sum_rows, union_of_ids
@@ -17,6 +18,7 @@ __all__ = [
     "SoloComm",
     "Verdict",
     "broadcast_rows",
+    "compare_clocks",
     "load_figures",
     "sum_rows",
     "union_of_ids",

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm, load_figures
+from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm, compare_clocks, load_figures
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
@@ -141,6 +141,8 @@ class StoreCore:
         timeline.begin(config, "worker", rank)
         stall.begin(config, "worker", rank)
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
+        if timeline.on and comm.size > 1:
+            compare_clocks(self._comms[0])
         figures = load_figures(config.tuning)
         self._reduce, self._cast = (
             Collectives(
