@@ -228,6 +228,17 @@ def _look_after(asked: int) -> None:
                 _log.exception("looking at waits failed")
 
 
+def _forked() -> None:
+    """A child waits for itself, if it has stores of its own."""
+    _process.thread, _process.lock = None, threading.Lock()
+    _sources.clear()
+    _notes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def _say(text: str, *, log: bool = True) -> None:
     """On standard error, and in the log if there is one that is not there as well."""
     there = _stderr_handlers(_log)
