@@ -16,6 +16,7 @@ BENCHMARKS = {
     "figure12": ("kvmpi.benchmarks.figure12", "epochs of five algorithms on hosts of a lab, as in MXNET-MPI"),
     "predict": ("kvmpi.benchmarks.figure12", "how far kvmpi plan is off, on hosts of a lab"),
     "startup": ("kvmpi.benchmarks.startup", "from the command to the first step, beside an mpirun that imports torch"),
+    "timeline": ("kvmpi.benchmarks.timeline", "what exchanges cost while a timeline is written"),
     "train": ("kvmpi.benchmarks.train", "steps of training with gradients exchanged, beside DistributedDataParallel"),
     "tune": ("kvmpi.benchmarks.tune", "latencies and bandwidths, by which auto chooses, into a file"),
     "waiting": ("kvmpi.benchmarks.waiting", "what training keeps of its speed while collectives wait"),
