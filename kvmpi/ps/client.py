@@ -27,6 +27,7 @@ from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
 from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
+from kvmpi.ps.spans import Spans
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
@@ -624,7 +625,7 @@ class PsClient:
         """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
         work = Work(label)
         started_s = time.perf_counter()
-        spans = _Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
+        spans = Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
         if spans is not None:
             on_accepted = spans.then(on_accepted)
 
@@ -634,43 +635,12 @@ class PsClient:
             if phase:
                 self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
             if spans is not None and asks:
-                spans.end(phase, self._layouts[asks[0].fields[0]])
+                spans.end(phase, self._layouts[asks[0].fields[0]].staleness)
             work.finish(error)
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
         self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
         return work
-
-
-class _Spans:
-    """What the timeline gets of one push or pull: where a value comes back with a push, that part of it is a pull."""
-
-    def __init__(self, store: int, client: int, asks: Sequence[Ask], clock: int, nbytes: int) -> None:
-        self._store, self._client, self._asks, self._clock, self._nbytes = store, client, asks, clock, nbytes
-        self._start_ns, self._accepted_ns = timeline.now(), 0
-
-    def then(self, on_accepted: Callable[[], None] | None) -> Callable[[], None]:
-        """Note when servers have taken the push in."""
-
-        def noted() -> None:
-            self._accepted_ns = timeline.now()
-            if on_accepted is not None:
-                on_accepted()
-
-        return noted
-
-    def end(self, phase: str, layout: KeyLayout) -> None:
-        key, _, step = self._asks[0].fields[:3]
-        common: dict[str, int] = {
-            "clock": self._clock, "step": step, "store": self._store, "peer": self._client, "chunk": len(self._asks)
-        }  # fmt: skip
-        if phase == "push":
-            common["staleness"] = layout.staleness
-        timeline.span(phase, self._start_ns, key, nbytes=self._nbytes, end_ns=self._accepted_ns, **common)
-        if self._accepted_ns and phase == "push" and self._asks[0].fields[4]:
-            common["staleness"] = timeline.NOTHING
-            nbytes = sum(ask.cost_bytes for ask in self._asks)
-            timeline.span("pull", self._accepted_ns, key, nbytes=nbytes, **common)
 
 
 def _about(part: int, kind: type[Message], fields: tuple[Any, ...], **how: Any) -> Ask:

@@ -36,7 +36,7 @@ _RETRY_FRACTION = 0.25
 _FOR_EVER_S = 1e12
 _FIRST = 1 << 62
 #: Where a push says among its fields whether it wants the value for an answer.
-_FUSED = 4
+FUSED = 4
 #: Answers that end a request; anything else in their place is a mistake of the peer.
 _ANSWERS = (m.Ack, m.Value, m.State, m.View, m.Dead)
 
@@ -209,7 +209,7 @@ class ClientSession:
     def _emit(self, ask: Ask) -> Outgoing | None:
         if ask.accepted:  # the push is in; only the end of its round is missing
             key, chunk, step = ask.fields[:3]
-            return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[_FUSED], max(0, ask.part)), ()
+            return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[FUSED], max(0, ask.part)), ()
         try:
             return ask.peer, ask.kind(ask.number, *ask.fields), self._payloads(ask)
         except Exception as error:  # a codec may be a user's own

@@ -216,3 +216,23 @@ def test_a_job_that_stands_still_says_why() -> None:
     over = next(i for i, line in enumerate(mine) if "the long call is over" in line)
     assert any("waits for nothing in kvmpi" in line for line in mine[:over])
     assert any("in long_call" in line for line in mine[:over])
+
+
+def test_a_program_without_a_launcher_makes_its_own_picture(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np, kvmpi\n"
+        "kv = kvmpi.create('dist_async')\n"
+        "kv.init(7, np.zeros(10, 'f4'))\n"
+        "kv.set_optimizer(kvmpi.optim.SGD(lr=0.5))\n"
+        "for _ in range(3):\n"
+        "    kv.pushpull(7, np.ones(10, 'f4'))\n"  # at its end the store is closed, and then the picture made
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    env["KVMPI_TIMELINE"] = "t.json"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
+    assert os.listdir(tmp_path) == ["t.json"]
+    picture = Picture(tmp_path / "t.json")
+    assert list(picture.names.values()) == ["worker"]
+    pushes, updates = picture.of("worker", "push", key=7), picture.of("worker", "update", key=7)
+    assert [push["args"]["staleness"] for push in pushes] == [0, 0, 0]
+    assert [(update["args"]["step"], update["args"]["client"]) for update in updates] == [(1, 0), (2, 0), (3, 0)]
