@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
     package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
-    package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"]},
+    package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"], "kvmpi.trace": ["web/*"]},
 )

@@ -126,9 +126,11 @@ def settings() -> str:
 _SENT = {
     "client → scheduler": ("Barrier", "QueryDead"),
     "client, server → scheduler": ("Register", "Heartbeat", "Leave"),
+    "worker, server → scheduler": ("Report",),
     "client → server, scheduler": ("Finish", "Enter"),
     "server → scheduler": ("CaughtUp", "Drained", "SnapshotNews"),
-    "scheduler → server": ("TakeSnapshot", "Heard"),
+    "scheduler → server": ("TakeSnapshot",),
+    "scheduler → server, worker": ("Heard",),
     "scheduler → client, server": ("View",),
     "scheduler → client": ("Dead",),
     "client → server": (

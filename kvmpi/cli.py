@@ -11,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
     "doctor": ("kvmpi.doctor.command", "look for what keeps jobs from starting or makes them slow, and say what to do"),
+    "top": ("kvmpi.launchers.top", "see what a running job does"),
     "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI and gloo, parameter servers beside MXNet"),
     "plan": ("kvmpi.planner.command", "predict a job: steps, epochs, staleness, servers' load; recommend a layout"),
 }

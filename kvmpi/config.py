@@ -11,6 +11,9 @@ from typing import Any
 from kvmpi.errors import ConfigError
 
 MIB = 1 << 20
+#: In the job's folder: what the job does, as the scheduler writes it while somebody looks, and once more at its end;
+#: and what whoever looks touches.
+STATUS_FILE, WATCHED_FILE = "status.json", "watched"
 
 
 def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
@@ -40,6 +43,18 @@ class Config:
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
     heartbeat_s: float = _setting(1.0, "seconds between two heartbeats of a server or a master")
     heartbeat_timeout_s: float = _setting(20.0, "seconds of silence after which a peer counts as dead")
+    report_s: float = _setting(
+        1.0, "seconds between two reports of a worker or a server to the scheduler, for kvmpi top, the dashboard, the "
+        "summary; 0: none",
+    )  # fmt: skip
+    metrics_port: int = _setting(
+        -1, "port of the scheduler's Prometheus endpoint, server R has the R+1st after it; 0 lets the system choose; "
+        "-1: there is none",
+    )  # fmt: skip
+    dashboard_port: int = _setting(
+        -1, "port of the scheduler's web page; 0 lets the system choose; -1: there is none (--dashboard)"
+    )
+    metrics_host: str = _setting("127.0.0.1", "address that the Prometheus endpoints and the web page listen on")
     on_client_loss: str = _setting(
         "fail", "what synchronous rounds do when a client dies: fail on all others, wait for its return, or go on "
         "without it until it is back", ("fail", "wait", "shrink"),
@@ -119,6 +134,11 @@ class Config:
             raise ConfigError(f"KVMPI_RING_CHUNK_BYTES={self.ring_chunk_bytes}: must not be negative")
         if self.shared_bytes < 0:
             raise ConfigError(f"KVMPI_SHARED_BYTES={self.shared_bytes}: must not be negative")
+        if self.report_s < 0:
+            raise ConfigError(f"KVMPI_REPORT_S={self.report_s}: must not be negative; 0 turns reports off")
+        for name in ("metrics_port", "dashboard_port"):
+            if not -1 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: expected a port, 0 or -1")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.replicas < 0:

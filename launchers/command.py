@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
-from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, where
+from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.reach import BatchReach
@@ -23,6 +25,7 @@ from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.launchers.timeline import Timeline
 
 SHM = "/dev/shm"
+SUMMARY_S = 5.0  # a shorter job is a try, of which nobody wants to know more
 MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108
 
 
@@ -81,6 +84,15 @@ def parser() -> argparse.ArgumentParser:
         "--timeline", default="", metavar="F",
         help="where the time of the job goes, as a trace for ui.perfetto.dev; compressed if F ends in .gz",
     )  # fmt: skip
+    add(
+        "--dashboard", nargs="?", type=int, const=0, default=None, metavar="PORT",
+        help="a web page on this host that shows the job while it runs; without PORT the system chooses one",
+    )  # fmt: skip
+    add(
+        "--summary", action=argparse.BooleanOptionalAction, default=None,
+        help="who has computed, communicated and waited for how long, at the end (default: on a terminal, if the job "
+        "took some seconds)",
+    )  # fmt: skip
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module that servers import")
     add("--dry-run", action="store_true", help="show what would be started, and start nothing")
     return result
@@ -89,9 +101,13 @@ def parser() -> argparse.ArgumentParser:
 def split(argv: Sequence[str], options: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Cut ``argv`` before PROGRAM, so that nothing behind it is taken for an option of ours."""
     takes_value = {name for action in options._actions for name in action.option_strings if action.nargs is None}
+    may_take_number = {name for action in options._actions for name in action.option_strings if action.nargs == "?"}
     i = 0
     while i < len(argv):
         word = argv[i]
+        if word in may_take_number and i + 1 < len(argv) and argv[i + 1].isdigit():
+            i += 2
+            continue
         if word == "--":
             return list(argv[:i]), list(argv[i + 1 :])
         if word == "-m" or not word.startswith("-") or word == "-":
@@ -155,6 +171,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             tty=_tty(),
             imports=tuple(args.imports),
             places=places,
+            dashboard=args.dashboard,
             commands=commands,
             timeline=args.timeline,
         )
@@ -189,11 +206,15 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
                 processes.Watchdog(job_id, made_there, functools.partial(places.reach.command, host))
                 for host in places.others
             ]
+        jobs.write_card(job_dir, job_id, words, (args.workers, args.clients, args.servers))
+        started_s = time.monotonic()
+        runner = Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals)
         try:
-            return Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals).run()
+            return runner.run()
         finally:
             if timeline is not None:
                 output.say(f"kvmpi run: {timeline.make(job_id)}")
+            _summarise(args, runner.picture, output, time.monotonic() - started_s)
     finally:
         signals.close()
         output.close()
@@ -204,6 +225,18 @@ def _of_before(environ: Mapping[str, str], args: argparse.Namespace) -> str:
     again = environ.get("SLURM_RESTART_COUNT", "0") != "0" or environ.get("LSB_RESTART", "").lower() in ("y", "yes")
     folder = args.snapshot_dir or environ.get("KVMPI_SNAPSHOT_DIR", "")
     return folder if again and folder and any(Path(folder).glob("*/snapshot.json")) else ""
+
+
+def _summarise(args: argparse.Namespace, picture: summary.Picture, output: Output, seconds: float) -> None:
+    """Say at the end how the time was spent, where somebody reads it; with ``--log-dir`` a file has it in any case."""
+    if not picture.get("workers"):
+        return
+    if args.log_dir:
+        output.keep("summary.json", json.dumps(summary.as_json(picture, seconds), indent=1).encode() + b"\n")
+    wanted = sys.stderr.isatty() and seconds >= SUMMARY_S if args.summary is None else args.summary
+    if wanted:
+        for line in summary.lines(picture, seconds):
+            output.say(line)
 
 
 def _short_tmpdir() -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,8 @@ OWNED = {
 #: By default, for a server whose values others hold too. A job that loses more has another trouble.
 _RESTARTS = 20
 
+#: In the job's folder: what the job is.
+CARD = "job.json"
 #: What an mpirun starts its own helpers on other hosts by, in the job's folder.
 AGENT = "agent"
 #: Of the user's environment, for ranks that an mpirun starts on other hosts.
@@ -159,6 +163,16 @@ class Job:
         return "\n".join(lines)
 
 
+def write_card(folder: str, job_id: str, words: Sequence[str], shape: tuple[int, int, int]) -> None:
+    """Leave a file in the job's private folder that says what the job is, for ``kvmpi top``."""
+    card = {
+        "job": job_id, "program": list(words), "started_s": time.time(), "pid": os.getpid(),
+        "workers": shape[0], "clients": shape[1], "servers": shape[2],
+    }  # fmt: skip
+    with open(os.path.join(folder, CARD), "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(card, file)
+
+
 def needs_mpi(num_workers: int, num_clients: int) -> bool:
     """Whether some client has several workers, which only an mpirun can start."""
     return client_bounds(num_workers, num_clients)[0] != (0, 1)
@@ -183,6 +197,7 @@ def plan(
     tty: str = "",
     imports: tuple[str, ...] = (),
     places: Places | None = None,
+    dashboard: int | None = None,
     commands: RoleCommands | None = None,
     timeline: str = "",
 ) -> Job:
@@ -201,6 +216,7 @@ def plan(
         imports: modules that servers import, in addition to ``KVMPI_IMPORTS``.
         places: for a job on several hosts.
         timeline: file that a timeline is made of at the end; empty: what ``KVMPI_TIMELINE`` says.
+        dashboard: port of the scheduler's web page; 0: the system chooses; None: as the environment says.
     Raises:
         ConfigError: the shape of the job, or a ``KVMPI_*`` setting, makes no sense.
     """
@@ -234,6 +250,8 @@ def plan(
     if brings_clients_back and "KVMPI_ON_CLIENT_LOSS" not in base:
         common["KVMPI_ON_CLIENT_LOSS"] = "wait"
     common.update(snapshots.settings(base))
+    if dashboard is not None:
+        common["KVMPI_DASHBOARD_PORT"] = str(dashboard)
     if tty:
         common["KVMPI_TTY"] = tty
     if timeline := timeline or base.get("KVMPI_TIMELINE", ""):

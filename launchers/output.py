@@ -116,6 +116,14 @@ class Output:
         except OutputClosedError:
             pass
 
+    def keep(self, name: str, contents: bytes) -> None:
+        """Write a file beside the logs, if there are any."""
+        if self._log_dir is not None:
+            try:
+                (self._log_dir / name).write_bytes(contents)
+            except OSError as error:
+                self.say(f"kvmpi run: {name}: {error.strerror}")
+
     def close(self) -> None:
         """Close the log files."""
         for log in self._logs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import selectors
@@ -11,7 +12,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from kvmpi.config import STATUS_FILE
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
@@ -85,6 +88,7 @@ class Runner:
         self._ready_closed = False
         self._stopping = False
         self._env = dict(job.env)
+        self.picture: dict[str, Any] = {}  # of the job at its end, as the scheduler has left it
         self._catcher, self._signals = signals, signals.caught
         self._answered = 0
         self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
@@ -422,8 +426,17 @@ class Runner:
                 except OutputClosedError:
                     pass
 
+    def _read_picture(self) -> None:
+        """Before the job's folder is gone."""
+        try:
+            with open(os.path.join(self._job.job_dir, STATUS_FILE), "rb") as file:
+                self.picture = json.load(file)
+        except (OSError, ValueError):
+            pass  # the scheduler was killed, or never began
+
     def _finish(self) -> None:
         """Sweep up, show the last output, and say what went wrong."""
+        self._read_picture()
         self._watchdog.finish()
         for label in list(self._writers):
             self._release(label)

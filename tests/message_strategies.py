@@ -16,7 +16,8 @@ KEYS = st.sampled_from(["k", "j", 0, -1]) | st.text(max_size=5)
 INTS = st.integers(-1, 4) | st.sampled_from([1 << 16, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63)])
 #: Words that mean something in one field or another, and some that do not.
 WORDS = st.sampled_from([
-    *("sync", "async", "none", "fp16", "bf16", "float32", "bfloat16", "int8", "client", "server", "value", "momentum"),
+    *("sync", "async", "none", "fp16", "bf16", "float32", "bfloat16", "int8", "client", "server", "value", "momentum",
+      "worker"),
     *("lr", "sgd", "adam", "elastic", "outer", "test", "alpha", "ClientLostError", "\0", "x" * 300, "tcp://127.0.0.1:1"),
 ]) | st.text(max_size=8)  # fmt: skip
 FLOATS = st.sampled_from([0.0, 0.5, -1.0, 1e300, 1e-300]) | st.floats()
@@ -34,6 +35,11 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         WORDS, st.booleans() | INTS | FLOATS | st.lists(FLOATS, max_size=3), max_size=4
     ),
     dict[int, int]: st.dictionaries(INTS, INTS, max_size=3),
+    dict[str, float]: st.dictionaries(WORDS, FLOATS, max_size=3),
+    dict[str, list[float]]: st.dictionaries(WORDS, st.lists(FLOATS, max_size=4), max_size=3),
+    dict[str, list[tuple[int, float]]]: st.dictionaries(
+        WORDS, st.lists(st.tuples(INTS, FLOATS), max_size=3), max_size=3
+    ),
     str | None: st.none() | WORDS,
     list[int] | None: st.none() | st.lists(INTS, max_size=4),
     tuple[int, int, int] | None: st.none() | st.tuples(INTS, INTS, INTS),

@@ -259,6 +259,21 @@ class Collectives:
         nbytes = count * host.STORAGE[dtype].itemsize
         return self._choose(op, nbytes, deadline or Deadline(None), "choosing an algorithm")
 
+    def expected_seconds(self, done: Sequence[float] | None) -> float:
+        """What an allreduce of the mean size should take by the figures of the cost model; 0: nobody knows yet.
+
+        Args:
+            done: seconds, bytes and calls of those that there were.
+        """
+        if done is None or not done[2] or not done[1] or self._topology is None:
+            return 0.0
+        layout, group, figures = self._topology.layout, self._topology.group, self._topology.figures
+        options = costs(
+            "allreduce", int(done[1] / done[2]), tuple(map(len, layout.hosts)), figures,
+            shares=not isinstance(group, str), has_library=self._comm.has_collectives,
+        )  # fmt: skip
+        return min(choice.seconds for choice in options.values())
+
     def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
         algorithm = self._made.get(choice.algorithm)

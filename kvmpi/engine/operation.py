@@ -36,6 +36,7 @@ class Operation(Work):
         self._failure = None
         self._gates = None
         self._callbacks = None
+        self.on_waited = None
         self.fn: Callable[..., object] | None = fn
         self.reads = reads  # no variable that is also written, none twice
         self.writes = writes

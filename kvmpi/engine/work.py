@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 
 from kvmpi.errors import KVError, KVTimeoutError
@@ -70,7 +71,7 @@ class Work:
     while it waits: a Work that nobody waits for costs no wake-up.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_failure", "_gates", "_lock", "name")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_failure", "_gates", "_lock", "name", "on_waited")
 
     def __init__(self, name: str = "", _lock: threading.Lock | None = None) -> None:
         self.name = name
@@ -79,6 +80,7 @@ class Work:
         self._failure: Failure | None = None
         self._gates: list[threading.Lock] | None = None
         self._callbacks: list[Callable[[Work], object]] | None = None
+        self.on_waited: Callable[[float], object] | None = None  # told how many seconds each wait took
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: {self.describe()}>"
@@ -103,10 +105,19 @@ class Work:
         Raises:
             KVTimeoutError: it is not finished after ``timeout_s`` seconds; it goes on, and can be waited for again.
         """
-        if not self._done and not self.wait_done(timeout_s):
+        if not self._done and not self._wait_timed(timeout_s):
             raise KVTimeoutError(f"{self.name or 'unnamed work'}: not finished after {timeout_s} s ({self.describe()})")
         if self._failure is not None:
             raise self._failure.deliver()
+
+    def _wait_timed(self, timeout_s: float | None) -> bool:
+        if self.on_waited is None:
+            return self.wait_done(timeout_s)
+        start_s = time.perf_counter()
+        try:
+            return self.wait_done(timeout_s)
+        finally:
+            self.on_waited(time.perf_counter() - start_s)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
         """Wait without raising the Work's error; ``False`` if time ran out."""

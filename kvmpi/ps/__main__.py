@@ -31,7 +31,7 @@ def main(role: str) -> int:
         if role == "scheduler":
             if config.security == "curve" and config.keys:
                 create_keys(config.keys)
-            scheduler = SchedulerDaemon(config)
+            scheduler = SchedulerDaemon(config, _say)
             _stop_on_signal(scheduler)
             scheduler.run(context, lambda endpoint: _announce(config, endpoint))
         else:
@@ -39,7 +39,7 @@ def main(role: str) -> int:
                 raise NotLaunchedError(
                     "a server needs KVMPI_SCHEDULER and KVMPI_RANK; start the job with 'kvmpi run -s'"
                 )
-            server = ServerDaemon(config, config.rank)
+            server = ServerDaemon(config, config.rank, _say)
             _stop_on_signal(server)
             server.run(context)
     finally:
@@ -59,6 +59,11 @@ def _allow_many_connections() -> None:
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _say(text: str) -> None:
+    """For whoever has started the job; the launcher shows it."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _announce(config: Config, endpoint: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvmpi.config import Config
@@ -16,10 +18,13 @@ from kvmpi.ps import scheduler_file
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
 from kvmpi.ps.link import choose
+from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
+from kvmpi.ps.showing import Showing
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import parts, stall, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
@@ -34,6 +39,8 @@ _LEASE = 0.9
 #: A client that does not read is heard until so many windows, and so many times the values of its store here, wait
 #: for it.
 _WINDOWS, _VALUES = 4, 3
+#: A server reports so rarely that counting what it has takes one part of so many of its time.
+_REPORT_PART = 500
 #: How often a listener looks for peers that are gone.
 _SWEEP_S = 1.0
 
@@ -63,10 +70,15 @@ class Daemon:
 
 
 class SchedulerDaemon(Daemon):
-    """The scheduler's process or thread."""
+    """The scheduler's process or thread.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        say: how people are told where to look at the job.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None] = _log.info) -> None:
         super().__init__(config)
+        self._say = say
         # Where its state is kept, in the job's folder, which goes with the job.
         self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
         self._before = scheduler_file.read(self._path) if self._path else None
@@ -75,8 +87,11 @@ class SchedulerDaemon(Daemon):
         else:  # there may be newer snapshots by now
             resumed = Manifest(self._before.snapshot, (), self._before.steps) if self._before.snapshot else None
         book = SnapshotBook(config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed)
+        statistics = Statistics(
+            config.num_workers, config.num_servers, config.num_clients, config.report_s, config.job_id
+        )
         self._state = SchedulerState(
-            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book
+            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book, statistics
         )
         self._state.clock_name = parts.clock_name() if config.timeline else ""
         stall.watch(self.waits)
@@ -88,10 +103,12 @@ class SchedulerDaemon(Daemon):
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
 
         Raises:
-            ConfigError: the port is in use, or the address is not one of this host.
+            ConfigError: a port is in use, or the address is not one of this host.
         """
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
+        showing: Showing | None = None
         try:
+            showing = Showing(self._config, self._state.describe, 0, self._say)
             if self._config.scheduler.startswith("ipc://"):
                 on_listening(listener.bind_ipc(self._config.scheduler.removeprefix("ipc://")))
             else:
@@ -116,7 +133,10 @@ class SchedulerDaemon(Daemon):
                     next_tick_s = now_s + _POLL_S
                 self._save()
                 self._send(listener, replies)
+                showing.step(now_s)
         finally:
+            if showing is not None:
+                showing.close(time.monotonic())
             if self._stopped and self._path:
                 scheduler_file.remove(self._path)  # the job is over: nobody is to go on with it
             listener.close()
@@ -150,9 +170,9 @@ class SchedulerDaemon(Daemon):
 class ServerDaemon(Daemon):
     """A server's process or thread."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, say: Callable[[str], None] = _log.info) -> None:
         super().__init__(config)
-        self._rank = rank
+        self._rank, self._say = rank, say
         self._state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
         stall.watch(self.waits)
         self._writer = SnapshotWriter(config, self._state, self._waker.wake)
@@ -161,6 +181,9 @@ class ServerDaemon(Daemon):
         self._found: dict[int, m.ServerInfo] = {}
         self._incarnations: dict[int, int] = {}
         self._readiness_changed = False
+        self._sent_bytes = self._reports = 0
+        # What this server reports, for its own Prometheus endpoint.
+        self._statistics = Statistics(0, config.num_servers, 0, config.report_s, config.job_id)
 
     def run(self, context: Context[Any], on_listening: Callable[[], None] = lambda: None) -> None:
         """Serve until stopped. ``on_listening`` is called when clients can connect.
@@ -180,13 +203,17 @@ class ServerDaemon(Daemon):
         scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
         listener = Listener(context, self._config.max_message_bytes, f"server {self._rank}")
         listener.hears = self._hears
+        showing: Showing | None = None
         try:
+            showing = Showing(self._config, self._statistics.snapshot, 1 + self._rank, self._say)
             self._listen(listener)
             on_listening()
-            self._serve(listener, scheduler)
+            self._serve(listener, scheduler, showing)
         except OtherVersionError as error:
             raise ProtocolError(str(error)) from None
         finally:
+            if showing is not None:
+                showing.close()
             listener.close()
             self._writer.close()
             scheduler.close()
@@ -216,7 +243,7 @@ class ServerDaemon(Daemon):
         # Each chunk's answer once, another one that the client still uses in place, and a chunk's state.
         return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)
 
-    def _serve(self, listener: Listener, scheduler: Connection) -> None:
+    def _serve(self, listener: Listener, scheduler: Connection, showing: Showing) -> None:
         # A later process in this one's place has a later time.
         incarnation = time.time_ns()
         register = m.Register(
@@ -226,6 +253,7 @@ class ServerDaemon(Daemon):
         scheduler.send(register)
         next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
         next_tick_s = next_sweep_s = 0.0
+        next_report_s = math.inf if self._config.report_s == 0 else time.monotonic()
         readiness: Readiness | None = None
         while not self._stopped or self._writer.busy(time.monotonic()):
             if self._readiness_changed or readiness is None:
@@ -261,9 +289,27 @@ class ServerDaemon(Daemon):
                 # Without an answer to the first word, that may have been lost with a connection.
                 scheduler.send(register if self._state.epoch < 0 else beat)
                 next_heartbeat_s = now_s + self._config.heartbeat_s
+            if now_s >= next_report_s:
+                scheduler.send(self._report(incarnation, now_s))
+                # To look at very many chunks takes time, which is to be a small part of all.
+                took_s = time.monotonic() - now_s
+                next_report_s = now_s + max(self._config.report_s, _REPORT_PART * took_s)
+            showing.step(now_s)
+        if self._config.report_s:
+            scheduler.send(self._report(incarnation, time.monotonic(), ended=True))
         for news in self._writer.step():
             scheduler.send(news)
         scheduler.send(m.Leave(2))  # whoever needs this server learns at once that it is stopped
+
+    def _report(self, incarnation: int, now_s: float, *, ended: bool = False) -> m.Report:
+        self._reports += 1
+        totals, missing = observe(self._state, self._sent_bytes)
+        report = m.Report(
+            "server", self._rank, -1, incarnation, self._reports, host_name(), totals, missing=missing, ended=ended
+        )
+        with suppress(ProtocolError):  # a rank that nobody expects: the scheduler will say so
+            self._statistics.hear(report, now_s)
+        return report
 
     def _extend_lease(self, heard_s: float) -> None:
         """The scheduler knows that this server was alive then."""
@@ -303,6 +349,9 @@ class ServerDaemon(Daemon):
                 self._readiness_changed = True
 
     def _dispatch(self, listener: Listener, outgoing: Sequence[Outgoing]) -> None:
+        for each in outgoing:
+            for payload in each.payloads:
+                self._sent_bytes += payload.nbytes
         self._send(listener, [reply for reply in outgoing if isinstance(reply, Reply)])
         for forward in outgoing:
             if isinstance(forward, Forward) and forward.server in self._found:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
@@ -15,6 +15,7 @@ from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
@@ -90,6 +91,7 @@ class SchedulerState:
         replicas: how many servers more than one are to hold each part of the values.
         on_client_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
         book: of the snapshots of this job, if there are any, and of the one that it was resumed from.
+        statistics: of what the processes of the job report.
     A silence of all members is no loss: more likely the scheduler itself was cut off from them, or stopped.
 
     Attributes:
@@ -106,12 +108,14 @@ class SchedulerState:
         replicas: int = 0,
         on_client_loss: str = "fail",
         book: SnapshotBook | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         if replicas and replicas >= num_servers:
             raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
         self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
         self._on_client_loss = on_client_loss
         self.book = book or SnapshotBook(num_servers * PARTS_PER_SERVER)
+        self.statistics = statistics or Statistics(num_servers=num_servers)
         self.complete: list[Manifest] = []
         self.members: dict[MemberName, Member] = {}
         self.epoch = 0
@@ -136,6 +140,8 @@ class SchedulerState:
             if isinstance(message, m.Register):
                 self._hear_somebody(now_s)
                 return self._register(route, message, now_s)
+            if isinstance(message, m.Report):
+                return self._note_report(route, message, now_s)
             name = self._names.get(route)
             if name is None:
                 if isinstance(message, m.Leave):  # said again, because the answer was lost
@@ -150,14 +156,39 @@ class SchedulerState:
             return self._from_member(name, route, message, now_s)
         except KVError as error:
             if isinstance(error, ProtocolError):
-                self.rejected += 1
-                if self.rejected <= 10 or self.rejected % 1000 == 0:  # a flood must not fill a disk
-                    _log.warning("scheduler: refused a message (%d so far): %s", self.rejected, error)
+                self._note_rejected(error)
             return [failure(route, request, error)]
         except Exception as error:
             _log.exception("scheduler: a request failed")
             text = f"the scheduler failed on a {type(message).__name__}: {type(error).__name__}: {error}"
             return [failure(route, request, KVError(text))]
+
+    def _note_rejected(self, error: ProtocolError) -> None:
+        self.rejected += 1
+        if self.rejected <= 10 or self.rejected % 1000 == 0:  # a flood must not fill a disk
+            _log.warning("scheduler: refused a message (%d so far): %s", self.rejected, error)
+
+    def _note_report(self, route: bytes, report: m.Report, now_s: float) -> list[Reply]:
+        """Also of who is no member. One that makes no sense is no reason to end who has sent it."""
+        if (name := self._names.get(route)) is not None:
+            self._hear_somebody(now_s)
+            self.members[name].last_seen_s = now_s
+        try:
+            self.statistics.hear(report, now_s)
+        except ProtocolError as error:
+            self._note_rejected(error)
+        return [Reply(route, m.Heard(report.number))] if report.answer and name is None else []
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """The job as people want to see it; see ``Statistics.snapshot``."""
+        lost = [
+            f"client {rank} {why}"
+            for store in self._stores.values() for rank, why in sorted(store.dead.items()) if why != CLOSED
+        ]  # fmt: skip
+        if self._chains is not None:
+            here = {rank for role, _, rank in self.members if role == "server"}
+            lost += [f"server {rank} is gone" for rank in range(self.num_servers) if rank not in here]
+        return self.statistics.snapshot(now_s, lost[:MAX_NAMED])
 
     def _hear_somebody(self, now_s: float) -> None:
         """What nobody could be heard in, members need not answer for: they have their time again."""
@@ -471,6 +502,7 @@ class SchedulerState:
 
     def tick(self, now_s: float) -> list[Reply]:
         """Declare silent members lost and tell everyone."""
+        self.statistics.tick(now_s)
         replies = self._take_snapshot(self.book.tick(now_s))
         for name, member in list(self.members.items()):
             # Not from now: nobody is lost while nobody is heard.

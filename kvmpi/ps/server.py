@@ -66,12 +66,15 @@ class ServerState:
         self._lost: dict[int, list[m.Lost]] = {}
         # By store and client: the last process that is known to be lost, whatever comes of it still.
         self._ended: dict[tuple[int, int], int] = {}
-        self.rejected = 0
+        self.rejected = self.requests = self.received_bytes = 0
 
     def handle(
         self, route: bytes, message: Message | ProtocolError, payloads: list[memoryview], now_s: float = 0.0
     ) -> Sequence[Outgoing]:
         """What to send because of one message. Never raises: what is wrong with it goes back to whoever sent it."""
+        self.requests += 1
+        for payload in payloads:
+            self.received_bytes += payload.nbytes
         try:
             if isinstance(message, ProtocolError):
                 raise message

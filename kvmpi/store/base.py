@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse
 from kvmpi.trace import stall, timeline
+from kvmpi.trace.activity import activity
 
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
@@ -63,6 +65,7 @@ class KVStore(Joining, RowSparse, ABC):
 
             self._together("client", lambda: None)
             self._client_store = ClientStore("mpi" if self.mpi_size > 1 else "local", self._config, self._comm)
+            activity.begin(self._client_store._observe)
         return self._client_store
 
     @property
@@ -331,14 +334,21 @@ class KVStore(Joining, RowSparse, ABC):
     def barrier(self) -> None:
         """Return when every worker is here and everything that this worker started is done."""
         call = self._call("barrier")
-        self._enter(call, lambda: None)
-        self._settle(call.deadline)
-        self._barrier(call)
+        try:
+            self._enter(call, lambda: None)
+            self._settle(call.deadline)
+            self._barrier(call)
+        finally:
+            self._recorder.blocked(time.perf_counter() - call.started_s)
 
     def wait_all(self) -> None:
         """Return when everything that this worker started is done; raise the first error that nobody has seen."""
         self._check_open()
-        self._engine.wait_all(self._config.timeout_s)
+        start_s = time.perf_counter()
+        try:
+            self._engine.wait_all(self._config.timeout_s)
+        finally:
+            self._recorder.blocked(time.perf_counter() - start_s)
 
     def clock(self) -> int:
         """One iteration is done; returns how many that makes."""
@@ -357,6 +367,25 @@ class KVStore(Joining, RowSparse, ABC):
     def stats(self) -> dict[str, Any]:
         """Bytes, seconds and calls per phase; histogram of staleness; imbalance of the servers (1 is even)."""
         return {**self._recorder.snapshot(), "clock": self._clock, "imbalance": self._imbalance()}
+
+    def report(self, step: int, **values: Any) -> None:
+        """Tell whoever looks at the job how training goes: ``kv.report(step, loss=0.31, accuracy=0.9)``.
+
+        Each name becomes a curve of this worker over ``step``, and one of the mean over all workers, in ``kvmpi top``,
+        on the dashboard and in the summary at the end (see docs/dashboard.md). Not collective: any worker may call it
+        whenever it likes. It only takes note, and sends nothing itself; in a process that no launcher started nobody
+        asks. A tensor on a GPU is waited for. Only the shape of long curves is kept: every second point, every fourth.
+
+        Args:
+            step: how many steps are done, 0 or more. It is also what "steps" counts from then on.
+            values: plain numbers, or arrays and tensors of one element; not-a-number and infinity may be told too. At
+                most 16 names in one process, of at most 64 characters.
+        Raises:
+            ConfigError: ``step`` is no whole number or negative, a value is no number, or there are too many names.
+            KVError: the store is closed.
+        """
+        self._check_open()
+        activity.report(step, values)
 
     def close(self) -> None:
         """Wait for what is under way, leave the job, release everything. Collective; idempotent; also runs at exit.
@@ -382,6 +411,7 @@ class KVStore(Joining, RowSparse, ABC):
         except Exception as first:
             error = error or first
         self._closed = True
+        activity.end(self._observe)
         self._release(Deadline(min(_CLOSE_TIMEOUT_S, call.deadline.remaining_s())))
         if error is not None:
             raise error
@@ -389,6 +419,7 @@ class KVStore(Joining, RowSparse, ABC):
     def abort(self) -> None:
         """Release everything at once, without a word to the peers: for a process that ends with an error."""
         self._closed = True
+        activity.end(self._observe)
         if self._client_store is not None:
             self._client_store.abort()
         self._disconnect()
@@ -468,9 +499,6 @@ class KVStore(Joining, RowSparse, ABC):
 
     def _forget(self, states: list[KeyState]) -> None:
         """An ``init`` of these keys failed."""
-
-    def _imbalance(self) -> float:
-        return 1.0
 
     def _disconnect(self) -> None:
         pass

@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,6 +40,7 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
 from kvmpi.trace import Recorder, stall, timeline
+from kvmpi.trace.activity import Observation
 
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
@@ -53,7 +56,8 @@ ROWS, WHOLE = "rows", "rows, whole value"
 class KeyState:
     """What the store knows of one key.
 
-    ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value.
+    ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value. ``pushes``
+    counts this worker's.
     """
 
     key: Key
@@ -63,6 +67,7 @@ class KeyState:
     library: str
     sent: Variable
     value: Variable
+    pushes: int = 0
     buffer: Buffer | None = None
     empty: Callable[[int, str], Buffer] = host.empty
 
@@ -123,6 +128,7 @@ class Invocation:
     num_joined: int = 0
     clock: int = 0
     about: Key | None = None
+    started_s: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
         """Raise the error that every rank of the client raises."""
@@ -135,12 +141,12 @@ class StoreCore:
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         self._type, self._config = type_name, config
-        self._recorder = Recorder()
         comm = comm or SoloComm()
         rank = comm.rank if comm.size > 1 else timeline.NOTHING
         timeline.begin(config, "worker", rank)
         if type_name != "local":  # which waits for nobody
             stall.begin(config, "worker", rank)
+        self._recorder = Recorder(alone=comm.size == 1)
         self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
         if timeline.on and comm.size > 1:
             compare_clocks(self._comms[0])
@@ -292,6 +298,7 @@ class StoreCore:
             for group in groups(key, value, call.op, by_rows=True) if pushes else []:
                 state = self._match(group, call.op)
                 self._check_pushable(call.op, state)
+                state.pushes += 1
                 if group.by_rows:
                     parts[group.key] = self._part_of_rows(group, state, call, in_place)
                     continue
@@ -335,14 +342,40 @@ class StoreCore:
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:
         work = self._join(works, call.op)
-        if call.async_op:
-            return work
-        start_ns = timeline.now() if timeline.on else 0
-        self._help(work)
-        work.wait()
-        if start_ns:
-            timeline.span("wait", start_ns, call.about, clock=call.clock)
-        return None
+        try:
+            if call.async_op:
+                work.on_waited = self._recorder.blocked
+                return work
+            start_ns = timeline.now() if timeline.on else 0
+            self._help(work)
+            work.wait()
+            if start_ns:
+                timeline.span("wait", start_ns, call.about, clock=call.clock)
+            return None
+        finally:
+            self._recorder.blocked(time.perf_counter() - call.started_s)
+
+    def _observe(self) -> Observation:
+        """What this store has done so far; from any thread."""
+        found = self._recorder.snapshot()
+        phases = {name: [p["seconds"], float(p["bytes"]), float(p["calls"])] for name, p in found["phases"].items()}
+        if self.mpi_size == 1 and "reduce" in phases:
+            phases["sum"] = phases.pop("reduce")  # nothing travels
+        states = list(self._keys.values())
+        totals = {
+            "steps": float(max(self._clock, max((state.pushes for state in states), default=0))),
+            "keys": float(len(states)),
+            "blocked_s": self._recorder.blocked_s,
+            "communication_s": self._recorder.busy_s,
+            "imbalance": self._imbalance(),
+        }
+        if (seconds := self._reduce.expected_seconds(phases.get("reduce"))) > 0:
+            totals["possible_bytes_per_s"] = phases["reduce"][1] / phases["reduce"][2] / seconds
+        return Observation(totals, phases, Counter(found["staleness"]))
+
+    def _imbalance(self) -> float:
+        """The most loaded server's bytes over the mean."""
+        return 1.0
 
     def _help(self, work: Work) -> None:
         """Do in the caller's thread what ``work`` waits for, as far as that is quicker."""
@@ -492,8 +525,13 @@ class _JoinedWork(Work):
 
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = Deadline(timeout_s)
-        for work in self._works:
-            work.wait(None if timeout_s is None else deadline.remaining_s())
+        start_s = time.perf_counter()
+        try:
+            for work in self._works:
+                work.wait(None if timeout_s is None else deadline.remaining_s())
+        finally:
+            if self.on_waited is not None:
+                self.on_waited(time.perf_counter() - start_s)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
         deadline = Deadline(timeout_s)

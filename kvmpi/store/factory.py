@@ -13,10 +13,12 @@ from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds
 from kvmpi.errors import ConfigError, NotLaunchedError
 from kvmpi.ps import EmbeddedJob
+from kvmpi.ps.reporter import begin_reports, end_reports
 from kvmpi.store.base import KVStore
 from kvmpi.store.dist import DistStore
 from kvmpi.store.replicated import ReplicatedStore
 from kvmpi.trace import timeline
+from kvmpi.trace.activity import activity
 
 Factory = Callable[[Config], KVStore]
 
@@ -74,6 +76,8 @@ def create(name: str = "local", **settings: Any) -> KVStore:
         raise ConfigError(f"create({name!r}): {error}") from None
     store = _FACTORIES[_ALIASES.get(name, name)](config)
     close_at_exit(store)
+    activity.begin(store._observe)
+    begin_reports(config, store.client_rank)
     return store
 
 
@@ -182,6 +186,7 @@ def _close_at_exit() -> None:
             thing.close()
         except Exception:  # the others are to be closed all the same
             traceback.print_exc()
+    end_reports()
     if any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         sys.stdout.flush()

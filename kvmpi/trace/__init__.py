@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvmpi.trace import timeline
 
+#: Phases in which a process exchanges something with others; several may be under way at once.
+COMMUNICATION = frozenset({"broadcast", "pull", "push", "reduce", "wait"})
+#: Stretches of communication that a later end may still join to one.
+_MAX_STRETCHES = 64
+
 
 class Recorder:
-    """Bytes, seconds and calls per phase, and a histogram of staleness; safe to use from several threads."""
+    """Bytes, seconds and calls per phase, and a histogram of staleness; safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        alone: what ``reduce`` adds up is of this process only, and is no communication.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._communication = COMMUNICATION - {"reduce"} if alone else COMMUNICATION
         self._lock = threading.Lock()
         self._phases: dict[str, list[float]] = {}
         self._staleness: Counter[int] = Counter()
+        # When something was under way: from, to, in ascending order and apart from each other.
+        self._stretches: deque[tuple[float, float]] = deque(maxlen=_MAX_STRETCHES)
+        self._busy_s = self._blocked_s = 0.0
 
     def add(self, phase: str, seconds: float, nbytes: int = 0) -> None:
         """Count one call of ``phase`` that took ``seconds`` and moved ``nbytes``."""
@@ -27,6 +40,33 @@ class Recorder:
             totals[0] += seconds
             totals[1] += nbytes
             totals[2] += 1
+            if phase in self._communication:
+                self._cover(time.perf_counter(), seconds)
+
+    def _cover(self, end_s: float, seconds: float) -> None:
+        """Count what ends now once, however many calls were under way at the same time."""
+        start_s = end_s - seconds
+        while self._stretches and self._stretches[-1][1] >= start_s:
+            since_s, until_s = self._stretches.pop()
+            self._busy_s -= until_s - since_s
+            start_s = min(start_s, since_s)
+        self._stretches.append((start_s, end_s))
+        self._busy_s += end_s - start_s
+
+    def blocked(self, seconds: float) -> None:
+        """Count time that the program's own thread has spent in a call, and so not on the work that calls are for."""
+        with self._lock:
+            self._blocked_s += seconds
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one call of ``COMMUNICATION`` was under way."""
+        return self._busy_s
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds of the program in calls of the store."""
+        return self._blocked_s
 
     @contextmanager
     def timed(self, phase: str, nbytes: int = 0) -> Iterator[None]:

@@ -15,7 +15,7 @@ from kvmpi.errors import ProtocolError
 from kvmpi.wire.entries import Entry, Key, Number
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 256 << 10
 _BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
@@ -312,11 +312,37 @@ class Heard(Message, tag="heard"):
     """The heartbeat that a member sent at ``sent_us`` has come: a server is not taken for lost for some time yet.
 
     ``at_us``: when, on the scheduler's clock, and ``clock``: the name of that clock, if members compare theirs with it.
+    Also the answer to a `Report` that wants one; ``sent_us`` is the report's number.
     """
 
     sent_us: int
     at_us: int = 0
     clock: str = ""
+
+
+class Report(Message, tag="report"):
+    """What a process has done since its start, about once a second; nothing depends on it, and any may be lost.
+
+    ``role``: "worker" or "server"; ``client``: that of a worker, or -1; ``incarnation``: grows with every process in
+    its place; ``number``: of this report of this process. ``totals``: numbers by name. ``phases``: seconds, bytes and
+    calls of each. ``staleness``: pushes by how old their values were. ``curves``: what the program has reported since
+    the report before, as step and value. ``missing``: clients that an open round of a server waits for. ``ended``: the
+    process will do nothing further. ``answer``: it wants a `Heard`.
+    """
+
+    role: str
+    rank: int
+    client: int
+    incarnation: int
+    number: int
+    host: str
+    totals: dict[str, float]
+    phases: dict[str, list[float]] = {}
+    staleness: dict[int, int] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    missing: list[int] = []
+    ended: bool = False
+    answer: bool = False
 
 
 class Barrier(Message, tag="barrier"):
@@ -446,7 +472,7 @@ class Installed(Message, tag="installed"):
 _ANY = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Return | Enter | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
-    | Register | View | Heartbeat | Heard | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
+    | Register | View | Heartbeat | Heard | Report | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | TakeSnapshot | SnapshotNews
     | Extend | Attach | Log | Committed | Install | Installed
 )  # fmt: skip

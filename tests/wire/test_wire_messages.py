@@ -95,6 +95,7 @@ EXAMPLES = [
     *(m.Log(1, 2, 9, 1, entry) for entry in ENTRIES),
     m.Heartbeat(4),
     m.Heard(1 << 50),
+    m.Report("worker", 3, 1, 77, 5, "h", {"n": 4.0}, {"push": [0.5, 8.0, 2.0]}, {0: 3}, {"f": [(1, 0.5)]}, [2], True),
     m.Barrier(1, 2, 7),
     m.QueryDead(1, 2.5),
     m.Dead(1, [3]),

@@ -1,0 +1,210 @@
+"""``kvmpi top``: what a running job of this user on this host does, as a table in the terminal that renews itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvmpi.config import STATUS_FILE, WATCHED_FILE
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError
+from kvmpi.launchers.job import CARD
+from kvmpi.launchers.summary import Picture, volume
+
+#: In which a scheduler that is there has written what it was asked for; it looks once a second.
+PATIENCE_S = 10.0
+_ROWS = 40
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``kvmpi top ARGV``; the exit status."""
+    parser = argparse.ArgumentParser(prog="kvmpi top", description=__doc__, allow_abbrev=False)
+    parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--json", action="store_true", help="print everything that is known as JSON and end")
+    parser.add_argument("--list", action="store_true", help="print the jobs there are and end")
+    args = parser.parse_args(argv)
+    try:
+        cards = find_jobs(_folders())
+        if args.list:
+            print("\n".join(map(_line, cards)) if cards else "no job is running here")
+            return 0
+        card = choose(cards, args.job)
+        if args.json:
+            print(json.dumps(look(card["folder"])))
+        elif args.once:
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            console.print(show(look(card["folder"]), card, _ROWS))
+        else:
+            _follow(card)
+        return 0
+    except KeyboardInterrupt:
+        return 0
+    except KVError as error:
+        print(f"kvmpi top: {error}", file=sys.stderr)
+        return 1
+
+
+def _folders() -> list[Path]:
+    """Where the folders of jobs are."""
+    return [Path(name) for name in dict.fromkeys((tempfile.gettempdir(), "/tmp"))]
+
+
+def find_jobs(folders: Sequence[Path]) -> list[Picture]:
+    """What the jobs of this user say of themselves, the newest first, each with its ``folder``."""
+    found: list[Picture] = []
+    for path in (path for folder in folders for path in folder.glob(f"kvmpi-*/{CARD}")):
+        try:
+            if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
+                continue  # somebody else's, whatever it says
+            card = json.loads(path.read_text())
+            os.kill(int(card["pid"]), 0)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # gone, or about to go
+        found.append({**card, "folder": path.parent})
+    return sorted(found, key=lambda card: -float(card["started_s"]))
+
+
+def choose(cards: Sequence[Picture], wanted: str) -> Picture:
+    """The job whose id begins with ``wanted``, or the only one.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if not cards:
+        raise ConfigError("no job of yours is running on this host; jobs are seen where 'kvmpi run' was called")
+    matching = [card for card in cards if card["job"].startswith(wanted)]
+    if len(matching) == 1:
+        return matching[0]
+    listed = "\n".join("  " + _line(card) for card in cards)
+    if not matching:
+        raise ConfigError(f"no job {wanted!r} here; there are\n{listed}")
+    raise ConfigError(f"several jobs run here; name one, as in kvmpi top {cards[0]['job'][:6]}\n{listed}")
+
+
+def _line(card: Picture) -> str:
+    minutes = (time.time() - card["started_s"]) / 60
+    shape = f"-n {card['workers']} -c {card['clients']} -s {card['servers']}"
+    return f"{card['job']}  {minutes:5.1f} min  {shape}  {shlex.join(card['program'])[:80]}"
+
+
+def look(folder: Path) -> Picture:
+    """Ask the scheduler for a picture, and read it.
+
+    Raises:
+        ConfigError: the job has ended.
+        KVTimeoutError: the scheduler has written none in time.
+    """
+    status = folder / STATUS_FILE
+    deadline = time.monotonic() + PATIENCE_S
+    began_s = time.time()
+    while time.monotonic() < deadline:
+        try:
+            (folder / WATCHED_FILE).touch(mode=0o600)
+            if status.exists() and status.stat().st_mtime > began_s - 2.0:
+                picture: Picture = json.loads(status.read_text())
+                return picture
+        except OSError:
+            if not folder.exists():
+                raise ConfigError("the job has ended") from None
+        time.sleep(0.1)
+    raise KVTimeoutError(f"the job's scheduler has said nothing for {PATIENCE_S:.0f} s; is it stopped?")
+
+
+def _follow(card: Picture) -> None:
+    console = Console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            try:
+                picture = look(card["folder"])
+            except ConfigError:
+                break
+            live.update(show(picture, card, max(5, console.height - 14)), refresh=True)
+            time.sleep(1.0)
+    console.print(f"job {card['job'][:8]} has ended")
+
+
+def show(picture: Picture, card: Picture, most_rows: int) -> Group:
+    """The tables of a picture."""
+    totals = picture["totals"]
+    head = Text.assemble(
+        ("kvmpi ", "bold"), f"{picture['job'][:8]}  {shlex.join(card['program'])[:60]}\n",
+        f"{picture['shape']['workers']} workers, {picture['shape']['clients']} clients, "
+        f"{picture['shape']['servers']} servers; {totals['keys']} keys; up {picture['elapsed_s']:.0f} s\n",
+        ("step ", "dim"), f"{totals['steps']}", ("   steps/s ", "dim"), f"{totals['steps_per_s']:.4g}",
+        ("   moved ", "dim"), f"{totals['bytes_per_s'] / 1e9:.3f} GB/s", ("   imbalance ", "dim"),
+        f"{totals['imbalance']:.2f}",
+    )  # fmt: skip
+    parts: list[Any] = [head]
+    parts += [Text(f"lost: {text}", "bold red") for text in picture["lost"]]
+    if picture["slowest"] is not None:
+        slow = next(worker for worker in picture["workers"] if worker["rank"] == picture["slowest"])
+        own = f"worker {slow['rank']}, {1000 * slow['own_s_per_step']:.1f} ms of its own work in a step"
+        parts.append(Text.assemble(("slowest: ", "dim"), (own, "yellow" if slow["straggler"] else "")))
+    parts.append(_workers(picture, most_rows))
+    if picture["servers"]:
+        parts.append(_servers(picture, most_rows))
+    return Group(*parts)
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", expand=False, box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _state(row: Picture) -> Text:
+    if row["state"] == "silent":
+        return Text(f"silent {row['silent_s']:.0f} s", "bold red")
+    if row.get("straggler"):
+        return Text("slow", "yellow")
+    return Text(row["state"], "green" if row["state"] == "running" else "dim")
+
+
+def _workers(picture: Picture, most_rows: int) -> Table:
+    names = sorted(picture["curves"])[:4]
+    table = _table(
+        "workers", "worker", "client", "state", "steps", "steps/s", "own ms", "in calls", "GB/s", "staleness", "memory",
+        *names,
+    )  # fmt: skip
+    workers = picture["workers"]
+    if len(workers) > most_rows:  # who is in trouble, and who is slow
+        workers = sorted(workers, key=lambda w: (w["state"] != "silent", -w["own_s_per_step"]))[:most_rows]
+    for w in workers:
+        newest = [w["newest"].get(name) for name in names]
+        table.add_row(
+            str(w["rank"]), str(w["client"]), _state(w), str(w["steps"]), f"{w['steps_per_s']:.4g}",
+            f"{1000 * w['own_s_per_step']:.1f}", f"{100 * w['blocked_share']:.0f} %", f"{w['bytes_per_s'] / 1e9:.3f}",
+            "-" if w["staleness"] is None else f"{w['staleness']:.2f}", volume(w["resident_bytes"]),
+            *("-" if value is None else f"{value:.4g}" for value in newest),
+        )  # fmt: skip
+    if len(picture["workers"]) > len(workers):
+        table.caption = f"{len(picture['workers']) - len(workers)} more"
+    return table
+
+
+def _servers(picture: Picture, most_rows: int) -> Table:
+    table = _table(
+        "servers", "server", "state", "keys", "held", "requests/s", "GB/s", "updates", "queue", "memory", "waits for"
+    )
+    for s in picture["servers"][:most_rows]:
+        table.add_row(
+            str(s["rank"]), _state(s), str(s["keys"]), volume(s["held_bytes"]), f"{s['requests_per_s']:.4g}",
+            f"{s['bytes_per_s'] / 1e9:.3f}", str(s["rounds"]), str(s["queue"]), volume(s["resident_bytes"]),
+            ", ".join(f"client {rank}" for rank in s["missing"][:6]) or "-",
+        )  # fmt: skip
+    return table
