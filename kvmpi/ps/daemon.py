@@ -290,9 +290,10 @@ class ServerDaemon(Daemon):
                 scheduler.send(register if self._state.epoch < 0 else beat)
                 next_heartbeat_s = now_s + self._config.heartbeat_s
             if now_s >= next_report_s:
-                scheduler.send(self._report(incarnation, now_s))
                 # To look at very many chunks takes time, which is to be a small part of all.
-                took_s = time.monotonic() - now_s
+                began_s = time.thread_time()
+                scheduler.send(self._report(incarnation, now_s))
+                took_s = time.thread_time() - began_s
                 next_report_s = now_s + max(self._config.report_s, _REPORT_PART * took_s)
             showing.step(now_s)
         if self._config.report_s:

@@ -1,0 +1,315 @@
+"""What people see of a running job: kvmpi top, the web page in a browser, Prometheus, and the summary at its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from jobs import wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvmpi.benchmarks import browser
+from kvmpi.errors import ConfigError
+from kvmpi.launchers import summary, top
+from kvmpi.launchers.job import CARD
+
+PROGRAM = Path(__file__).parent / "programs" / "reporting.py"
+
+
+@dataclass
+class Watched:
+    """A job that goes on until ``stop`` is there."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    jobs: Path
+    url: str
+    metrics: list[str]
+
+    @property
+    def stop(self) -> Path:
+        return self.folder / "stop"
+
+    @property
+    def errors(self) -> str:
+        return (self.folder / "err").read_text()
+
+    @property
+    def card(self) -> Path:
+        (found,) = self.jobs.glob(f"kvmpi-*/{CARD}")
+        return found
+
+    def top(self, *options: str) -> str:
+        command = [sys.executable, "-m", "kvmpi", "top", self.card.parent.name.removeprefix("kvmpi-"), *options]
+        env = {**os.environ, "TMPDIR": str(self.jobs)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout
+
+    def get(self, path: str = "", host: str = "", method: str = "GET", **headers: str) -> tuple[int, Any, bytes]:
+        """Status, headers and body of what the web page answers."""
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=20)
+        try:
+            connection.putrequest(method, path or f"{parts.path}?{parts.query}", skip_host=True)
+            for name, value in {"Host": host or parts.netloc, **headers}.items():
+                connection.putheader(name.replace("_", "-"), value)
+            connection.endheaders()
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    @property
+    def token(self) -> str:
+        return urlsplit(self.url).query
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    jobs = Path(tempfile.mkdtemp(prefix="watched-", dir="/tmp"))  # short enough for sockets, and this job's alone
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    env |= {"KVMPI_METRICS_PORT": "0", "KVMPI_REPORT_S": "0.2", "TMPDIR": str(jobs)}
+    options = ["-n", "2", "-c", "2", "-s", "1", "--dashboard", "--summary", "--log-dir", str(folder / "logs")]
+    command = [sys.executable, "-m", "kvmpi", "run", *options, "--", str(PROGRAM), str(folder / "stop")]
+    with open(folder / "err", "wb") as err, open(folder / "out", "wb") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=err)
+    watched = Watched(process, folder, jobs, "", [])
+    try:
+        wait_for(lambda: watched.errors.count("http://") == 3 or process.poll() is not None, "the addresses")
+        watched.url = re.findall(r"dashboard: (http://\S+)", watched.errors)[0]
+        watched.metrics = re.findall(r"metrics of \w.*?: (http://\S+)", watched.errors)
+        yield watched
+    finally:
+        watched.stop.touch()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            shutil.rmtree(jobs)
+
+
+def _running(job: Watched) -> dict[str, Any]:
+    """The picture, once both workers have done some steps."""
+    deadline = time.monotonic() + 60
+    while True:
+        picture: dict[str, Any] = json.loads(job.top("--json"))
+        workers = picture["workers"]
+        if len(workers) == 2 and all(w["steps"] > 10 and w["steps_per_s"] > 0 for w in workers) and picture["servers"]:
+            return picture
+        assert time.monotonic() < deadline, picture
+
+
+def test_top_shows_what_the_job_does(job: Watched) -> None:
+    picture = _running(job)
+    assert picture["shape"] == {"workers": 2, "clients": 2, "servers": 1}
+    assert picture["totals"]["keys"] == 2
+    assert picture["lost"] == []
+    for worker in picture["workers"]:
+        rank, step = worker["rank"], worker["steps"]
+        assert worker["newest"]["accuracy"] == 0.25
+        # The newest point may stand for a few steps.
+        assert rank < worker["newest"]["loss"] <= rank + 1.0 / max(1, step - 16)
+        # What it has pushed and got back, which counts once; at the most one step more than it has told.
+        assert step * 200_000 <= worker["bytes"] <= (step + 1) * 200_008
+        assert 0 < worker["blocked_s"] < worker["elapsed_s"]
+    # Worker 1 sleeps for 50 ms in each step, worker 0 for 10 ms and waits for the rest.
+    assert picture["slowest"] == 1
+    server = picture["servers"][0]
+    assert (server["keys"], server["held_bytes"]) == (2, 200_008)
+    assert server["received_bytes"] == pytest.approx(server["sent_bytes"], rel=0.2)
+    assert picture["history"]["steps_per_s"][-1][1] > 0
+    table = job.top("--once")
+    assert "workers" in table
+    assert "loss" in table
+    assert re.search(r"^1 +1 +(slow|running) +\d+", table, re.MULTILINE), table
+    assert "-n 2 -c 2 -s 1" in job.top("--list")
+
+
+def test_its_files_are_private(job: Watched) -> None:
+    job.top("--once")
+    for name in (job.card, job.card.with_name("status.json"), job.card.with_name("watched")):
+        assert stat.S_IMODE(name.stat().st_mode) == 0o600
+
+
+def test_prometheus_sees_workers_and_servers(job: Watched) -> None:
+    picture = _running(job)
+    found: dict[str, dict[str, float]] = {}
+    for url in job.metrics:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+        connection.request("GET", "/metrics")
+        for family in text_string_to_metric_families(connection.getresponse().read().decode()):
+            for sample in family.samples:
+                who = sample.labels.get("worker") or sample.labels.get("server") or ""
+                found.setdefault(sample.name, {})[who + sample.labels.get("name", "")] = sample.value
+        connection.close()
+    assert len(job.metrics) == 2
+    assert found["kvmpi_worker_steps_total"]["0"] >= picture["workers"][0]["steps"]
+    assert found["kvmpi_worker_reported"]["1accuracy"] == 0.25
+    assert found["kvmpi_server_held_bytes"] == {"0": 200_008.0}
+    assert found["kvmpi_workers_reporting"] == {"": 2.0}
+
+
+def test_nobody_sees_the_page_without_the_token_or_by_another_name(job: Watched) -> None:
+    status, headers, body = job.get()
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert headers["Content-Security-Policy"].startswith("default-src 'self'")
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert b"http" not in body.replace(b"http-equiv", b"")  # nothing from anywhere else
+    assert job.get("/")[0] == job.get("/data.json")[0] == job.get("/data.json?token=")[0] == 403
+    assert job.get(f"/app.js?{job.token[:-1]}")[0] == 403
+    port = urlsplit(job.url).port
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        f"10.0.0.1:{port}",
+        f"127.0.0.1:{port}0",
+        "127.0.0.1",
+        ":",
+        "x" * 300,
+    ):
+        assert job.get(host=host)[0] == 403, host
+    assert job.get(host=f"localhost:{port}")[0] == 200
+    assert job.get(f"/../config.py?{job.token}")[0] == job.get(f"/nothing?{job.token}")[0] == 404
+    assert job.get(method="POST")[0] == job.get(method="DELETE")[0] == 501
+    assert job.get("/" + "x" * 3000)[0] == 414
+    assert job.get(**{f"X_{i}": "y" for i in range(70)})[0] == 431
+
+
+def test_data_come_once(job: Watched) -> None:
+    _running(job)
+    for _ in range(20):  # between two pictures
+        status, headers, body = job.get(f"/data.json?{job.token}")
+        assert status == 200
+        assert set(json.loads(body)["curves"]) == {"accuracy", "loss"}
+        again, _, nothing = job.get(f"/data.json?{job.token}", If_None_Match=headers["ETag"])
+        if again == 304:
+            assert nothing == b""
+            return
+    raise AssertionError("the same data were sent again every time")
+
+
+def test_connections_that_say_nothing_do_not_stop_the_job(job: Watched) -> None:
+    parts = urlsplit(job.url)
+    silent = [socket.create_connection((parts.hostname or "", parts.port or 0)) for _ in range(40)]
+    try:
+        before = _running(job)["totals"]["steps"]
+        wait_for(lambda: _running(job)["totals"]["steps"] > before, "a step")
+    finally:
+        for each in silent:
+            each.close()
+    wait_for(lambda: job.get()[0] == 200, "the page")
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium here to look at the page with")
+def test_the_page_in_a_browser_on_a_desk_and_on_a_phone(job: Watched) -> None:
+    _running(job)
+    with browser.Browser() as page:
+        for width, mobile in ((1200, False), (360, True)):
+            page.resize(width, 800, mobile=mobile)
+            page.open(job.url)
+            page.wait_for("document.body?.dataset.ready && document.querySelectorAll('#workers tbody tr').length == 2")
+            text = page.ask("document.body.innerText")
+            assert "2 workers in 2 clients" in text
+            told = page.ask("document.querySelector('[data-tile=steps]').textContent")
+            assert int(told.replace("\u2009", "").replace(" ", "")) >= 10
+            cells = page.ask(
+                "[...document.querySelectorAll('#workers tbody tr')].map(row => "
+                "Object.fromEntries([...row.children].map(c => [c.dataset.label || 'worker', c.textContent])))"
+            )
+            assert [(cell["worker"], cell["accuracy"]) for cell in cells] == [(f"worker {i}", "0.25") for i in (0, 1)]
+            assert 1.0 <= float(cells[1]["loss"]) < 1.1
+            # Curves of both workers and of the mean; the last point of the mean is read out.
+            assert page.ask("document.querySelectorAll('[data-title=loss] path').length") == 3
+            newest = page.ask("document.querySelector('[data-title=loss] output').textContent")
+            assert 0.5 <= float(newest.split()[0]) < 0.6
+            assert page.ask("[...document.querySelectorAll('svg')].every(s => s.getAttribute('aria-label'))")
+            assert page.ask("document.documentElement.scrollWidth") == width
+            # The head of a table is for screen readers only, on a phone.
+            wide = "[...document.querySelectorAll('main *:not(thead, thead *)')].filter(e => "
+            wide += "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 200))"
+            assert page.ask(wide) == []
+        errors = page.ask(
+            "performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length"
+        )
+        assert errors == 0
+
+
+def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:
+    _running(job)
+    job.stop.touch()
+    assert job.process.wait(60) == 0
+    out = (job.folder / "out").read_text()
+    (steps,) = {int(number) for number in re.findall(r"steps (\d+)", out)}
+    assert out.count("steps") == 2
+    text = job.errors
+    assert f"2 workers in 2 clients, 1 servers; {steps} steps" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("  worker ")]
+    assert [row[1] for row in rows] == ["0", "1"]
+    assert all(row[4] == str(steps) for row in rows)
+    assert "slowest: worker 1" in text
+    kept = json.loads((job.folder / "logs" / "summary.json").read_text())
+    assert kept["slowest"] == 1
+    for worker in kept["workers"]:
+        rank = worker["rank"]
+        # What the program has slept for, which is most of what it did by itself.
+        slept_s = steps * (0.01 + 0.04 * rank)
+        assert worker["steps"] == steps
+        assert slept_s <= worker["compute_s"] < worker["elapsed_s"]
+        assert worker["compute_s"] + worker["blocked_s"] == pytest.approx(worker["elapsed_s"])
+        assert worker["bytes"] == pytest.approx(steps * 200_008)
+    points = kept["curves"]["loss"]["workers"]["1"]
+    assert points[-1][0] == steps
+    assert not list(job.jobs.iterdir())
+
+
+def test_which_job_is_meant(tmp_path: Path) -> None:
+    def card(name: str, **fields: Any) -> None:
+        folder = tmp_path / f"kvmpi-{name}"
+        folder.mkdir(mode=fields.pop("mode", 0o700))
+        job = {"job": name, "program": ["train.py"], "started_s": time.time(), "pid": os.getpid(), **fields}
+        (folder / CARD).write_text(json.dumps({"workers": 1, "clients": 1, "servers": 0, **job}))
+
+    with pytest.raises(ConfigError, match="no job of yours"):
+        top.choose(top.find_jobs([tmp_path]), "")
+    card("aa11", started_s=time.time() - 60)
+    card("bad1", mode=0o755)  # anybody could have written it
+    card("bad2", pid=1 << 30)  # its launcher is gone
+    (tmp_path / "kvmpi-bad3").mkdir(mode=0o700)
+    (tmp_path / "kvmpi-bad3" / CARD).write_text("{")
+    assert top.choose(top.find_jobs([tmp_path]), "")["job"] == "aa11"
+    card("aa22")
+    cards = top.find_jobs([tmp_path])
+    assert [found["job"] for found in cards] == ["aa22", "aa11"]
+    assert top.choose(cards, "aa1")["job"] == "aa11"
+    for wanted, told in (("", "several jobs"), ("aa", "several jobs"), ("zz", "no job 'zz'")):
+        with pytest.raises(ConfigError, match=told):
+            top.choose(cards, wanted)
+
+
+def test_summary_lines_up() -> None:
+    rows = summary.aligned([["", "steps"], ["worker 10", "1"], ["worker 9", "12345"]])
+    assert rows == ["             steps", "  worker 10      1", "  worker 9   12345"]
+    assert [summary.volume(n) for n in (0, 999, 1000, 1_500_000, 2.5e12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.5 MB",
+        "2.5 TB",
+    ]
