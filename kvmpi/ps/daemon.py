@@ -73,10 +73,10 @@ class SchedulerDaemon(Daemon):
     """The scheduler's process or thread.
 
     Args:
-        say: how people are told where to look at the job.
+        say: how people are told where to look at the job; None: nobody looks at it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None] = _log.info) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None] | None = None) -> None:
         super().__init__(config)
         self._say = say
         # Where its state is kept, in the job's folder, which goes with the job.
@@ -87,9 +87,11 @@ class SchedulerDaemon(Daemon):
         else:  # there may be newer snapshots by now
             resumed = Manifest(self._before.snapshot, (), self._before.steps) if self._before.snapshot else None
         book = SnapshotBook(config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed)
+        # Who starts a scheduler by hand need not say how many workers there will be.
         statistics = Statistics(
-            config.num_workers, config.num_servers, config.num_clients, config.report_s, config.job_id
-        )
+            config.num_workers if config.role else 0, config.num_servers, config.num_clients, config.report_s,
+            config.job_id,
+        )  # fmt: skip
         self._state = SchedulerState(
             config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book, statistics
         )
@@ -170,7 +172,7 @@ class SchedulerDaemon(Daemon):
 class ServerDaemon(Daemon):
     """A server's process or thread."""
 
-    def __init__(self, config: Config, rank: int, say: Callable[[str], None] = _log.info) -> None:
+    def __init__(self, config: Config, rank: int, say: Callable[[str], None] | None = None) -> None:
         super().__init__(config)
         self._rank, self._say = rank, say
         self._state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)

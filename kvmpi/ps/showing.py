@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from kvmpi.config import STATUS_FILE, WATCHED_FILE, Config
 from kvmpi.errors import ConfigError
 from kvmpi.trace.board import Board, Picture
 
-_log = logging.getLogger(__name__)
-
 #: A picture is written as long as that was touched within this time.
 _INTEREST_S = 5.0
 
@@ -25,23 +22,23 @@ class Showing:
 
     Args:
         index: 0 for the scheduler, server R has R + 1.
-        say: how people are told where to look.
+        say: how people are told where to look. None: nobody looks, as at servers inside of a program.
     Raises:
         ConfigError: a port is in use, or a library is missing.
     """
 
     def __init__(
-        self, config: Config, make: Callable[[float], Picture], index: int, say: Callable[[str], None] = _log.info
+        self, config: Config, make: Callable[[float], Picture], index: int, say: Callable[[str], None] | None = None
     ) -> None:
         self._board = Board(make)
-        self._folder = config.job_dir if config.role == "scheduler" else ""
+        self._folder = config.job_dir if index == 0 and say is not None else ""
         self._next_look_s = 0.0
         self._closers: list[Callable[[], None]] = []
         who = "the scheduler" if index == 0 else f"server {index - 1}"
         try:
-            if config.metrics_port >= 0 and config.role:
+            if config.metrics_port >= 0 and say is not None:
                 self._serve_metrics(config, index, who, say)
-            if config.dashboard_port >= 0 and config.role == "scheduler":
+            if config.dashboard_port >= 0 and index == 0 and say is not None:
                 self._serve_dashboard(config, say)
         except OSError as error:
             self.close()

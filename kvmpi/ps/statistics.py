@@ -24,6 +24,8 @@ _MAX_ENTRIES = 64
 _MAX_HOST_CHARS = 300
 #: Servers that one job may have in the course of time, beside those it began with.
 _MORE_SERVERS = 64
+#: So many workers may report where nobody has said how many there are.
+_MANY_WORKERS = 1 << 12
 #: Points of all curves of one name together, about; each worker has 32 at least and 256 at most.
 _ALL_POINTS = 1 << 16
 #: Curves of single workers that are shown; the mean is of all.
@@ -64,7 +66,8 @@ class Statistics:
     """The newest report of every process of a job, what follows from it, and curves.
 
     Args:
-        num_workers, num_servers: of the job; a report of a worker with a higher rank is refused.
+        num_workers, num_servers: of the job; a report of a worker with a higher rank is refused. 0 workers: nobody has
+            said how many there are.
         num_clients: of the job, for show.
         report_s: seconds from one report of a process to the next.
     Attributes:
@@ -78,7 +81,8 @@ class Statistics:
         self._report_s, self._job = report_s, job
         self._workers: dict[int, _Process] = {}
         self._servers: dict[int, _Process] = {}
-        self._capacity = min(256, max(32, _ALL_POINTS // max(1, num_workers)))
+        self._most_workers = num_workers or _MANY_WORKERS
+        self._capacity = min(256, max(32, _ALL_POINTS // self._most_workers))
         self._bytes_per_s, self._steps_per_s = Curve(), Curve()
         self._next_sample_s: float | None = None
         self._start_s: float | None = None
@@ -110,7 +114,7 @@ class Statistics:
             self._add_curves(process, points)
 
     def _check(self, report: m.Report) -> None:
-        most = {"worker": self._num_workers, "server": self._num_servers + _MORE_SERVERS}.get(report.role, 0)
+        most = {"worker": self._most_workers, "server": self._num_servers + _MORE_SERVERS}.get(report.role, 0)
         if not 0 <= report.rank < most:
             raise ProtocolError(f"scheduler: {report.role[:20]!r} {report.rank} of {most} cannot report")
         named = (report.totals, report.phases, report.curves)
@@ -190,7 +194,11 @@ class Statistics:
             "time_s": time.time(),
             "report_s": self._report_s,
             "elapsed_s": 0.0 if self._start_s is None else now_s - self._start_s,
-            "shape": {"workers": self._num_workers, "clients": self._num_clients, "servers": self._num_servers},
+            "shape": {
+                "workers": self._num_workers or len(workers),
+                "clients": self._num_clients if self._num_workers else len(clients),
+                "servers": self._num_servers,
+            },
             "totals": {
                 "steps": most,
                 "steps_per_s": _mean(running, "steps_per_s"),

@@ -87,6 +87,7 @@ function chart(place, title, lines, format, across, before = "") {
     svg.addEventListener("pointermove", point);
     svg.addEventListener("pointerdown", point);
     svg.addEventListener("pointerleave", () => { figure.at = null; figure.redraw(); });
+    new ResizeObserver(() => figure.redraw()).observe(svg);
   }
   figure.redraw = () => plot(figure, title, lines, format, across, before);
   figure.redraw();
@@ -238,5 +239,4 @@ async function look() {
   setTimeout(look, document.hidden ? 5000 : 1000);
 }
 
-addEventListener("resize", () => { for (const figure of document.querySelectorAll(".chart")) figure.redraw(); });
 look();
