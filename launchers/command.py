@@ -230,6 +230,8 @@ def _of_before(environ: Mapping[str, str], args: argparse.Namespace) -> str:
 def _summarise(args: argparse.Namespace, picture: summary.Picture, output: Output, seconds: float) -> None:
     """Say at the end how the time was spent, where somebody reads it; with ``--log-dir`` a file has it in any case."""
     if not picture.get("workers"):
+        if args.summary:
+            output.say("kvmpi run: no summary, because no worker has reported: none had a store, or KVMPI_REPORT_S=0")
         return
     if args.log_dir:
         output.keep("summary.json", json.dumps(summary.as_json(picture, seconds), indent=1).encode() + b"\n")

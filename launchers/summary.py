@@ -35,8 +35,9 @@ def lines(picture: Picture, seconds: float) -> list[str]:
         ])  # fmt: skip
     shape = picture["shape"]
     title = (
-        f"kvmpi run: {seconds:.1f} s, {shape['workers']} workers in {shape['clients']} clients, {shape['servers']} "
-        f"servers; {picture['totals']['steps']} steps, {volume(picture['totals']['bytes'])} moved"
+        f"kvmpi run: {seconds:.1f} s, {counted(shape['workers'], 'worker')} in {counted(shape['clients'], 'client')}, "
+        f"{counted(shape['servers'], 'server')}; {counted(picture['totals']['steps'], 'step')}, "
+        f"{volume(picture['totals']['bytes'])} moved"
     )
     return [title, *aligned(rows), *_remarks(picture, len(shown))]
 
@@ -45,10 +46,10 @@ def _remarks(picture: Picture, num_shown: int) -> list[str]:
     workers = picture["workers"]
     found = []
     if len(workers) > num_shown:
-        found.append(f"{len(workers) - num_shown} workers more, which were faster")
+        found.append(f"{counted(len(workers) - num_shown, 'worker')} more, which had less to do")
     silent = picture["shape"]["workers"] - len(workers)
     if silent > 0:
-        found.append(f"{silent} workers have told nothing: they had no store, or ended before they could")
+        found.append(f"of {counted(silent, 'worker')} nothing is known: no store, or a sudden end")
     if len(workers) > 1 and any(worker["steps"] for worker in workers):
         slow = slowest(workers)
         others = sorted(_own_s(worker) for worker in workers if worker is not slow)
@@ -99,6 +100,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         words = [word.rjust(width) for word, width in zip(others, widths[1:], strict=True)]
         found.append("  ".join(["", first.ljust(widths[0]), *words]))
     return found
+
+
+def counted(number: int, what: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def volume(nbytes: float) -> str:

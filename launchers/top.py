@@ -21,7 +21,7 @@ from rich.text import Text
 from kvmpi.config import STATUS_FILE, WATCHED_FILE
 from kvmpi.errors import ConfigError, KVError, KVTimeoutError
 from kvmpi.launchers.job import CARD
-from kvmpi.launchers.summary import Picture, volume
+from kvmpi.launchers.summary import Picture, counted, volume
 
 #: In which a scheduler that is there has written what it was asked for; it looks once a second.
 PATIENCE_S = 10.0
@@ -141,8 +141,8 @@ def show(picture: Picture, card: Picture, most_rows: int) -> Group:
     totals = picture["totals"]
     head = Text.assemble(
         ("kvmpi ", "bold"), f"{picture['job'][:8]}  {shlex.join(card['program'])[:60]}\n",
-        f"{picture['shape']['workers']} workers, {picture['shape']['clients']} clients, "
-        f"{picture['shape']['servers']} servers; {totals['keys']} keys; up {picture['elapsed_s']:.0f} s\n",
+        ", ".join(counted(picture["shape"][f"{what}s"], what) for what in ("worker", "client", "server")),
+        f"; {counted(totals['keys'], 'key')}; up {picture['elapsed_s']:.0f} s\n",
         ("step ", "dim"), f"{totals['steps']}", ("   steps/s ", "dim"), f"{totals['steps_per_s']:.4g}",
         ("   moved ", "dim"), f"{totals['bytes_per_s'] / 1e9:.3f} GB/s", ("   imbalance ", "dim"),
         f"{totals['imbalance']:.2f}",

@@ -259,7 +259,7 @@ def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:
     (steps,) = {int(number) for number in re.findall(r"steps (\d+)", out)}
     assert out.count("steps") == 2
     text = job.errors
-    assert f"2 workers in 2 clients, 1 servers; {steps} steps" in text
+    assert f"2 workers in 2 clients, 1 server; {steps} steps" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("  worker ")]
     assert [row[1] for row in rows] == ["0", "1"]
     assert all(row[4] == str(steps) for row in rows)

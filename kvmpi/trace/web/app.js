@@ -188,7 +188,8 @@ function show(data) {
   const { totals, shape } = data;
   byId("job").textContent = data.job.slice(0, 8);
   document.title = `kvmpi ${data.job.slice(0, 8)}`;
-  const parts = [`${shape.workers} workers in ${shape.clients} clients`, `${shape.servers} servers`, `up ${seconds(data.elapsed_s)}`];
+  const counted = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
+  const parts = [`${counted(shape.workers, "worker")} in ${counted(shape.clients, "client")}`, counted(shape.servers, "server"), `up ${seconds(data.elapsed_s)}`];
   byId("state").textContent = parts.join(" · ");
   byId("lost").hidden = !data.lost.length;
   byId("lost").textContent = data.lost.join("; ");
