@@ -229,9 +229,10 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             loop.step()
-            kv.clock()
-            total_loss += loss.item()
-            report.advance(loss.item())
+            step, batch_loss = kv.clock(), loss.item()
+            total_loss += batch_loss
+            kv.report(step, loss=batch_loss)
+            report.advance(batch_loss)
         kv.barrier()
         epoch_s = time.perf_counter() - start_s
         elapsed_s += epoch_s
@@ -245,6 +246,7 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
             if has_center:
                 refresh_norms(deployed, data.train, args.batch_size)
             result = accuracy(deployed if has_center else model, data.test)
+            kv.report(step, accuracy=result)
             num_trained = min(num_batches, num_batches * epoch - done)
             report.epoch(epoch, total_loss / num_trained, result, epoch_s, elapsed_s)
     return result if kv.rank == 0 else 1.0
