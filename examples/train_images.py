@@ -229,7 +229,8 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             loop.step()
-            step, batch_loss = kv.clock(), loss.item()
+            kv.clock()
+            step, batch_loss = i + 1, loss.item()
             total_loss += batch_loss
             kv.report(step, loss=batch_loss)
             report.advance(batch_loss)
