@@ -23,7 +23,7 @@ def ask(folder: str, session: int | None = None) -> list[str]:
     for file in files:
         pid = int(file.removeprefix(PREFIX))
         try:
-            if not _handles(pid) or (session is not None and os.getsid(pid) != session):
+            if not handles(pid) or (session is not None and os.getsid(pid) != session):
                 continue
             with open(os.path.join(folder, file), encoding="utf-8") as opened:
                 name = opened.read()
@@ -34,7 +34,7 @@ def ask(folder: str, session: int | None = None) -> list[str]:
     return sorted(asked)
 
 
-def _handles(pid: int) -> bool:
+def handles(pid: int) -> bool:
     """Whether the process catches SIGUSR1: the number may be another process's by now."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from kvmpi.config import STATUS_FILE, WATCHED_FILE
 from kvmpi.errors import ConfigError, KVError, KVTimeoutError
+from kvmpi.launchers import questions
 from kvmpi.launchers.job import CARD
 from kvmpi.launchers.summary import Picture, counted, volume
 
@@ -35,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--json", action="store_true", help="print everything that is known as JSON and end")
     parser.add_argument("--list", action="store_true", help="print the jobs there are and end")
+    parser.add_argument(
+        "--stacks", action="store_true", help="have every process write what it waits for, and its stacks, and end"
+    )
     args = parser.parse_args(argv)
     try:
         cards = find_jobs(_folders())
@@ -42,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
             print("\n".join(map(_line, cards)) if cards else "no job is running here")
             return 0
         card = choose(cards, args.job)
-        if args.json:
+        if args.stacks:
+            ask_for_stacks(card)
+        elif args.json:
             print(json.dumps(look(card["folder"])))
         elif args.once:
             console = Console(width=None if sys.stdout.isatty() else 160)
@@ -92,6 +99,23 @@ def choose(cards: Sequence[Picture], wanted: str) -> Picture:
     if not matching:
         raise ConfigError(f"no job {wanted!r} here; there are\n{listed}")
     raise ConfigError(f"several jobs run here; name one, as in kvmpi top {cards[0]['job'][:6]}\n{listed}")
+
+
+def ask_for_stacks(card: Picture) -> None:
+    """Have the launcher of a job ask all its processes what they wait for; they answer where the job writes.
+
+    Raises:
+        ConfigError: the job has ended.
+    """
+    pid = int(card["pid"])
+    try:
+        if questions.handles(pid):  # it has one as long as it runs a job
+            os.kill(pid, signal.SIGUSR1)
+            print(f"the answers are in what kvmpi run (process {pid}) writes to standard error, and in its --log-dir")
+            return
+    except OSError:
+        pass
+    raise ConfigError(f"job {card['job']} is ending, or has only begun")
 
 
 def _line(card: Picture) -> str:

@@ -142,6 +142,14 @@ def test_top_shows_what_the_job_does(job: Watched) -> None:
     assert "-n 2 -c 2 -s 1" in job.top("--list")
 
 
+def test_stacks_of_all_processes_are_written_where_the_job_writes(job: Watched) -> None:
+    _running(job)
+    assert f"process {job.process.pid}" in job.top("--stacks")
+    said = "thread MainThread (most recent call first)"
+    everybody = ("scheduler", "server 0", "worker 0", "worker 1")
+    wait_for(lambda: all(re.search(rf"\[{who}\].*{re.escape(said)}", job.errors) for who in everybody), "the stacks")
+
+
 def test_its_files_are_private(job: Watched) -> None:
     job.top("--once")
     for name in (job.card, job.card.with_name("status.json"), job.card.with_name("watched")):
