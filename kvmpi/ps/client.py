@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,29 +16,22 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.machine import host_name
 from kvmpi.ps import codec, placement
-from kvmpi.ps.chains import PARTS_PER_SERVER, part_of
+from kvmpi.ps.chains import part_of
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
+from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
-from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
-from kvmpi.ps.spans import Spans
+from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
 Key = int | str
-Settle = Callable[[KVError | None], None]
-OnReply = Callable[[Message, list[memoryview]], None]
-
-#: Longest wait for the answers to a good-bye: a peer that is dead must not hold up the end of a program.
-_GOODBYE_S = 3.0
-_FOR_EVER_S = 10 * 365 * 86400.0
 
 
 @dataclass(slots=True)
@@ -82,7 +74,7 @@ class SavedChunk:
     arrays: dict[str, Buffer] = field(default_factory=dict)
 
 
-class PsClient:
+class PsClient(Participant):
     """Client ``client``'s conversation with all servers about one store. Operations return a ``Work`` at once.
 
     Buffers that are passed to an operation must stay unchanged until its Work is done. An operation on a key may be
@@ -96,20 +88,11 @@ class PsClient:
         self, config: Config, *, store: int, mode: str, client: int, num_clients: int, recorder: Recorder,
         link: Link | None = None,
     ) -> None:  # fmt: skip
-        self._config, self._store, self._mode = config, store, mode
-        self._client, self._num_clients, self._recorder = client, num_clients, recorder
-        self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
+        super().__init__(config, store, mode, client, num_clients, recorder, link)
         self._layouts: dict[Key, KeyLayout] = {}
         self._placement = placement.create(config.placement, max(1, config.num_servers))
         self._before_last_keys: tuple[frozenset[Key], placement.Placement] | None = None
         self._codec = codec.get("none")
-        self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
-        self._num_parts = 0
-        self._position: int | None = None
-        # Rounds have gone on without the process before this one; and this one has entered them.
-        self.left_out = self._has_entered = False
-        self.clock = 0
-        self.resumed_step = 0  # how far the store was in the snapshot that the job was resumed from
 
     def empty(self, count: int, dtype: str) -> Buffer:
         """Uninitialised memory of shape ``(count,)`` in storage dtype; servers on this host read it where it is.
@@ -118,75 +101,6 @@ class PsClient:
         and repeats the push from it or gives it up: servers may be reading it still.
         """
         return self._link.empty(count, DTYPES[dtype])
-
-    def help(self, work: Work) -> None:
-        """What a caller does best that has nothing to do until ``work`` is done; it still has to wait for it."""
-        self._link.help(work)
-
-    # ---- life
-
-    def connect(self, deadline: Deadline) -> None:
-        """Join the job: register at the scheduler, then open a session at every server.
-
-        Raises:
-            KVTimeoutError: the scheduler or a server does not answer.
-            ConfigError: the job is not the one that this client was told of.
-        """
-        try:
-            self._link.start()
-            incarnation = time.time_ns()  # later than that of a process which this one replaces
-            self.register(incarnation, deadline).wait()
-            self.open_sessions(incarnation, deadline).wait()
-        except BaseException:
-            self._link.stop()
-            raise
-
-    def register(self, incarnation: int, deadline: Deadline) -> Work:
-        """Join at the scheduler; done when all servers are there and connected to."""
-
-        def on_view(message: Message, payloads: list[memoryview]) -> None:
-            if not isinstance(message, m.View):
-                raise ProtocolError(f"expected a view of the job, got {type(message).__name__}")
-            self._num_parts = len(message.chains)
-            if self._num_parts != self._config.num_servers * PARTS_PER_SERVER:
-                known = self._num_parts // PARTS_PER_SERVER
-                raise ConfigError(
-                    f"the scheduler knows {known} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
-                )
-            self.resumed_step = message.steps.get(self._store, 0)
-            before = [lost for lost in message.lost if (lost.store, lost.rank) == (self._store, self._client)]
-            self.left_out = any(lost.incarnation < incarnation for lost in before)
-            self._link.join()
-
-        fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])
-        ask = Ask(SCHEDULER, m.Register, fields, on_reply=on_view)
-        return self._start(f"client {self._client} joins the job at {self._config.scheduler}", [ask], deadline)
-
-    def open_sessions(self, incarnation: int, deadline: Deadline) -> Work:
-        """Say to every server who this is."""
-        hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
-        asks = [Ask(server, m.Hello, hello) for server in self._link.servers]
-        if self.left_out and self._mode == "async":  # there are no rounds to enter
-            self.left_out = False
-            asks.append(Ask(SCHEDULER, m.Enter, (-1,)))
-        return self._start(f"client {self._client} opens its sessions", asks, deadline)
-
-    def close(self, deadline: Deadline) -> None:
-        """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
-        if self._link.is_open:
-            asks = [*(Ask(server, m.Bye, ()) for server in self._link.servers), Ask(SCHEDULER, m.Leave, ())]
-            short = Deadline(min(deadline.remaining_s(), _GOODBYE_S))
-            self._link.stop_heartbeats()
-            try:
-                # Whatever is still queued goes first.
-                self._start(f"client {self._client} leaves", asks, short, priority=-(1 << 62)).wait()
-            except KVError:
-                pass  # a peer is gone already; there is nobody left to tell
-        self.abort()
-
-    def abort(self) -> None:
-        """End the I/O thread without a word to the peers."""
-        self._link.stop()
 
     # ---- keys
 
@@ -234,7 +148,7 @@ class PsClient:
             return lambda done: step() if (error := done.error()) is None else work.finish(error)
 
         def returned() -> None:
-            asks = [_about(part, m.Enter, (passed, part)) for part in range(self._num_parts)]
+            asks = [about(part, m.Enter, (passed, part)) for part in range(self._num_parts)]
             asks.append(Ask(SCHEDULER, m.Enter, (passed,)))
             self._start(work.name, asks, deadline).add_done_callback(then(entered))
 
@@ -249,7 +163,7 @@ class PsClient:
             self.left_out, self._has_entered, self._position = False, True, passed
             work.finish()
 
-        asks = [_about(part, m.Return, (part,), on_reply=hear) for part in range(self._num_parts)]
+        asks = [about(part, m.Return, (part,), on_reply=hear) for part in range(self._num_parts)]
         self._start(work.name, asks, deadline).add_done_callback(then(returned))
         return work
 
@@ -266,7 +180,7 @@ class PsClient:
             if value is not None:
                 piece = value[chunk.start : chunk.stop]
                 how |= {"payloads": _one(piece), "cost_bytes": piece.nbytes}
-            asks.append(_about(part, m.Init, fields, **how))
+            asks.append(about(part, m.Init, fields, **how))
         return asks
 
     @staticmethod
@@ -362,7 +276,7 @@ class PsClient:
             part = layout.part(i)
             fields = (key, i, step, self._codec.name, fused, acknowledge, part, piece.rows)
             asks.append(
-                _about(part, m.Push, fields, cost_bytes=piece.nbytes, payloads=piece.payloads, on_reply=piece.on_reply)
+                about(part, m.Push, fields, cost_bytes=piece.nbytes, payloads=piece.payloads, on_reply=piece.on_reply)
             )
 
         def count(error: KVError | None) -> None:
@@ -430,7 +344,7 @@ class PsClient:
             if numbers.size:
                 part = layout.part(i)
                 asks.append(
-                    _about(
+                    about(
                         part,
                         m.Pull,
                         (key, i, layout.steps, part, numbers.size),
@@ -455,7 +369,7 @@ class PsClient:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
         layout = self._take_position(key)
         asks = [
-            _about(
+            about(
                 layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
                 cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
                 on_reply=self._on_value(key, layout, i, out, pushed=False),
@@ -515,23 +429,15 @@ class PsClient:
         """
         return self._command("set_hyperparams", m.SetHyperparams, (hyperparams, self.clock), deadline, counts="hyper")
 
-    def _command(
-        self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
-    ) -> Work:
-        ordinal, settle = self._next_ordinal(counts)
-        asks = [_about(part, kind, (ordinal, *fields, part)) for part in range(self._num_parts)]
-        return self._start(f"{name} on client {self._client}", asks, deadline, settle=settle)
+    def _label(self, op: str, key: Key, step: int | None = None) -> str:
+        at = "" if step is None else f" at step {step}"
+        return f"{op} of key {key!r} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
 
-    def _next_ordinal(self, counts: str) -> tuple[int, Settle]:
-        """The number of a call that all clients make, and what has to run when the call is over."""
-        ordinal = self._ordinals[counts] + 1
-        self._ordinals[counts] = ordinal
+    def _furthest_step(self) -> int:
+        return max((layout.steps for layout in self._layouts.values()), default=0)
 
-        def settle(error: KVError | None) -> None:
-            if error is not None:  # not used up: the next call is the repetition of this one
-                self._ordinals[counts] = ordinal - 1
-
-        return ordinal, settle
+    def _staleness(self, key: Key) -> int:
+        return self._layouts[key].staleness
 
     def imbalance(self) -> float:
         """The most loaded server's bytes over the mean."""
@@ -558,7 +464,7 @@ class PsClient:
 
         itemsize = DTYPES[layout.dtype].itemsize
         asks = [
-            _about(
+            about(
                 layout.part(i), m.GetState, (key, i, layout.part(i)), reads=True,
                 cost_bytes=(chunk.stop - chunk.start) * itemsize, on_reply=keep(saved[i]),
             )
@@ -574,78 +480,8 @@ class PsClient:
             pieces = [array[chunk.start : chunk.stop] for array in arrays.values()]
             fields = (key, i, updates, list(arrays), layout.part(i))
             size = sum(piece.nbytes for piece in pieces)
-            asks.append(_about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
+            asks.append(about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
         return self._start(self._label("load", key), asks, deadline)
-
-    def finish(self, deadline: Deadline) -> Work:
-        """This client pushes nothing further; done when rounds and barriers go on without it.
-
-        To be called when no push is under way.
-        """
-        asks = [_about(part, m.Finish, (part,)) for part in range(self._num_parts)]
-        asks.append(Ask(SCHEDULER, m.Finish, ()))
-        return self._start(f"join on client {self._client}", asks, deadline)
-
-    # ---- commands to the scheduler
-
-    def barrier(self, deadline: Deadline) -> Work:
-        """Done when every client of the store has reached it."""
-        ordinal, settle = self._next_ordinal("barrier")
-        step = max((layout.steps for layout in self._layouts.values()), default=0)
-
-        def hear(message: Message, payloads: list[memoryview]) -> None:
-            if isinstance(message, m.Ack) and self._has_entered:
-                self._ordinals["barrier"] = message.version
-
-        ask = Ask(SCHEDULER, m.Barrier, (ordinal, max(step, self._position or 0)), on_reply=hear)
-        return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
-
-    def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:
-        """Ranks of clients that have been silent for ``timeout_s``, complete when the Work is done."""
-        dead: list[int] = []
-
-        def keep(message: Message, payloads: list[memoryview]) -> None:
-            if not isinstance(message, m.Dead):
-                raise ProtocolError(f"expected the dead clients, got {type(message).__name__}")
-            dead.extend(message.clients)
-
-        ask = Ask(SCHEDULER, m.QueryDead, (timeout_s,), on_reply=keep)
-        return self._start(f"num_dead on client {self._client}", [ask], deadline), dead
-
-    # ---- operations
-
-    def _label(self, op: str, key: Key, step: int | None = None) -> str:
-        at = "" if step is None else f" at step {step}"
-        return f"{op} of key {key!r} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
-
-    def _start(
-        self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
-        settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
-        """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
-        work = Work(label)
-        started_s = time.perf_counter()
-        spans = Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
-        if spans is not None:
-            on_accepted = spans.then(on_accepted)
-
-        def on_done(error: KVError | None) -> None:
-            if settle is not None:
-                settle(error)
-            if phase:
-                self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
-            if spans is not None and asks:
-                spans.end(phase, self._layouts[asks[0].fields[0]].staleness)
-            work.finish(error)
-
-        timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
-        return work
-
-
-def _about(part: int, kind: type[Message], fields: tuple[Any, ...], **how: Any) -> Ask:
-    """A request about a part, for whichever server answers for that."""
-    return Ask(NOWHERE, kind, fields, part=part, **how)
 
 
 def _one(part: Buffer) -> Callable[[], Sequence[Buffer]]:

@@ -102,7 +102,7 @@ def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob, monk
             super().finish(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvmpi.ps.client.Work", WatchedWork)
+        patch.setattr("kvmpi.ps.participant.Work", WatchedWork)
         for _ in range(400):
             ps.push("k", one, deadline()).wait()
     assert steps == list(range(1, 401))

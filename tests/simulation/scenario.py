@@ -18,7 +18,8 @@ from kvmpi.engine import Work
 from kvmpi.errors import ClientLostError, KVError, ProtocolError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows
-from kvmpi.ps.client import _GOODBYE_S, PsClient
+from kvmpi.ps.client import PsClient
+from kvmpi.ps.participant import GOODBYE_S
 from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.ps.snapshots import Manifest
 from kvmpi.wire import messages as m
@@ -236,7 +237,7 @@ class Job:
         ps._link.stop_heartbeats()
         asks = [*(Ask(server, m.Bye, ()) for server in ps._link.servers), Ask(SCHEDULER, m.Leave, ())]
         try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
-            yield [ps._start("say good-bye", asks, deadline(_GOODBYE_S))]
+            yield [ps._start("say good-bye", asks, deadline(GOODBYE_S))]
         except KVError:
             pass
 

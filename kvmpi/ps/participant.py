@@ -1,0 +1,215 @@
+"""A master as a member of the job: how it joins and leaves, calls that all clients make, how it asks something."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.engine import Work
+from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.machine import host_name
+from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.link import Link
+from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
+from kvmpi.ps.spans import Spans
+from kvmpi.trace import Recorder, timeline
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
+
+Settle = Callable[[KVError | None], None]
+OnReply = Callable[[Message, list[memoryview]], None]
+
+#: Longest wait for the answers to a good-bye: a peer that is dead must not hold up the end of a program.
+GOODBYE_S = 3.0
+_FOR_EVER_S = 10 * 365 * 86400.0
+
+
+def about(part: int, kind: type[Message], fields: tuple[Any, ...], **how: Any) -> Ask:
+    """A request about a part, for whichever server answers for that."""
+    return Ask(NOWHERE, kind, fields, part=part, **how)
+
+
+class Participant(ABC):
+    """Client ``client`` of a store, as the scheduler and the servers know it.
+
+    Attributes:
+        left_out: rounds have gone on without the process before this one.
+        clock: iterations that the program has done.
+        resumed_step: how far the store was in the snapshot that the job was resumed from.
+    """
+
+    def __init__(
+        self, config: Config, store: int, mode: str, client: int, num_clients: int, recorder: Recorder,
+        link: Link | None,
+    ) -> None:  # fmt: skip
+        self._config, self._store, self._mode = config, store, mode
+        self._client, self._num_clients, self._recorder = client, num_clients, recorder
+        self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
+        self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
+        self._num_parts = 0
+        self._position: int | None = None
+        self.left_out = self._has_entered = False
+        self.clock = 0
+        self.resumed_step = 0
+
+    @abstractmethod
+    def _furthest_step(self) -> int:
+        """Pushes of the key that has most of them."""
+
+    @abstractmethod
+    def _staleness(self, key: Key) -> int:
+        """How many updates old the value was from which the last push of ``key`` was computed."""
+
+    def help(self, work: Work) -> None:
+        """What a caller does best that has nothing to do until ``work`` is done; it still has to wait for it."""
+        self._link.help(work)
+
+    # ---- life
+
+    def connect(self, deadline: Deadline) -> None:
+        """Join the job: register at the scheduler, then open a session at every server.
+
+        Raises:
+            KVTimeoutError: the scheduler or a server does not answer.
+            ConfigError: the job is not the one that this client was told of.
+        """
+        try:
+            self._link.start()
+            incarnation = time.time_ns()  # later than that of a process which this one replaces
+            self.register(incarnation, deadline).wait()
+            self.open_sessions(incarnation, deadline).wait()
+        except BaseException:
+            self._link.stop()
+            raise
+
+    def register(self, incarnation: int, deadline: Deadline) -> Work:
+        """Join at the scheduler; done when all servers are there and connected to."""
+
+        def on_view(message: Message, payloads: list[memoryview]) -> None:
+            if not isinstance(message, m.View):
+                raise ProtocolError(f"expected a view of the job, got {type(message).__name__}")
+            self._num_parts = len(message.chains)
+            if self._num_parts != self._config.num_servers * PARTS_PER_SERVER:
+                known = self._num_parts // PARTS_PER_SERVER
+                raise ConfigError(
+                    f"the scheduler knows {known} servers, KVMPI_NUM_SERVERS is {self._config.num_servers}"
+                )
+            self.resumed_step = message.steps.get(self._store, 0)
+            before = [lost for lost in message.lost if (lost.store, lost.rank) == (self._store, self._client)]
+            self.left_out = any(lost.incarnation < incarnation for lost in before)
+            self._link.join()
+
+        fields: tuple[Any, ...] = ("client", self._client, self._store, self._num_clients, incarnation, host_name(), [])
+        ask = Ask(SCHEDULER, m.Register, fields, on_reply=on_view)
+        return self._start(f"client {self._client} joins the job at {self._config.scheduler}", [ask], deadline)
+
+    def open_sessions(self, incarnation: int, deadline: Deadline) -> Work:
+        """Say to every server who this is."""
+        hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
+        asks = [Ask(server, m.Hello, hello) for server in self._link.servers]
+        if self.left_out and self._mode == "async":  # there are no rounds to enter
+            self.left_out = False
+            asks.append(Ask(SCHEDULER, m.Enter, (-1,)))
+        return self._start(f"client {self._client} opens its sessions", asks, deadline)
+
+    def close(self, deadline: Deadline) -> None:
+        """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
+        if self._link.is_open:
+            asks = [*(Ask(server, m.Bye, ()) for server in self._link.servers), Ask(SCHEDULER, m.Leave, ())]
+            short = Deadline(min(deadline.remaining_s(), GOODBYE_S))
+            self._link.stop_heartbeats()
+            try:
+                # Whatever is still queued goes first.
+                self._start(f"client {self._client} leaves", asks, short, priority=-(1 << 62)).wait()
+            except KVError:
+                pass  # a peer is gone already; there is nobody left to tell
+        self.abort()
+
+    def abort(self) -> None:
+        """End the I/O thread without a word to the peers."""
+        self._link.stop()
+
+    # ---- what all clients do
+
+    def _command(
+        self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
+    ) -> Work:
+        ordinal, settle = self._next_ordinal(counts)
+        asks = [about(part, kind, (ordinal, *fields, part)) for part in range(self._num_parts)]
+        return self._start(f"{name} on client {self._client}", asks, deadline, settle=settle)
+
+    def _next_ordinal(self, counts: str) -> tuple[int, Settle]:
+        """The number of a call that all clients make, and what has to run when the call is over."""
+        ordinal = self._ordinals[counts] + 1
+        self._ordinals[counts] = ordinal
+
+        def settle(error: KVError | None) -> None:
+            if error is not None:  # not used up: the next call is the repetition of this one
+                self._ordinals[counts] = ordinal - 1
+
+        return ordinal, settle
+
+    def finish(self, deadline: Deadline) -> Work:
+        """This client pushes nothing further; done when rounds and barriers go on without it.
+
+        To be called when no push is under way.
+        """
+        asks = [about(part, m.Finish, (part,)) for part in range(self._num_parts)]
+        asks.append(Ask(SCHEDULER, m.Finish, ()))
+        return self._start(f"join on client {self._client}", asks, deadline)
+
+    # ---- commands to the scheduler
+
+    def barrier(self, deadline: Deadline) -> Work:
+        """Done when every client of the store has reached it."""
+        ordinal, settle = self._next_ordinal("barrier")
+
+        def hear(message: Message, payloads: list[memoryview]) -> None:
+            if isinstance(message, m.Ack) and self._has_entered:
+                self._ordinals["barrier"] = message.version
+
+        ask = Ask(SCHEDULER, m.Barrier, (ordinal, max(self._furthest_step(), self._position or 0)), on_reply=hear)
+        return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
+
+    def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:
+        """Ranks of clients that have been silent for ``timeout_s``, complete when the Work is done."""
+        dead: list[int] = []
+
+        def keep(message: Message, payloads: list[memoryview]) -> None:
+            if not isinstance(message, m.Dead):
+                raise ProtocolError(f"expected the dead clients, got {type(message).__name__}")
+            dead.extend(message.clients)
+
+        ask = Ask(SCHEDULER, m.QueryDead, (timeout_s,), on_reply=keep)
+        return self._start(f"num_dead on client {self._client}", [ask], deadline), dead
+
+    # ---- operations
+
+    def _start(
+        self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
+        settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
+        work = Work(label)
+        started_s = time.perf_counter()
+        spans = Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
+        if spans is not None:
+            on_accepted = spans.then(on_accepted)
+
+        def on_done(error: KVError | None) -> None:
+            if settle is not None:
+                settle(error)
+            if phase:
+                self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
+            if spans is not None and asks:
+                spans.end(phase, self._staleness(asks[0].fields[0]))
+            work.finish(error)
+
+        timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
+        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
+        return work
