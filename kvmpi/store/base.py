@@ -15,7 +15,8 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
 from kvmpi.store import checkpoint
-from kvmpi.store.core import Invocation, KeyState, Part, check_array
+from kvmpi.store.call import Invocation, KeyState, Part
+from kvmpi.store.core import check_array
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse

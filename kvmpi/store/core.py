@@ -10,13 +10,10 @@ one rank knows. What all ranks know is the agreement of the call.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -36,7 +33,7 @@ from kvmpi.errors import (
     rebuild,
 )
 from kvmpi.kernels import host
-from kvmpi.kernels.rows import Rows
+from kvmpi.store.call import Invocation, JoinedWork, KeyState, Part, about, entries_of, processing_order
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
 from kvmpi.trace import Recorder, stall, timeline
@@ -47,93 +44,6 @@ T = TypeVar("T")
 
 #: Up to here a copy in the thread at hand costs less than a hand-over to another.
 INLINE_BYTES = 8 << 20
-
-#: Forms of a push: rows, for which rows come back if anything does, and rows, for which the whole value comes back.
-ROWS, WHOLE = "rows", "rows, whole value"
-
-
-@dataclass(slots=True)
-class KeyState:
-    """What the store knows of one key.
-
-    ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value. ``pushes``
-    counts this worker's.
-    """
-
-    key: Key
-    shape: tuple[int, ...]
-    dtype: str
-    index: int
-    library: str
-    sent: Variable
-    value: Variable
-    pushes: int = 0
-    buffer: Buffer | None = None
-    empty: Callable[[int, str], Buffer] = host.empty
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.shape[1:])
-
-    def host_buffer(self) -> Buffer:
-        """The key's own host memory, made at first use; shape ``(count,)``, storage dtype."""
-        if self.buffer is None:
-            self.buffer = self.empty(self.count, self.dtype)
-        return self.buffer
-
-
-@dataclass(slots=True)
-class Part:
-    """What one call does with one key: ``vectors`` or ``rows`` to push, arrays ``outs`` to pull into.
-
-    ``direct`` is, by identity, the memory of those arrays that a collective copies its result into by itself.
-    ``row_outs`` get rows; ``whole``: ``rows`` are pushed, and the whole value is pulled.
-    """
-
-    state: KeyState
-    vectors: list[Vector]
-    outs: list[Any] = field(default_factory=list)
-    direct: dict[int, Buffer] = field(default_factory=dict)
-    rows: Rows | None = None
-    row_outs: list[RowOut] = field(default_factory=list)
-    whole: bool = False
-
-    @property
-    def form(self) -> int | str:
-        """How it is pushed, for workers that have joined: so many vectors, or rows."""
-        if self.rows is None:
-            return len(self.vectors)
-        return WHOLE if self.whole else ROWS
-
-
-@dataclass(slots=True)
-class Invocation:
-    """One public call under way.
-
-    ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
-    ``num_joined`` of them make it because they have joined. ``about``: its keys, for the timeline.
-    """
-
-    op: str
-    deadline: Deadline
-    priority: int = 0
-    async_op: bool = False
-    done: list[Variable] = field(default_factory=list)
-    error: BaseException | None = None
-    num_joined: int = 0
-    clock: int = 0
-    about: Key | None = None
-    started_s: float = field(default_factory=time.perf_counter)
-
-    def check(self) -> None:
-        """Raise the error that every rank of the client raises."""
-        if self.error is not None:
-            raise self.error
 
 
 class StoreCore:
@@ -318,7 +228,7 @@ class StoreCore:
                 self._raise_pending(part.state)
             if timeline.on:
                 call.about = about(list(parts.values()))
-            return sorted(parts.values(), key=lambda part: _processing_order(part.state))
+            return sorted(parts.values(), key=lambda part: processing_order(part.state))
 
         return self._enter(call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts]])
 
@@ -382,7 +292,7 @@ class StoreCore:
 
     def _join(self, works: Sequence[Work], op: str) -> Work:
         """One Work for several: finished when all are, with the first one's error."""
-        return works[0] if len(works) == 1 else _JoinedWork(works, op)
+        return works[0] if len(works) == 1 else JoinedWork(works, op)
 
     def _settle(self, deadline: Deadline) -> None:
         """Wait until everything that was started is done; its errors surface here."""
@@ -506,66 +416,6 @@ class StoreCore:
         if self._rule is None or not self._rule.averages:
             return 1.0
         return 1.0 / ((self.mpi_size - call.num_joined) * len(vectors))
-
-
-class _JoinedWork(Work):
-    """Several operations of one call."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work], name: str) -> None:
-        super().__init__(name)
-        self._works = works
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-    def error(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.error()) is not None), None)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        deadline = Deadline(timeout_s)
-        start_s = time.perf_counter()
-        try:
-            for work in self._works:
-                work.wait(None if timeout_s is None else deadline.remaining_s())
-        finally:
-            if self.on_waited is not None:
-                self.on_waited(time.perf_counter() - start_s)
-
-    def wait_done(self, timeout_s: float | None = None) -> bool:
-        deadline = Deadline(timeout_s)
-        return all(work.wait_done(None if timeout_s is None else deadline.remaining_s()) for work in self._works)
-
-    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
-        if not self._works:
-            fn(self)
-        left = itertools.count(len(self._works) - 1, -1)
-        for work in self._works:
-            work.add_done_callback(lambda _: fn(self) if next(left) == 0 else None)
-
-
-def _processing_order(state: KeyState) -> tuple[int, int]:
-    """Keys of one call are processed in ascending order of int keys; str keys in the order of their init."""
-    return (state.key, 0) if isinstance(state.key, int) else (0, state.index)
-
-
-def entries_of(parts: Sequence[Part]) -> list[Entry]:
-    """What has to be equal on all workers of a client."""
-    return [
-        Entry(part.state.key, part.state.shape, part.state.dtype)
-        if part.rows is None
-        else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
-        for part in parts
-    ]
-
-
-def about(parts: Sequence[Part]) -> Key | None:
-    """Keys as one: for the timeline."""
-    if len(parts) == 1:
-        return parts[0].state.key
-    named = ", ".join(str(part.state.key) for part in parts[:3])
-    return f"{named}, ... ({len(parts)} keys)" if len(parts) > 3 else named
 
 
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:

@@ -22,8 +22,9 @@ from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient
 from kvmpi.store.base import KVStore
+from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, Part, scaled
+from kvmpi.store.core import INLINE_BYTES, scaled
 from kvmpi.store.grammar import Key
 from kvmpi.trace import timeline
 

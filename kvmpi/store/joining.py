@@ -25,7 +25,8 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import no_rows
-from kvmpi.store.core import WHOLE, Invocation, KeyState, Part, StoreCore, entries_of
+from kvmpi.store.call import WHOLE, Invocation, KeyState, Part, entries_of
+from kvmpi.store.core import StoreCore
 from kvmpi.store.grammar import Key
 
 if TYPE_CHECKING:

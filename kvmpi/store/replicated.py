@@ -19,8 +19,9 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
+from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import Invocation, KeyState, Part, scaled
+from kvmpi.store.core import scaled
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.rows import union_of
 

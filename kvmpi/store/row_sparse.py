@@ -13,7 +13,8 @@ from kvmpi.errors import ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
-from kvmpi.store.core import INLINE_BYTES, Invocation, KeyState, Part, StoreCore, entries_of
+from kvmpi.store.call import Invocation, KeyState, Part, entries_of
+from kvmpi.store.core import INLINE_BYTES, StoreCore
 from kvmpi.store.grammar import Group
 
 
