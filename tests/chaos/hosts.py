@@ -178,8 +178,11 @@ class HostsJob:
 
     def left_files(self) -> list[str]:
         """What the processes have left on their hosts and in the folder of the job."""
-        # The keys and the Unix sockets are whoever's who has made the folder.
-        left = [str(path) for path in self.job_dir.iterdir() if path.name != "keys" and not path.is_socket()]
+        # What is whoever's who has made the folder: keys, Unix sockets, who answers to SIGUSR1, the last picture.
+        known = ("keys", "status.json", "answers-")
+        left = [
+            str(path) for path in self.job_dir.iterdir() if not path.name.startswith(known) and not path.is_socket()
+        ]
         for host in range(len(self.lab.hosts)):
             listed = subprocess.run(
                 self.lab.command_on(host, ["ls", "-A", PRIVATE]), capture_output=True, text=True, check=True
