@@ -32,7 +32,8 @@ def test_clients_over_two_hosts_under_mpich() -> None:
         pytest.skip("needs iproute2 and nsenter")
     with NetLab(2, link=None) as lab:
         for host in range(2):  # UCX, which MPICH uses, looks there for the interfaces of its host
-            subprocess.run(lab.command_on(host, ["mount", "-t", "sysfs", "none", "/sys"]), check=True)
+            if subprocess.run(lab.command_on(host, ["mount", "-t", "sysfs", "none", "/sys"]), check=False).returncode:
+                pytest.skip("a host of the lab cannot have a /sys of its own here")
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
         env["KVMPI_MPIRUN"] = mpirun.find(os.environ, 4).path
         listed = ",".join(f"{name}:2" for name in lab.hosts)
