@@ -1,4 +1,4 @@
-"""Reads from the memory of another process of this host: Linux's cross-memory attach, one copy and no staging."""
+"""Reads and writes in the memory of another process of this host: Linux's cross-memory attach, one copy, no staging."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _load() -> Any:
+def _load(name: str) -> Any:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
     vector = ctypes.POINTER(_IoVec)
@@ -35,16 +35,17 @@ def _load() -> Any:
     return function
 
 
-_process_vm_readv = _load()
+_process_vm_readv = _load("process_vm_readv")
+_process_vm_writev = _load("process_vm_writev")
 
 
 def available() -> bool:
-    """Whether this system has the call; it may still refuse to serve it."""
-    return _process_vm_readv is not None
+    """Whether this system has the calls; it may still refuse to serve them."""
+    return _process_vm_readv is not None and _process_vm_writev is not None
 
 
 def admit_peers() -> None:
-    """Let processes of the same user read from this one, where a security module (Yama) asks to be told."""
+    """Let processes of the same user read and write here, where a security module (Yama) asks to be told."""
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope") as file:
             scope = file.read().strip()
@@ -73,18 +74,25 @@ class CrossMemory:
             PermissionError: the system refuses.
             PeerLostError: that process has ended, or has no such memory any more.
         """
-        position, end = address_of(into), into.nbytes
+        self._copy(_process_vm_readv, "read from", address, into)
+
+    def write(self, address: int, block: Buffer) -> None:
+        """Copy ``block`` to ``address`` there; raises as ``read`` does."""
+        self._copy(_process_vm_writev, "write to", address, block)
+
+    def _copy(self, call: Any, verb: str, address: int, here: Buffer) -> None:
+        position, end = address_of(here), here.nbytes
         done = 0
         while done < end:
             self._local.base, self._local.length = position + done, end - done
             self._remote.base, self._remote.length = address + done, end - done
-            copied = _process_vm_readv(self._pid, self._local, 1, self._remote, 1, 0)
+            copied = call(self._pid, self._local, 1, self._remote, 1, 0)
             if copied <= 0:
-                raise self._refusal()
+                raise self._refusal(verb)
             done += copied
 
-    def _refusal(self) -> Exception:
+    def _refusal(self, verb: str) -> Exception:
         number = ctypes.get_errno()
         if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-            return PermissionError(number, f"reading from process {self._pid}: {os.strerror(number)}")
-        return PeerLostError(f"cannot read from process {self._pid}: {os.strerror(number)}; it has probably ended")
+            return PermissionError(number, f"cannot {verb} process {self._pid}: {os.strerror(number)}")
+        return PeerLostError(f"cannot {verb} process {self._pid}: {os.strerror(number)}; it has probably ended")

@@ -1,4 +1,4 @@
-"""Ranks that share a host: a page of counters of each that all of them see, and reads from each other's memory."""
+"""Ranks that share a host: a page of counters of each that all of them see, and each other's memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.arena import own
 from kvmpi.collectives.cross_memory import CrossMemory, address_of
 from kvmpi.collectives.waiting import Patience
 from kvmpi.deadline import Deadline
+from kvmpi.errors import PeerLostError
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 
 #: What a rank can post for one call.
 MAX_PLACES = 4096
-#: Bytes of each of the two slots in which a rank offers small data, and of the results that all ranks share.
+#: Bytes of each of the two slots in which a rank offers small data.
 SLOT_BYTES = 256 << 10
-RELAY_BYTES = 2 << 20
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
-_POSTED, _PROGRESS, _FINISHED, _PLACES = 0, 16, 32, 48
+_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _PLACES = 0, 16, 32, 33, 48
 PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: Marks a place in an arena: whose is said by the bits below. Other places are addresses, which end below that bit.
@@ -58,10 +57,10 @@ class Peer(NamedTuple):
 class HostGroup:
     """One rank's view of the ranks of a host. Calls must be the same, in the same order, on every one of them.
 
-    A call goes: ``begin``; ``post`` where this rank's vectors are, or what is in its ``slot``; ``await_posts``; read
-    from the others while ``advance`` and ``blocks_of`` tell how far each rank's results are; ``finish``, after which
-    this rank reads nothing of others any more. Ranks are numbered by their place in ``members``, which holds their
-    ranks in the communicator.
+    A call goes: ``begin``; ``post`` where this rank's vectors and results are, or what is in its ``slot``;
+    ``await_posts``; read from the others, and ``deliver`` to them, or read their results while ``advance`` and
+    ``blocks_of`` tell how far these are; ``finish``, after which this rank touches nothing of others any more. Ranks
+    are numbered by their place in ``members``, which holds their ranks in the communicator.
     """
 
     def __init__(self, members: Sequence[int], index: int, peers: list[Peer]) -> None:
@@ -81,7 +80,6 @@ class HostGroup:
         self._mine = self._words[index]
         self._call = self._blocks = 0
         self._order = threading.Lock()
-        self._relay: Buffer | None = None
         self._common: list[tuple[int, int]] = []  # places of what was shared
         self._kept: list[Buffer] = [peers[index].slots]
         weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
@@ -127,6 +125,23 @@ class HostGroup:
         found = self.fetch(rank, place, part, into)
         if found is not into:
             np.copyto(into, found)
+
+    def deliver(self, rank: int, place: int, part: slice, block: Buffer) -> None:
+        """Copy ``block`` to the elements ``part`` of what ``rank`` has posted at ``place`` for its result.
+
+        Raises:
+            PeerLostError: that rank waits no more, so its memory is its own again.
+        """
+        if self._words[rank][_GIVEN_UP]:
+            raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
+        if place & IN_ARENA:
+            arena = self._peers[(place & ~IN_ARENA) >> _OWNER_SHIFT].arena
+            first = (place & _OFFSET_MASK) + part.start * block.itemsize
+            np.copyto(arena[first : first + block.nbytes].view(block.dtype), block)
+            return
+        memory = self._peers[rank].memory
+        assert memory is not None, "a private result was posted where ranks cannot write to each other's memory"
+        memory.write(place + part.start * block.itemsize, block)
 
     def slot(self, rank: int, count: int, dtype: Any, call: int) -> Buffer:
         """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""
@@ -193,20 +208,23 @@ class HostGroup:
             self._fence()
         return blocks if call == self._call else 0
 
-    def await_blocks(self, rank: int, num_blocks: int, deadline: Deadline, what: What) -> None:
-        """Return when so many blocks of ``rank``'s results can be read."""
-        self._await(
-            _PROGRESS, (rank,), (self._call << _BLOCK_BITS) + num_blocks, deadline, what, "did not sum its part"
-        )
-
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
-        """This rank reads no more; return when ``wait_for`` do not either, so that what was posted is free again."""
+        """This rank is through; return when ``wait_for`` are, too, so that what was posted is free again."""
         if not _ORDERED:
             self._fence()
         self._mine[_FINISHED] = self._call
         if wait_for:
             assert deadline is not None
             self._await(_FINISHED, wait_for, self._call, deadline, what, "did not finish")
+
+    def give_up(self, buffers: Sequence[Buffer]) -> None:
+        """This rank has failed. Nothing more is to be delivered to ``buffers``, which are kept.
+
+        A rank that was stopped in the middle of a copy goes on with it when it is continued: then it must not find
+        there what the system has given to somebody else.
+        """
+        _kept_for_late_ranks.extend(buffers)
+        self._mine[_GIVEN_UP] = 1
 
     def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: What) -> Buffer | None:
         """Collective: bytes in the first member's arena, as every rank has them mapped.
@@ -225,14 +243,6 @@ class HostGroup:
             return None
         self._common.append((place, place + nbytes))
         return self.fetch(0, place, slice(0, nbytes), np.empty(0, np.uint8))
-
-    def relay(self, deadline: Deadline, what: What) -> Buffer | None:
-        """Collective at first: ``RELAY_BYTES`` for results that all ranks read; None if there is no room."""
-        if self._relay is None:
-            made = own().empty(RELAY_BYTES, np.dtype(np.uint8)) if self.index == 0 else None
-            found = self.share(made, RELAY_BYTES, deadline, what)
-            self._relay = np.empty(0, np.uint8) if found is None else found
-        return self._relay if self._relay.size else None
 
     def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: What, problem: str) -> None:
         words = self._words
@@ -255,6 +265,8 @@ class HostGroup:
         if not _ORDERED:
             self._fence()
 
+
+_kept_for_late_ranks: list[Buffer] = []
 
 #: Of groups that are no more: what others may still read, until their pages say that they are through.
 _retired: dict[int, tuple[list[Words], int, list[Buffer]]] = {}

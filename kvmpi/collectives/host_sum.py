@@ -19,6 +19,9 @@ Buffer = npt.NDArray[Any]
 
 #: A block and what is added to it stay in a core's cache.
 BLOCK_BYTES = 1 << 20
+#: A word says how many places for a result follow, and below this bit how many of vectors.
+_HEAD_BITS = 32
+ONE_OF_EACH = 1 << _HEAD_BITS | 1
 
 
 class Piece(NamedTuple):
@@ -48,11 +51,13 @@ def pieces_of(counts: tuple[int, ...], num_ranks: int, block_count: int) -> list
 
 
 class Posted:
-    """What the ranks of a host have posted for a call: of each tensor, the place of a result and of its vectors.
+    """What the ranks of a host have posted for a call: of each tensor, places of its vectors and for its result.
 
     Args:
-        tensors: this rank's; where others cannot read private memory, scratch stands in for what is posted.
-        with_results: whether others read results where this rank puts them.
+        tensors: this rank's; where others cannot reach private memory, scratch stands in for what is posted.
+        with_results: whether others have to do with results where this rank puts them.
+        with_copies: whether others deliver, so that they are to know about ``Tensor.copies``.
+        staged: whether scratch stands in for private memory anyway.
         own: which elements of results are there already.
         wait_for: the ranks of which that is to be known; by default all.
     Raises:
@@ -61,55 +66,92 @@ class Posted:
 
     def __init__(
         self, group: HostGroup, tensors: Sequence[Tensor], act: Act, *, with_results: bool = True,
-        own: slice = slice(0, 0), wait_for: Sequence[int] | None = None,
+        with_copies: bool = False, staged: bool = False, own: slice = slice(0, 0),
+        wait_for: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self._group = group
+        self._group, self._attaches = group, group.attaches and not staged
+        self._stand_ins: dict[tuple[int, int], Buffer] = {}  # by address and length
+        #: Where this rank puts its part of each result, and what gets it from there: first what others deliver to.
         self.results: list[Buffer] = []
-        mine: list[list[int]] = []
+        self._targets: list[list[Buffer]] = []
+        self._late: list[list[Buffer]] = []
+        mine: list[tuple[list[int], list[int]]] = []
+        room = MAX_PLACES - sum(2 + len(tensor.vectors) for tensor in tensors)
         for tensor in tensors:
+            vectors = [self._reachable(vector, act, slice(None))[1] for vector in tensor.vectors]
             result, place = self._reachable(tensor.out, act, own) if with_results else (tensor.out, 0)
+            places, targets, late = [place], [result], [] if result is tensor.out else [tensor.out]
+            for copy in tensor.copies if with_copies else ():
+                known = group.place_of(copy)
+                if room > 0 and (known is not None or self._attaches):
+                    places.append(address_of(copy) if known is None else known)
+                    targets.append(copy)
+                    room -= 1
+                else:
+                    late.append(copy)
             self.results.append(result)
-            mine.append([place, *(self._reachable(vector, act, slice(None))[1] for vector in tensor.vectors)])
+            self._targets.append(targets)
+            self._late.append(late)
+            mine.append((places, vectors))
         group.begin(act.deadline, act.describe)
-        group.post([*map(len, mine), *(place for places in mine for place in places)])
+        heads = [len(places) << _HEAD_BITS | len(vectors) for places, vectors in mine]
+        group.post([*heads, *(place for places, vectors in mine for place in (*places, *vectors))])
         awaited = group.others if wait_for is None else wait_for
         group.await_posts(awaited, act.deadline, act.describe)
-        #: By rank and tensor: the place of the result, then those of the vectors.
-        self.places = {group.index: mine, **{rank: self._read(rank, len(tensors)) for rank in awaited}}
+        #: By rank and tensor: the places for its result, those of its vectors.
+        self.places = {group.index: mine, **{rank: places_of(group, rank, len(tensors)) for rank in awaited}}
 
     def _reachable(self, buffer: Buffer, act: Act, present: slice) -> tuple[Buffer, int]:
         """``buffer`` and the place to post; or what stands in for it, with a copy of the elements ``present``."""
         place = self._group.place_of(buffer)
         if place is not None:
             return buffer, place
-        if self._group.attaches:
-            return buffer, address_of(buffer)
-        stand_in = act.scratch(buffer.size, buffer.dtype)
+        name = address_of(buffer), buffer.size
+        if self._attaches:
+            return buffer, name[0]
+        stand_in = self._stand_ins.get(name)
+        if stand_in is None:
+            stand_in = self._stand_ins[name] = act.scratch(buffer.size, buffer.dtype)
+            np.copyto(stand_in[present], buffer[present])
         place = self._group.place_of(stand_in)
         assert place is not None, "no room in the arena for data that has to be staged"
-        np.copyto(stand_in[present], buffer[present])
         return stand_in, place
 
-    def _read(self, rank: int, num_tensors: int) -> list[list[int]]:
-        numbers = self._group.places_of(rank, 0, num_tensors)
-        words = iter(self._group.places_of(rank, num_tensors, sum(numbers)))
-        return [[next(words) for _ in range(number)] for number in numbers]
+    def deliver(self, tensor: int, part: slice) -> None:
+        """This rank's part of a result is there: it goes to all that asked for it, on every rank."""
+        group, mine = self._group, self.places[self._group.index][tensor][0]
+        done = self.results[tensor][part]
+        for target in self._targets[tensor][1:]:
+            np.copyto(target[part], done)
+        for peer in group.others:
+            for place in self.places[peer][tensor][0]:
+                # What lies at the same place of the same arena is common to both.
+                if place != mine[0] or not place & IN_ARENA:
+                    group.deliver(peer, place, part, done)
 
-    def result_of(self, rank: int, tensor: int) -> int | None:
-        """Where ``rank`` puts its part of a result; None if that is this rank's own result."""
-        place = self.places[rank][tensor][0]
-        return None if place & IN_ARENA and place == self.places[self._group.index][tensor][0] else place
+    def settle(self) -> None:
+        """All have delivered: what this rank has to copy by itself."""
+        for result, late in zip(self.results, self._late, strict=True):
+            for target in late:
+                np.copyto(target, result)
 
     def copy_result(self, rank: int, tensor: int, part: slice, out: Buffer) -> None:
         """``out[part]`` becomes ``rank``'s result there."""
-        place = self.result_of(rank, tensor)
-        if place is not None:
+        place = self.places[rank][tensor][0][0]
+        if place != self.places[self._group.index][tensor][0][0] or not place & IN_ARENA:
             self._group.read(rank, place, part, out[part])
 
 
 def fits(tensors: Sequence[Tensor]) -> bool:
     """Whether there is room to post so many."""
     return sum(2 + len(tensor.vectors) for tensor in tensors) <= MAX_PLACES
+
+
+def places_of(group: HostGroup, rank: int, num_tensors: int) -> list[tuple[list[int], list[int]]]:
+    """By tensor: the places that ``rank`` has posted for its result, and those of its vectors."""
+    numbers = [divmod(head, 1 << _HEAD_BITS) for head in group.places_of(rank, 0, num_tensors)]
+    words = iter(group.places_of(rank, num_tensors, sum(map(sum, numbers))))
+    return [([next(words) for _ in range(a)], [next(words) for _ in range(b)]) for a, b in numbers]
 
 
 class HostSum:
@@ -128,7 +170,7 @@ class HostSum:
         self._half = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
         self._fetched, self._wide = block
-        self._places = [(peer, place) for peer in group.others for place in posted.places[peer][number][1:]]
+        self._places = [(peer, place) for peer in group.others for place in posted.places[peer][number][1]]
 
     def own(self, start: int, stop: int, into: Buffer) -> Buffer:
         """See ``ring.Terms``: what this host contributes."""
@@ -187,7 +229,7 @@ def block_for(dtype: str, block_bytes: int, act: Act) -> tuple[Buffer, Buffer]:
 
 
 class Copies:
-    """A ``ring.Machine`` that copies a rank's results as they become final: to ``out``, from there to ``copies``.
+    """A ``ring.Machine`` that copies a rank's results to ``Tensor.out`` as they become final.
 
     Args:
         order: what becomes final, in the order in which it is announced by ``HostGroup.advance``.
@@ -213,8 +255,6 @@ class Copies:
         for number, start, stop in self._order[self._taken : ready]:
             tensor, part = self._tensors[number], slice(start, stop)
             self._posted.copy_result(self._peer, number, part, tensor.out)
-            for copy in tensor.copies:
-                np.copyto(copy[part], tensor.out[part])
         self._taken = ready
         return True
 

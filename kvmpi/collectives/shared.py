@@ -1,21 +1,21 @@
-"""Collectives among the ranks of one host, each reading straight from the others' memory.
+"""Collectives among the ranks of one host, each working straight in the others' memory.
 
-Every rank sums one segment of the result, block by block while a block is in its cache, out of all ranks' vectors; then
-it copies the other segments from where their ranks have put them, as far as these are. No rank's data is staged unless
-the system refuses reads from another process; what lies in an ``Arena`` is mapped, and read without a system call.
+Every rank sums one segment of the result, block by block while a block is in its cache: it reads the block out of all
+ranks' vectors, and writes the sum to all ranks' results. No rank's data is staged unless the system refuses to let a
+process read and write another's memory, or that costs more than to copy; what lies in an ``Arena`` is mapped, and
+needs no system call. A result in memory that all ranks of the host see as one is written once.
 
-Results go straight to ``out`` where that is memory that all ranks of the host see as one, and nothing is left to copy;
-small ones go through such memory, which spares the ranks a last meeting; others are read from each rank's ``out``.
-
-Cost per rank for S bytes: (P-1)/P * S read and added, (P-1)/P * S copied; two or three latencies. A segment is added
-in rank order from its owner on, each vector by itself: the same bits on every rank and in every run, and of a single
-tensor those of ``ring``. Data that fits into a slot is summed whole by every rank, in rank order: one latency.
+Cost per rank for S bytes: S read, (P-1)/P * S added, S written, which in place is what has just been read; two
+meetings. A segment is added in rank order from its owner on, each vector by itself: the same bits on every rank and in
+every run, and of a single tensor those of ``ring``. Data that fits into a slot is summed whole by every rank, in rank
+order: one meeting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,50 +23,48 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
 from kvmpi.collectives.cross_memory import address_of
-from kvmpi.collectives.host_group import IN_ARENA, RELAY_BYTES, SLOT_BYTES, HostGroup
-from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, fits, pieces_of
-from kvmpi.collectives.ring import drive
+from kvmpi.collectives.host_group import IN_ARENA, SLOT_BYTES, HostGroup
+from kvmpi.collectives.host_sum import BLOCK_BYTES, ONE_OF_EACH, HostSum, Posted, block_for, fits, pieces_of, places_of
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
-from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
-#: A private vector up to this size is copied to where others have it mapped: cheaper than that each looks it up.
+#: Private memory up to this size is copied to and from where others have it mapped: these copies stay in the cache,
+#: while the system takes a quarter of a microsecond for each page of another process that it looks up.
 STAGE_BYTES = 4 << 20
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
 
 
 class _Views:
-    """Of vectors of one length and dtype: slots by call, parts by rank, and where small data goes in and out."""
+    """Of vectors of one length and dtype: slots by call, parts by rank, and what stands in for private memory."""
 
-    __slots__ = ("block", "parts", "relay", "relay_place", "slots", "stage", "stage_place")
+    __slots__ = ("block", "parts", "slots", "stage", "stage_place")
 
     block: Buffer
     slots: list[list[Buffer]]
     parts: list[list[slice]]
 
     def __init__(self) -> None:
-        self.relay: Buffer | None = None
         self.stage: Buffer | None = None
-        self.relay_place = self.stage_place = 0
+        self.stage_place = 0
 
 
 class Shared:
     """See ``Algorithm``; for ranks that are all on one host.
 
     Args:
-        slot_bytes, relay_bytes: what is larger does not go that way; the same on every rank.
+        slot_bytes, stage_bytes: what is larger does not go that way; the same on every rank.
     """
 
     def __init__(
         self, group: HostGroup, block_bytes: int = BLOCK_BYTES, *, slot_bytes: int = SLOT_BYTES,
-        relay_bytes: int = RELAY_BYTES,
+        stage_bytes: int = STAGE_BYTES,
     ) -> None:  # fmt: skip
         self._group, self._block_bytes = group, block_bytes
-        self.slot_bytes, self._relay_bytes = min(slot_bytes, SLOT_BYTES), min(relay_bytes, RELAY_BYTES)
+        self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
         self._stage: Buffer | None = None
         self._quietly = _quiet_context()
@@ -83,7 +81,7 @@ class Shared:
             self._sum_segments([packed], dtype, act)
             unpack(tensors, packed)
             return
-        self._sum_segments(self._relayed(tensors, count, act), dtype, act)
+        self._sum_segments(tensors, dtype, act)
 
     def sum_one(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
         """``allreduce`` of one vector that needs no widening, where ranks can attach: the same steps without detours.
@@ -95,55 +93,43 @@ class Shared:
             return
         group = self._group
         views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
-        result, place = out, group.place_of(out)
-        if views.relay is not None and (place is None or not group.is_common_place(place)):
-            result, place = views.relay, views.relay_place
-        if place is None:
-            place = address_of(out)
-        source = group.place_of(vector)
+        source, place, stage = group.place_of(vector), group.place_of(out), views.stage
         if source is None:
             source = address_of(vector)
-            if views.stage is not None:
+            if stage is not None:
                 source = views.stage_place
                 for peer in group.others:
                     for part in views.parts[peer]:
-                        np.copyto(views.stage[part], vector[part])
+                        np.copyto(stage[part], vector[part])
+        late = stage if place is None else None
+        if place is None:
+            place = address_of(out) if stage is None else views.stage_place
         group.begin(deadline, what)
-        group.post((2, place, source))
-        group.await_posts(group.others, deadline, what)
-        posted = [(peer, *group.places_of(peer, 0, 3)) for peer in group.others]
-        terms = [(peer, term) for peer, number, _, first in posted for term in (
-            (first,) if number == 2 else group.places_of(peer, 2, number - 1)
-        )]  # fmt: skip
-        copies = result is not out
-        with np.errstate(all="ignore"):
-            for part in views.parts[group.index]:
-                target, total = result[part], vector[part]
-                for peer, term in terms:
-                    total = np.add(total, group.fetch(peer, term, part, views.block[: target.size]), out=target)
-                group.advance()
-                if copies:
-                    np.copyto(out[part], target)
-        start_ns = timeline.now() if timeline.on else 0
-        common = True
-        for peer, _, theirs, _ in posted:
-            same = theirs == place and theirs & IN_ARENA
-            common = common and bool(same)
-            taken, parts = 0, views.parts[peer]
-            while taken < len(parts):
-                if (ready := group.blocks_of(peer)) == taken:
-                    group.await_blocks(peer, taken + 1, deadline, what)
-                    continue
-                for part in parts[taken:ready]:
-                    if not same:
-                        group.read(peer, theirs, part, out[part])
-                    elif copies:
-                        np.copyto(out[part], result[part])
-                taken = ready
-        if start_ns:
-            own = sum(part.stop - part.start for part in views.parts[group.index])
-            timeline.span("exchange", start_ns, nbytes=out.nbytes - own * out.itemsize)
-        group.finish(() if common else group.others, deadline, what)
+        group.post((ONE_OF_EACH, place, source))
+        try:
+            group.await_posts(group.others, deadline, what)
+            targets, terms = [], []
+            for peer in group.others:
+                head, theirs, term = group.places_of(peer, 0, 3)
+                results, vectors = ((theirs,), (term,)) if head == ONE_OF_EACH else places_of(group, peer, 1)[0]
+                # What lies at the same place of the same arena is common to both.
+                targets += [(peer, theirs) for theirs in results if theirs != place or not place & IN_ARENA]
+                terms += [(peer, term) for term in vectors]
+            with np.errstate(all="ignore"):
+                for part in views.parts[group.index]:
+                    target, total = out[part], vector[part]
+                    for peer, term in terms:
+                        total = np.add(total, group.fetch(peer, term, part, views.block[: target.size]), out=target)
+                    for peer, theirs in targets:
+                        group.deliver(peer, theirs, part, target)
+            group.finish(group.others, deadline, what)
+        except BaseException:
+            group.give_up([vector, out])
+            raise
+        if late is not None:
+            for peer in group.others:
+                for part in views.parts[peer]:
+                    np.copyto(out[part], late[part])
 
     def _sum_one_slot(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
         group = self._group
@@ -170,17 +156,13 @@ class Shared:
         pieces = pieces_of((count,), group.size, block_count)
         views.parts = [[slice(piece.start, piece.stop) for piece in of_rank] for of_rank in pieces]
         views.block = np.empty(min(block_count, count), dtype)
-        relay = group.relay(deadline, what) if like.nbytes <= self._relay_bytes else None
-        if relay is not None:
-            views.relay = relay[: like.nbytes].view(dtype)
-            views.relay_place = group.place_of(views.relay) or 0
-        if like.nbytes <= STAGE_BYTES:
+        if like.nbytes <= self._stage_bytes:
             if self._stage is None:
-                self._stage = shared_bytes(STAGE_BYTES)
-            views.stage = self._stage[: like.nbytes].view(dtype)
-            views.stage_place = group.place_of(views.stage) or 0
-            if not views.stage_place:
-                views.stage = None  # no room in the arena
+                self._stage = shared_bytes(self._stage_bytes)
+            stage = self._stage[: like.nbytes].view(dtype)
+            place = group.place_of(stage)
+            if place is not None:  # else there was no room in the arena
+                views.stage, views.stage_place = stage, place
         return views
 
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
@@ -214,45 +196,31 @@ class Shared:
             for copy in tensor.copies:
                 np.copyto(copy, tensor.out)
 
-    def _relayed(self, tensors: Sequence[Tensor], count: int, act: Act) -> Sequence[Tensor]:
-        """The same tensors with results in memory that all ranks share, if they have room there, copied from there."""
-        itemsize = tensors[0].out.itemsize
-        if count * itemsize > self._relay_bytes:
-            return tensors
-        relay = self._group.relay(act.deadline, act.describe)
-        if relay is None or self._group.is_common(tensors[0].out):
-            return tensors
-        results, start = relay[: count * itemsize].view(tensors[0].out.dtype), 0
-        found = []
-        for tensor in tensors:
-            result = results[start : start + tensor.out.size]
-            start += result.size
-            found.append(Tensor(tensor.vectors, result, (tensor.out, *tensor.copies)))
-        return found
-
     def _sum_segments(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
-        """Every rank sums one segment of all tensors end to end, and copies the others' results."""
+        """Every rank sums one segment of all tensors end to end, and delivers it."""
         group = self._group
-        posted = Posted(group, tensors, act)
         block = block_for(dtype, self._block_bytes, act)
-        pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)
-        sums: dict[int, HostSum] = {}
-        for number, start, stop in pieces[group.index]:
-            if number not in sums:
-                sums[number] = HostSum(group, posted, number, tensors[number].vectors, dtype, block)
-            tensor, result = tensors[number], posted.results[number]
-            done = result[start:stop]
-            sums[number].finish(None, start, stop, done)
-            group.advance()
-            for target in tensor.copies if result is tensor.out else (tensor.out, *tensor.copies):
-                np.copyto(target[start:stop], done)
-        machines = [Copies(group, peer, posted, tensors, pieces[peer]) for peer in group.others]
-        own = sum(stop - start for _, start, stop in pieces[group.index])
-        others = sum(tensor.out.size for tensor in tensors) - own
-        drive(machines, act.deadline, act.describe, others * tensors[0].out.itemsize)
-        # Results that all ranks share are written again only when all have begun the next call.
-        common = all(posted.result_of(peer, i) is None for peer in group.others for i in range(len(tensors)))
-        group.finish(() if common else group.others, act.deadline, act.describe)
+        nbytes = sum(tensor.out.nbytes for tensor in tensors)
+        with self._exposed([buffer for tensor in tensors for buffer in (tensor.out, *tensor.copies)]):
+            posted = Posted(group, tensors, act, with_copies=True, staged=nbytes <= self._stage_bytes)
+            pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)
+            sums: dict[int, HostSum] = {}
+            for number, start, stop in pieces[group.index]:
+                if number not in sums:
+                    sums[number] = HostSum(group, posted, number, tensors[number].vectors, dtype, block)
+                sums[number].finish(None, start, stop, posted.results[number][start:stop])
+                posted.deliver(number, slice(start, stop))
+            group.finish(group.others, act.deadline, act.describe)
+        posted.settle()
+
+    @contextlib.contextmanager
+    def _exposed(self, buffers: Sequence[Buffer]) -> Iterator[None]:
+        """Other ranks write to ``buffers`` inside; if that does not end well, they had better stay where they are."""
+        try:
+            yield
+        except BaseException:
+            self._group.give_up(buffers)
+            raise
 
     # ---- the others
 
@@ -276,10 +244,13 @@ class Shared:
                 np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype, call))
             group.finish()
             return
-        posted = Posted(group, [Tensor((), out)], act, own=slice(start, stop))
-        for peer in group.others:
-            posted.copy_result(peer, 0, slice(*segments[peer]), out)
-        group.finish(group.others, act.deadline, act.describe)
+        with self._exposed([out]):
+            posted = Posted(group, [Tensor((), out)], act, with_copies=True, own=slice(start, stop))
+            block_count = max(1, self._block_bytes // out.itemsize)
+            for first in range(start, stop, block_count):
+                posted.deliver(0, slice(first, min(first + block_count, stop)))
+            group.finish(group.others, act.deadline, act.describe)
+        posted.settle()
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group = self._group

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("mpi4py")
 
 CASES = [
-    "slots-begin", "slots-post", "relay-post", "relay-sum", "results-post", "results-sum", "results-copy",
-    "results-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring", "hierarchical-post",
-    "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
+    "slots-begin", "slots-post", "staged-post", "staged-sum", "staged-deliver", "attached-post", "attached-sum",
+    "attached-deliver", "attached-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring",
+    "hierarchical-post", "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
 ]  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def shared_files() -> set[str]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp_path: Path) -> None:
-    cases = CASES if size > 2 else ["slots-post", "relay-sum", "results-copy", "ring-reduce", "ring-gather", "mpi"]
+    cases = CASES if size > 2 else ["slots-post", "staged-sum", "attached-deliver", "ring-reduce", "ring-gather", "mpi"]
     before = shared_files()
     arguments = (tmp_path, int(signal.SIGSTOP), *cases)
     output = mpi_jobs.run(kind, size, "failure_checks.py", *arguments, folder=tmp_path, timeout_s=120.0)
@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp
     assert shared_files() <= before, "something is left in /dev/shm"
 
 
-@pytest.mark.parametrize("case", ["slots-post", "results-sum", "ring-reduce", "hierarchical-ring"])
+@pytest.mark.parametrize("case", ["slots-post", "attached-sum", "ring-reduce", "hierarchical-ring"])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(kind: str, case: str, tmp_path: Path) -> None:
     before = shared_files()
     with pytest.raises(AssertionError, match="exit status"):

@@ -78,7 +78,7 @@ def check(
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=12), numbers=st.lists(st.integers(1, 3), min_size=1),
     where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
-    way=st.sampled_from(["slots", "relay", "results"]), mapped=st.booleans(),
+    way=st.sampled_from(["slots", "stage", "attach"]), mapped=st.booleans(),
 )  # fmt: skip
 def test_any_list_of_sizes(
     run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
@@ -88,8 +88,8 @@ def test_any_list_of_sizes(
     with pytest.MonkeyPatch.context() as patch:
         if way != "slots":
             patch.setattr(shared, "SLOT_BYTES", 0)
-        if way == "results":
-            patch.setattr(shared, "RELAY_BYTES", 0)
+        if way != "stage":
+            patch.setattr(shared, "STAGE_BYTES", 0)
         check(run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped)
 
 
