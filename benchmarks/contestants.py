@@ -272,9 +272,13 @@ class Agreement(Contestant):
 
 
 class Store(Contestant):
-    """``kv.pushpull`` on an ``mpi`` store, one call for all arrays. ``empty``: input and result are of kv.empty."""
+    """``kv.pushpull`` on an ``mpi`` store, one call for all arrays. ``empty``: input and result are of kv.empty.
+
+    ``sum``: ``kv.allreduce``, which keeps no value.
+    """
 
     ops = ("allreduce",)
+    modifiers = ("in", "empty", "sum")
 
     def __init__(self, setting: Setting, kind: str, how: Sequence[str]) -> None:
         super().__init__(setting, kind, how)
@@ -306,7 +310,7 @@ class Store(Contestant):
         return arrays.wrap(flat, (flat.size,), self.setting.dtype, "numpy")
 
     def run(self) -> None:
-        self._kv.pushpull(*self._arguments)
+        (self._kv.allreduce if "sum" in self.how else self._kv.pushpull)(*self._arguments)
 
     def shut(self) -> None:
         super().shut()

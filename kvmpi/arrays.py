@@ -159,6 +159,20 @@ def memory_of(array: Any) -> Vector | None:
     return read(array) if plain else None
 
 
+def span_of(array: Any) -> tuple[int, int]:
+    """Addresses between which an array's host memory lies; (0, 0) for none."""
+    library = _library(array)
+    if not all(array.shape) or library == "cupy" or (library == "torch" and array.device.type != "cpu"):
+        return 0, 0
+    if library == "numpy":
+        start, strides, itemsize = int(array.__array_interface__["data"][0]), array.strides, array.itemsize
+    else:
+        itemsize = array.element_size()
+        start, strides = int(array.data_ptr()), [stride * itemsize for stride in array.stride()]
+    reach = [(n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)]
+    return start + sum(min(0, r) for r in reach), start + sum(max(0, r) for r in reach) + itemsize
+
+
 def _read_torch(tensor: Any, dtype: str) -> Vector:
     torch = sys.modules["torch"]
     tensor = tensor.detach()

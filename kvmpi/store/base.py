@@ -39,6 +39,7 @@ class KVStore(Joining, RowSparse, ABC):
 
     _capabilities: dict[str, bool] = {  # noqa: RUF012 - read only
         "optimizer": True,
+        "allreduce": False,
         "updater": False,
         "view": False,
         "async": False,
@@ -181,6 +182,23 @@ class KVStore(Joining, RowSparse, ABC):
         call = self._call("pushpull", priority, async_op)
         parts = self._enter_keys(call, key, value, value if out is None else out)
         return self._complete(self._start_pushpull(parts, call), call)
+
+    def allreduce(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False
+    ) -> Work | None:
+        """The sum of ``value`` over devices and workers goes to ``out``, by default in place of ``value``.
+
+        Unlike ``pushpull`` it leaves the stored value as it is, whatever the push rule is, and keeps no copy of the
+        sum: what gradients want that a worker's own optimizer uses. For stores that hold values in the workers. Where
+        there are several workers, arrays of ``kv.empty`` are summed in place without a copy.
+
+        Raises:
+            KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: ``out`` is unchanged.
+            UnsupportedError: the values are on servers; or ``value`` has rows of a key.
+        """
+        call = self._call("allreduce", priority, async_op)
+        parts = self._enter_keys(call, key, value, value if out is None else out)
+        return self._complete(self._start_allreduce(parts, call), call)
 
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.
@@ -478,6 +496,10 @@ class KVStore(Joining, RowSparse, ABC):
     @abstractmethod
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
         """Both, in one exchange."""
+
+    def _start_allreduce(self, parts: list[Part], call: Invocation) -> list[Work]:
+        """Sum over the client, into the arrays of the call alone."""
+        raise NotImplementedError
 
     @abstractmethod
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:

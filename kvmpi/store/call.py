@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
+from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
@@ -160,6 +162,29 @@ def entries_of(parts: Sequence[Part]) -> list[Entry]:
         else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
         for part in parts
     ]
+
+
+def keep_apart(parts: Sequence[Part]) -> None:
+    """Copy what is pushed and would be overwritten before it is read: by what another key is pulled into, or by the
+    same key's if that does not lie exactly there.
+    """
+    sources = [
+        (number, i, vector.address, vector.address + vector.nbytes)
+        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors) if vector.on_host
+    ]  # fmt: skip
+    targets = [(number, *arrays.span_of(out)) for number, part in enumerate(parts) for out in part.outs]
+    if not sources or not targets:
+        return
+    owner, _, start, stop = np.array(sources, np.int64).T
+    mine, first, last = np.array(targets, np.int64).T
+    low, high = min(start), max(stop)
+    near = (first < high) & (last > low)  # most calls end here
+    mine, first, last = mine[near, None], first[near, None], last[near, None]
+    exact = (owner == mine) & (start == first) & (stop == last)
+    for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
+        number, i, _, _ = sources[index]
+        vector = parts[number].vectors[i]
+        parts[number].vectors[i] = Vector(vector.buffer.copy(), vector.dtype, vector.device, shared=False)
 
 
 def about(parts: Sequence[Part]) -> Key | None:

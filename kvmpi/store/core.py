@@ -30,10 +30,11 @@ from kvmpi.errors import (
     KeyNotInitializedError,
     KVError,
     ShapeMismatchError,
+    UnsupportedError,
     rebuild,
 )
 from kvmpi.kernels import host
-from kvmpi.store.call import Invocation, JoinedWork, KeyState, Part, about, entries_of, processing_order
+from kvmpi.store.call import Invocation, JoinedWork, KeyState, Part, about, entries_of, keep_apart, processing_order
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
 from kvmpi.trace import Recorder, stall, timeline
@@ -48,6 +49,8 @@ INLINE_BYTES = 8 << 20
 
 class StoreCore:
     """Keys, lanes and agreement; subclasses add the public API and the operations of a store type."""
+
+    _sums_alone = False  # whether a sum needs nobody but the workers
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         self._type, self._config = type_name, config
@@ -210,6 +213,8 @@ class StoreCore:
                 self._check_pushable(call.op, state)
                 state.pushes += 1
                 if group.by_rows:
+                    if call.op == "allreduce":
+                        raise UnsupportedError(f"allreduce of key {group.key!r}: rows of it are summed by pushpull")
                     parts[group.key] = self._part_of_rows(group, state, call, in_place)
                     continue
                 parts[group.key] = Part(state, [arrays.read(array) for array in group.arrays])
@@ -224,6 +229,8 @@ class StoreCore:
             for part in parts.values():
                 for array in (*part.outs, *(out.target for out in part.row_outs if out.ids is not None)):
                     arrays.check_writable(array)
+            if not in_place:
+                keep_apart(list(parts.values()))
             for part in parts.values():
                 self._raise_pending(part.state)
             if timeline.on:
@@ -300,6 +307,11 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
+        if op == "allreduce" and not self._sums_alone:
+            raise UnsupportedError(
+                f"allreduce of key {state.key!r}: the servers of a {self._type} store keep what they sum; call "
+                "pushpull, or kv.client.allreduce for a sum among the workers of this client"
+            )
 
     def _part_of_rows(self, group: Group, state: KeyState, call: Invocation, in_place: bool) -> Part:
         """What a call pushes to a key of which it has some rows; see ``row_sparse``."""

@@ -239,6 +239,7 @@ _STARTS: Mapping[str, _Start] = MappingProxyType(
         "push": lambda store, parts, call: store._start_push(parts, call),
         "pull": _pull,
         "pushpull": lambda store, parts, call: store._start_pushpull(parts, call),
+        "allreduce": lambda store, parts, call: store._start_allreduce(parts, call),
         "row_sparse_pull": lambda store, parts, call: [store._start_row_pull(part, call) for part in parts],
     }
 )

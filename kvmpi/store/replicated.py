@@ -43,7 +43,10 @@ class _Replica:
 class ReplicatedStore(KVStore):
     """Values in every worker. ``local``: alone. ``mpi``: one client of all workers, tensor allreduce, no server."""
 
-    _capabilities = {**KVStore._capabilities, "updater": True, "view": True}  # noqa: RUF012 - read only
+    _capabilities = {  # noqa: RUF012 - read only
+        **KVStore._capabilities, "allreduce": True, "updater": True, "view": True,
+    }  # fmt: skip
+    _sums_alone = True
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
@@ -163,6 +166,27 @@ class ReplicatedStore(KVStore):
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
         return self._start_push(parts, call)
+
+    def _start_allreduce(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return [self._sum_op(bucket, call) for bucket in self._buckets(parts)]
+
+    def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
+        """Push: sum into what the parts ask for, and nowhere else."""
+        _choose_direct(bucket)
+
+        def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
+            # The first vector may be replaced by partial sums, others are still to be added by then.
+            later = {vector.address for vector in part.vectors[1:]}
+            direct = list(part.direct.values())
+            first = next((i for i, memory in enumerate(direct) if memory.ctypes.data not in later), None)
+            return (part.state.host_buffer() if first is None else direct.pop(first)), direct
+
+        def finish(part: Part) -> None:
+            for out in part.outs:
+                if id(out) not in part.direct:
+                    arrays.write(out, targets(part)[0])
+
+        return self._reduce_op(bucket, call, finish, targets=targets)
 
     def _rows_op(self, part: Part, call: Invocation) -> Work:
         """Push: sum rows over the client, apply the push rule to them, and copy out what the part asks for."""
@@ -289,23 +313,8 @@ def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
 
 
 def _choose_direct(bucket: Sequence[Part]) -> None:
-    """Set each part's ``direct``: contiguous host memory, of which no other part of the bucket is still to be read."""
-    outs = [
-        (place, id(out), vector)
-        for place, part in enumerate(bucket) for out in part.outs if (vector := arrays.memory_of(out)) is not None
-    ]  # fmt: skip
-    sources = [(place, vector) for place, part in enumerate(bucket) for vector in part.vectors if vector.on_host]
-    free = np.ones(len(outs), bool)
-    if len(bucket) > 1:
-        owner, start, stop = _ranges(sources)
-        mine, first, last = _ranges([(place, vector) for place, _, vector in outs])[:, :, None]
-        free = ~((start < last) & (stop > first) & (owner != mine)).any(axis=1)
-    for (place, name, vector), is_free in zip(outs, free.tolist(), strict=True):
-        if is_free:
-            bucket[place].direct[name] = vector.buffer
-
-
-def _ranges(found: Sequence[tuple[int, Vector]]) -> npt.NDArray[np.int64]:
-    """Places, and where the vectors begin and end in memory, shape ``(3, len(found))``."""
-    rows = [(place, vector.address, vector.address + vector.nbytes) for place, vector in found]
-    return np.array(rows, np.int64).reshape(-1, 3).T
+    """Set each part's ``direct``."""
+    for part in bucket:
+        for out in part.outs:
+            if (memory := arrays.memory_of(out)) is not None:
+                part.direct[id(out)] = memory.buffer

@@ -10,6 +10,7 @@ import torch
 from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 from kvmpi.torch.futures import future_of
+from kvmpi.torch.parameters import summing
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -42,7 +43,7 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
             "no sum of gradients to get back; use a synchronous store"
         )
-    made: set[str] = set()
+    made, sums = set[str](), summing(kv)
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if kv.optimizer is not None:
@@ -52,7 +53,7 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
         if key not in made:
             kv.init(key, torch.zeros_like(gradients))
             made.add(key)
-        work = kv.pushpull(key, gradients, async_op=True)
+        work = sums(key, gradients, async_op=True)
         assert work is not None
         return future_of(work, lambda: gradients.div_(kv.num_workers))
 

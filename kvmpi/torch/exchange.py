@@ -16,7 +16,7 @@ from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets
 from kvmpi.torch.norms import NormBuffers
-from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key
+from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key, summing
 
 #: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
 _TIMED, _LAST_PLANNED = 1, 3
@@ -214,7 +214,7 @@ class Exchange:
         told = torch.zeros(len(self._tensors), dtype=torch.int64)
         if self._planners.rank == 0:
             told[: len(order)] = torch.tensor(order, dtype=torch.int64) + 1
-        self._planners.pushpull(self._order_key, told)
+        summing(self._planners)(self._order_key, told)
         return [number - 1 for number in told.tolist() if number]
 
     # ---- a pass
@@ -294,7 +294,7 @@ class Exchange:
             if number == len(self._buckets) - 1:
                 self._all_used.copy_(torch.tensor(self._used))
                 keys, arrays = [*keys, self._all_used_key], [*arrays, self._all_used]
-            self._sent.append(_Flight(bucket, [kv.pushpull(keys, arrays, priority=number, async_op=True)]))
+            self._sent.append(_Flight(bucket, [summing(kv)(keys, arrays, priority=number, async_op=True)]))
             return
         keys = [self._params.keys[i] for i in bucket.indices]
         arrays = [bucket.arrays[i] for i in bucket.indices]

@@ -6,7 +6,7 @@ import torch
 
 from kvmpi.engine import Work
 from kvmpi.store import KVStore
-from kvmpi.torch.parameters import next_key
+from kvmpi.torch.parameters import next_key, summing
 
 
 class NormBuffers:
@@ -54,7 +54,7 @@ class NormBuffers:
             else:
                 vector.zero_()
         keys, vectors = [key for key, _, _ in self._vectors], [vector for _, vector, _ in self._vectors]
-        self._work = self._kv.pushpull(keys, vectors, async_op=True)
+        self._work = summing(self._kv)(keys, vectors, async_op=True)
 
     def finish(self) -> None:
         """Take what has come back."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from kvmpi.engine import Work
 from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 
@@ -88,6 +89,11 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.bool:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def summing(kv: KVStore) -> Callable[..., Work | None]:
+    """The call that sums gradients: ``kv.allreduce``, which keeps no copy of them, where the store has it."""
+    return kv.allreduce if kv.is_capable("allreduce") else kv.pushpull
 
 
 def next_key(kv: KVStore) -> int:

@@ -14,7 +14,7 @@ import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.store import KVStore
-from kvmpi.torch.parameters import KeyedParameters, Parameters
+from kvmpi.torch.parameters import KeyedParameters, Parameters, summing
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
 BIG_PARAMETER = 16 * 1024 * 1024
@@ -257,8 +257,9 @@ class Trainer:
             tensor = self._params.tensors[i]
             if tensor.grad is None:
                 tensor.grad = _no_rows(tensor) if i in self._sparse else torch.zeros_like(tensor)
-        if active:
-            self._kv.pushpull(active, [self._params.tensors[i].grad for i in active])
+        for sums, of_it in ((summing(self._kv), False), (self._kv.pushpull, True)):  # rows travel by pushpull
+            if keys := [i for i in active if (i in self._sparse) == of_it]:
+                sums(keys, [self._params.tensors[i].grad for i in keys])
 
     def _remote_step(self, batch_size: float) -> None:
         kv = self._kv

@@ -97,6 +97,37 @@ def test_equal_keys_in_one_push_are_summed(store):
     np.testing.assert_array_equal(pulled(store, 5, ones), 5 * ones)
 
 
+def test_allreduce_leaves_the_value_alone(any_store):
+    kv, value, out = any_store, array(1), np.empty((2, 3), "f4")
+    kv.init([3, 5], [array(0), np.zeros((0, 2), "f2")])
+    if not kv.is_capable("allreduce"):
+        with pytest.raises(errors.UnsupportedError, match=r"allreduce of key 3: .*kv.client.allreduce"):
+            kv.allreduce(3, value)
+        kv.client.init(3, value)
+        kv, any_store = kv.client, kv.client
+    else:
+        kv.set_optimizer(optim.SGD(lr=1.0))
+        np.testing.assert_array_equal(pulled(kv, 3, out), array(0))
+    before = pulled(kv, 3, out)
+    kv.allreduce(3, [value, array(2)], out)
+    np.testing.assert_allclose(out, value.astype("f8") + array(2), rtol=1e-6)
+    np.testing.assert_array_equal(value, array(1))
+    both = [array(1), array(2)]
+    kv.allreduce(3, both)
+    for each in both:
+        np.testing.assert_array_equal(each, out)
+    same = torch.from_numpy(array(4))
+    kv.allreduce(3, same, async_op=True).wait()
+    np.testing.assert_array_equal(same, array(4))
+    np.testing.assert_array_equal(pulled(kv, 3, out), before)
+    with pytest.raises(errors.UnsupportedError, match="rows"):
+        kv.allreduce(3, (np.array([1]), np.ones((1, 3), "f4")))
+    with pytest.raises(errors.ShapeMismatchError):
+        kv.allreduce(3, np.zeros(2, "f4"))
+    with pytest.raises(errors.KeyNotInitializedError, match="allreduce of key 4"):
+        kv.allreduce(4, value)
+
+
 def test_lists_of_keys_and_one_array_many_times(store):
     store.init(["a", "b"], [array(1), array(2)])
     outs = [np.empty((2, 3), "f4") for _ in range(2)]

@@ -116,6 +116,11 @@ def synchronous(name, turn):
             exchange(kv, step, [array(data(kv.rank, step, i), i) for i in range(len(KEYS))], outs)
             for i, out in enumerate(outs):
                 check(out, sums(counts, step, i), name, turn, step, KEYS[i])
+            if kv.is_capable("allreduce"):
+                summed = [array(data(kv.rank, step, i), i) for i in range(len(KEYS))]
+                kv.allreduce(NAMES, summed)
+                for i, out in enumerate(summed):
+                    check(out, sums(counts, step, i), name, turn, step, KEYS[i], "allreduce")
         kv.join()
 
         def right():

@@ -55,6 +55,24 @@ def check(kv, turn):
         views = [kv.view(key) for key in keys]
         right(views, 2)
         assert not any(view.flags.writeable for view in views)
+    if kv.is_capable("allreduce"):
+        kept = [np.asarray(a).copy() for a in own]
+        pairs = [list(pair) for pair in zip(outs, strided, strict=True)]
+        kv.allreduce(keys, [[a, b, b] for a, b in zip(own, kept, strict=True)], pairs)
+        for arrays in (outs, strided):
+            right(arrays, 3)
+        vectors = [[np.asarray(a).copy() for _ in range(3)] for a in own]
+        kv.allreduce(keys, vectors, [[third, first] for first, _, third in vectors])  # over what is still to be added
+        for i in (0, 2):
+            right([three[i] for three in vectors], 3)
+        assert all((np.asarray(a) == b).all() for a, b in zip(own, kept, strict=True))
+        if n > 1:
+            kv.allreduce(keys, own)  # in place, also where kv.empty is
+            right(own)
+            for a, b in zip(own, kept, strict=True):
+                a[:] = b if isinstance(a, np.ndarray) else torch.from_numpy(b)
+        kv.pull(keys, outs)
+        right(outs, 2)  # as before
     work = kv.pushpull(keys, own, async_op=True)  # in place
     work.wait()
     right(own)
@@ -66,14 +84,25 @@ def check(kv, turn):
 
 def overlap(kv):
     """What one key is pulled into is what another pushes: keys that travel together are read before one is written."""
-    count = 100_001
-    kv.init(["a", "b"], [np.zeros(count), np.zeros(count)])
-    a, b = np.full(count, 1.0 + kv.rank), np.full(count, 100.0 + kv.rank)
-    ranks = sum(range(kv.num_workers))
-    if kv.type == "mpi" and kv.mpi_size > 1:
-        kv.pushpull(["a", "b"], [a, b], [b, a])
-        assert (b == kv.num_workers + ranks).all()
-        assert (a == 100 * kv.num_workers + ranks).all()
+    for count in (100_001, 600_001):  # what is large is not staged
+        names = [f"a {count}", f"b {count}"]
+        kv.init(names, [np.zeros(count), np.zeros(count)])
+        ways = [kv.pushpull, kv.allreduce] if kv.is_capable("allreduce") else [kv.pushpull]
+        n, ranks, index = kv.num_workers, sum(range(kv.num_workers)), np.arange(count + 3.0)
+        for sums in ways:
+            a, b = np.full(count, 1.0 + kv.rank), np.full(count, 100.0 + kv.rank)
+            sums(names, [a, b], [b, a])
+            assert (b == n + ranks).all()
+            assert (a == 100 * n + ranks).all()
+            vectors = [index[:count] * factor for factor in (1.0, 2.0, 4.0)]
+            sums(names[0], vectors, [vectors[2], vectors[0]])  # over what is still to be added
+            assert all((vector == 7 * n * index[:count]).all() for vector in vectors[::2])
+            shifted = index.copy()  # over itself, but not where it lies
+            sums(names[0], shifted[:count], shifted[3:])
+            assert (shifted[3:] == n * index[:count]).all()
+            shifted = index.copy()
+            sums(names[0], shifted[3:], shifted[:count])
+            assert (shifted[:count] == n * index[3:]).all()
 
 
 def rules(kv, path):
