@@ -169,17 +169,17 @@ def keep_apart(parts: Sequence[Part]) -> None:
     same key's if that does not lie exactly there.
     """
     sources = [
-        (number, i, vector.address, vector.address + vector.nbytes)
-        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors) if vector.on_host
+        (number, i, start, start + vector.nbytes)
+        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors)
+        if vector.on_host for start in (vector.address,)
     ]  # fmt: skip
     targets = [(number, *arrays.span_of(out)) for number, part in enumerate(parts) for out in part.outs]
-    if not sources or not targets:
+    low, high = min((s[2] for s in sources), default=0), max((s[3] for s in sources), default=0)
+    targets = [target for target in targets if target[1] < high and target[2] > low]
+    if not targets:  # which is where most calls end
         return
     owner, _, start, stop = np.array(sources, np.int64).T
-    mine, first, last = np.array(targets, np.int64).T
-    low, high = min(start), max(stop)
-    near = (first < high) & (last > low)  # most calls end here
-    mine, first, last = mine[near, None], first[near, None], last[near, None]
+    mine, first, last = np.array(targets, np.int64).T[:, :, None]
     exact = (owner == mine) & (start == first) & (stop == last)
     for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
         number, i, _, _ = sources[index]
