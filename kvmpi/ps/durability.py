@@ -208,6 +208,7 @@ class SnapshotKeeper(_Files):
     def _committed(self, number: int, result: Exception | None) -> None:
         if isinstance(result, Exception):
             _log.error("scheduler: snapshot %d is given up: %s", number, _said(result))
+            self._state.book.given_up(number)
             return
         self._state.book.committed(number)
         self._thread().start(

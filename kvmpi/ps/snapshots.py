@@ -330,6 +330,8 @@ class SnapshotBook:
         self.complete = [resumed.number] if resumed is not None else []
         self._base = self._newest = resumed.number if resumed is not None else 0
         self._pending: dict[int, _Pending] = {}
+        # Of which all parts are written, and the manifest is still to be.
+        self._whole: set[int] = set()
         self._dropped: list[int] = []
         self._stale: list[int] = []
         self._due_s = math.inf
@@ -387,6 +389,8 @@ class SnapshotBook:
             self._newest = number
             self._open(number)
             return number, None
+        if number in self._whole or number in self.complete:
+            return None, None  # by now it can do without a server that has left it out
         if message.stage == "dropped" and number not in self._dropped:
             self._dropped.append(number)
         pending = self._pending.get(number)
@@ -408,14 +412,21 @@ class SnapshotBook:
         if len(pending.files) < self.num_parts:
             return None, None
         del self._pending[number]
+        self._whole.add(number)
         files = tuple((pending.files[part].nbytes, pending.files[part].checksum) for part in range(self.num_parts))
         return None, Manifest(number, files, pending.steps)
 
     def committed(self, number: int) -> None:
         """The manifest of a snapshot is on the disk."""
+        self._whole.discard(number)
         self._margin = max(2, self._margin // 2)
         self.complete = sorted({*self.complete, number})[-KEPT:]
         self._pending = {other: pending for other, pending in self._pending.items() if other > number}
+
+    def given_up(self, number: int) -> None:
+        """The manifest of a snapshot cannot be written."""
+        self._whole.discard(number)
+        self._dropped.append(number)
 
     def recall(self, complete: Iterable[int]) -> None:
         """These were completed by a scheduler before this one."""

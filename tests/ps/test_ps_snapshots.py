@@ -354,6 +354,22 @@ def test_what_one_has_dropped_is_not_completed() -> None:
     assert book.take_stale() == []
 
 
+def test_what_is_whole_can_do_without_who_has_dropped_it() -> None:
+    """As a server that answers for nothing at the time: its word may come last."""
+    book = SnapshotBook(1)
+    assert book.hear(begun(5)) == (5, None)
+    assert book.hear(written(5, 0))[1] is not None
+    book.hear(begun(5, "dropped"))  # while the manifest is written
+    book.committed(5)
+    book.hear(begun(5, "dropped"))  # and when it is
+    assert book.hear(begun(10)) == (10, None)
+    assert book.take_stale() == []
+    assert book.hear(written(10, 0))[1] is not None
+    book.given_up(10)  # the manifest cannot be written: the disk is full, and its files are of no use
+    assert book.hear(begun(15)) == (15, None)
+    assert book.take_stale() == [10]
+
+
 def test_two_complete_ones_are_kept() -> None:
     book = SnapshotBook(1, resumed=Manifest(20, ((1, 2),), {}))
     there = [5, 10, 20, 23, 25]
