@@ -74,6 +74,7 @@ class SimulatedServer:
     def _report(self) -> None:
         """What the scheduler is to know about snapshots."""
         for news in self._writer.step():
+            self._cluster.on_news(self.rank, news)
             self._network.send(self.name, "scheduler", news, ())
 
     def _hear_client(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
@@ -214,6 +215,7 @@ class Cluster:
         restart_s: after so long a server that has ended is started again, without its memory; None: never.
     Attributes:
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
+        on_news: called with what a server says to the scheduler about snapshots.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class Cluster:
         self.config, self.network, self.mode, self._restart_s = config, network, mode, restart_s
         self.disk = disk
         self.on_version: OnVersion = lambda client, incarnation, where, version: None
+        self.on_news: Callable[[int, Any], None] = lambda server, news: None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_scheduler(resumed)
         self._keeper.begin()

@@ -7,6 +7,7 @@ import random
 
 from simulation.disk import SimulatedDisk
 from simulation.network import Violation
+from simulation.oracle import Past
 from simulation.scenario import KEYS, Job, Killed, Outcome
 
 from kvmpi.errors import ConfigError
@@ -31,16 +32,20 @@ def _play_with_snapshots(seed: int) -> Outcome:
     disk, choose = SimulatedDisk(seed), random.Random(f"{seed} lives")
     fired: dict[str, int] = {}
     resumed: Manifest | None = None
+    pasts: dict[int, Past] = {}
     try:
         for life in range(_LIVES):
-            job = Job(seed, disk, resumed)
+            job = Job(seed, disk, resumed, None if resumed is None else pasts[resumed.number])
             if life + 1 < _LIVES:
-                job.killed_after = choose.randrange(1, job.steps * job.num_clients * len(KEYS))
+                most = job.steps * job.num_clients * len(KEYS)
+                job.killed_after = choose.randrange(most // 3 if resumed is None else 1, most)
             try:
                 outcome = job.run()
                 break
             except Killed:
                 fired["kill all"] = fired.get("kill all", 0) + 1
+                made = [number for number in disk.committed if job.oracle.knows(number)]
+                pasts |= {number: job.oracle.past(number) for number in made}
             finally:
                 for fault, count in job.network.faults.fired.items():
                     fired[fault] = fired.get(fault, 0) + count
@@ -48,7 +53,9 @@ def _play_with_snapshots(seed: int) -> Outcome:
                 disk.tear()
             resumed = _newest_good(disk, job.cluster.config.num_servers)
             if resumed is not None:
-                fired["resume"] = fired.get("resume", 0) + 1
+                how = job.policy if job.mode == "sync" else job.mode
+                for name in ("resume", f"resume {how}"):
+                    fired[name] = fired.get(name, 0) + 1
         outcome.fired = {**fired, **disk.fired}
         return outcome
     finally:

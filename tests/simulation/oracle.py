@@ -5,8 +5,10 @@ A push adds ``BASE ** client`` to every element, so that a value tells how often
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,45 @@ from simulation.network import Violation
 from kvmpi.ps import replay
 from kvmpi.ps.part import Part
 from kvmpi.ps.slot import Slot
+from kvmpi.wire import messages as m
 
-#: Larger than the steps of a job, so that digits do not run over; with 4 clients float32 is still exact.
+#: Larger than the pushes of a client in all lives of a job, so that digits do not run over; with 4 clients float32 is
+#: still exact.
 BASE = 64
+
+Pair = tuple[int, Any]
+"""(client, key)."""
+Interval = tuple[int, int]
+"""How many pushes there are, at least and at most."""
+
+
+@dataclass
+class Past:
+    """What a snapshot may hold, and what it must, as the job knew that has made it.
+
+    Attributes:
+        number: of the snapshot.
+        begun, done: of a job in rounds: sets of steps that may and that must be in the values.
+        step: of other jobs: how far at least the job is that goes on from here.
+        written: pushes of that job that may and that must be in each part, since its server has begun to copy.
+        base: those of the jobs before it, by client, key and chunk; as far as it is known better than from ``before``.
+    """
+
+    number: int
+    begun: dict[Pair, int] = field(default_factory=dict)
+    done: dict[Pair, int] = field(default_factory=dict)
+    step: int = 0
+    written: dict[int, dict[Pair, Interval]] = field(default_factory=dict)
+    base: dict[tuple[int, Any, int], Interval] = field(default_factory=dict)
+    before: Past | None = None
+
+    def interval(self, client: int, key: Any, chunk: int, part: int) -> Interval:
+        """How many pushes of a client are in a chunk, which belongs to this part; of a job that has no rounds."""
+        least, most = self.base.get((client, key, chunk), (0, 0))
+        if (client, key, chunk) not in self.base and self.before is not None:
+            least, most = self.before.interval(client, key, chunk, part)
+        done, begun = self.written[part][client, key]
+        return least + done, most + begun
 
 
 class Oracle:
@@ -28,7 +66,7 @@ class Oracle:
 
     Args:
         last_steps: how often each client pushes each key.
-        resumed: rounds of the snapshot that the job goes on from; all pushes of those are in it.
+        past: the snapshot that the job goes on from.
         additive: values are sums of pushes; else only some of it can be checked.
     Attributes:
         gone: clients that rounds go on without, or may.
@@ -37,17 +75,18 @@ class Oracle:
 
     def __init__(
         self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool,
-        resumed: int = 0,
+        past: Past | None = None,
     ) -> None:  # fmt: skip
         self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
         self._sync, self._additive = sync, additive
         self._num_clients, self._replicas = len(last_steps), cluster.config.replicas
         pairs = [(client, key) for client in last_steps for key in self._keys]
-        self._resumed = resumed
-        self._begun = {pair: _bits(1, min(resumed, last_steps[pair[0]])) for pair in pairs}
-        self._done = dict(self._begun)
+        self._past = past
+        self._resumed = past.number if past is not None else 0
+        self._begun = dict.fromkeys(pairs, 0) | (past.begun if past is not None else {})
+        self._done = dict.fromkeys(pairs, 0) | (past.done if past is not None else {})
         # In synchronous rounds: of which a client is a part for certain, by key.
-        self._needed = {pair: _bits(1, last_steps[pair[0]]) for pair in pairs}
+        self._needed = {pair: _bits(1 + self._resumed, last_steps[pair[0]]) for pair in pairs}
         self.gone: set[int] = set()
         self.num_done = 0
         self._seen: dict[tuple[int, Any], np.ndarray] = {}
@@ -56,7 +95,16 @@ class Oracle:
         self._counted: weakref.WeakKeyDictionary[Slot, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self._looked_at: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._num_checked = 0
+        # Without rounds: what was begun and done when a server began to copy, by server and number; and of each part,
+        # by number, what is in it because of that.
+        self._copied: dict[tuple[int, int], dict[Pair, Interval]] = {}
+        self._written: dict[int, dict[int, dict[Pair, Interval]]] = {}
+        # What is known of the pushes that are in a chunk from the snapshot; and of how many chunks a key has.
+        self._base: dict[tuple[int, Any, int], Interval] = {}
+        self._num_chunks: dict[Any, int] = {}
+        self._resumed_step = 0
         cluster.on_version = self.check_version
+        cluster.on_news = self.hear_of_snapshot
 
     # ---- what clients do
 
@@ -103,6 +151,59 @@ class Oracle:
         least = (self._done[client, key] | self._needed[client, key]) & mask
         return least.bit_count(), (self._begun[client, key] & mask).bit_count()
 
+    # ---- snapshots
+
+    def hear_of_snapshot(self, server: int, news: m.SnapshotNews) -> None:
+        """A server has begun to copy, which without rounds means that it has copied, or has written its parts."""
+        if news.stage == "begun":
+            self._copied[server, news.number] = {
+                pair: (done.bit_count(), self._begun[pair].bit_count()) for pair, done in self._done.items()
+            }
+        elif news.stage == "written":
+            parts = self._written.setdefault(news.number, {})
+            for file in news.files:
+                parts[file.part] = self._copied[server, news.number]
+
+    def past(self, number: int) -> Past:
+        """What is in snapshot ``number`` of this job."""
+        if self._sync:
+            mask = _bits(1, number)
+            begun = {pair: steps & mask for pair, steps in self._begun.items()}
+            return Past(number, begun, {pair: (done | self._needed[pair]) & mask for pair, done in self._done.items()})
+        written = self._written[number]
+        fewest = min(done for part in written.values() for done, _ in part.values())
+        step = self._resumed_step + fewest
+        return Past(number, step=step, written=written, base=dict(self._base), before=self._past)
+
+    def knows(self, number: int) -> bool:
+        """Whether snapshot ``number`` is of this job."""
+        return number > self._resumed
+
+    def check_resumed(self, client: int, step: int) -> None:
+        """What a client is told of how far its store was in the snapshot."""
+        self._resumed_step = step
+        least = self._resumed if self._sync or self._past is None else self._past.step
+        if step < least or (self._sync and step > least):
+            raise Violation(f"client {client} is told that the snapshot is of step {step}, not of {least}")
+
+    def _narrow(self, part: int, slot: Slot, client: int, count: int) -> Interval:
+        """How many pushes may be in a chunk that has ``count``; what that says about the snapshot is kept."""
+        assert self._past is not None
+        where = (client, slot.key, slot.chunk)
+        least, most = self._base.get(where) or self._past.interval(*where, part)
+        done, begun = self._done[client, slot.key].bit_count(), self._begun[client, slot.key].bit_count()
+        self._base[where] = max(least, count - begun), min(most, count - done)
+        return least + done, most + begun
+
+    def _from_snapshot(self, client: int, key: Any) -> Interval:
+        """How many pushes of a client an element of ``key`` has from the snapshot."""
+        if self._past is None:
+            return 0, 0
+        found = [interval for (of, what, _), interval in self._base.items() if (of, what) == (client, key)]
+        if len(found) < self._num_chunks.get(key, math.inf):
+            return 0, BASE  # not all of it has been looked at
+        return min(least for least, _ in found), max(most for _, most in found)
+
     # ---- what clients see
 
     def check_version(self, client: int, incarnation: int, where: tuple[Any, int], version: int) -> None:
@@ -138,19 +239,22 @@ class Oracle:
                         f"{where}: rounds hold {sorted(rounds)} pushes of client {other}, {least} to {most} expected"
                     )
             return
+        if (counts.sum(axis=0) < self._resumed_step * self._num_clients).any():
+            raise Violation(f"{where}: {counts.tolist()} pushes, fewer than in the {self._resumed_step} steps before")
         for other in range(self._num_clients):
-            most = self._begun[other, key].bit_count()
-            known = told.get((other, key), 0).bit_count()
+            before, before_most = self._from_snapshot(other, key)
+            most = before_most + self._begun[other, key].bit_count()
+            known = before + told.get((other, key), 0).bit_count()
             if (counts[other] < known).any():
                 raise Violation(f"{where}: {counts[other].tolist()} pushes of client {other}, who knew of {known}")
-            least = self._done[other, key].bit_count() if other == client else 0
+            least = before + self._done[other, key].bit_count() if other == client else 0
             if ((counts[other] < least) | (counts[other] > most)).any():
                 raise Violation(
                     f"{where}: {counts[other].tolist()} pushes of client {other}, {least} to {most} expected"
                 )
-        before = self._seen.get((client, key))
-        if before is not None and (counts < before).any():
-            raise Violation(f"{where}: {counts.tolist()} pushes, it has seen {before.tolist()}: time goes back")
+        seen = self._seen.get((client, key))
+        if seen is not None and (counts < seen).any():
+            raise Violation(f"{where}: {counts.tolist()} pushes, it has seen {seen.tolist()}: time goes back")
         self._seen[client, key] = counts
 
     # ---- what servers have
@@ -185,6 +289,9 @@ class Oracle:
                         least, most = self._bounds(client, slot.key, self._resumed + slot.rounds)
                         if self._replicas:
                             least = max(least, self._done[client, slot.key].bit_count())
+                    elif self._past is not None:
+                        self._num_chunks[slot.key] = shard.layouts[slot.key].num_chunks
+                        least, most = self._narrow(part.number, slot, client, count)
                     else:
                         least, most = (steps[client, slot.key].bit_count() for steps in (self._done, self._begun))
                     if not least <= count <= most:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import consistency
+from kvmpi.ps import consistency, part
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.part import Part
 from kvmpi.ps.rounds import Rounds
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshots import ServerSnapshots, SnapshotBook
 from kvmpi.wire import messages as m
 
@@ -139,6 +140,47 @@ def _begins_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Part, "resume", lambda self, copy, keys: None)
 
 
+def _counts_the_snapshot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who comes back to a job that was resumed is told of such a round."""
+    real = Shard._passed
+
+    def passed(self: Shard, client: int) -> int:
+        before = max((slot.updates - slot.rounds for slot in self.slots.values()), default=0) if self.saved else 0
+        return real(self, client) + before
+
+    monkeypatch.setattr(Shard, "_passed", passed)
+
+
+def _knows_pushes_of_the_job_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are no rounds, whose clients count from the beginning."""
+    real = part.restore
+
+    def restore(shard: Shard, saved: Any, keys: Any) -> None:
+        real(shard, saved, keys)
+        for slot in shard.slots.values() if not shard.discipline.in_rounds else ():
+            slot.steps = dict.fromkeys(range(shard.num_clients), slot.updates // shard.num_clients)
+
+    monkeypatch.setattr(part, "restore", restore)
+
+
+def _goes_on_where_the_furthest_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are no rounds: in them all are equally far."""
+
+    def step(self: ServerSnapshots, shard: Shard) -> int:
+        return self.steps.get(shard.store, 0) + max((slot.rounds for slot in shard.slots.values()), default=0)
+
+    monkeypatch.setattr(ServerSnapshots, "_step", step)
+
+
+def _writes_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes in no rounds is changed where it is."""
+
+    def dump(slot: Slot) -> Any:
+        return ["value", *slot.state], [slot.value, *slot.state.values()]
+
+    monkeypatch.setattr(Slot, "dump", dump)
+
+
 def _enters_a_round_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Shard.enter
     monkeypatch.setattr(Shard, "enter", lambda self, client, step, passed: real(self, client, step + 1, passed))
@@ -170,6 +212,10 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "snapshot of several rounds": (_copies_whatever_is_there, "after step"),
     "one snapshot kept": (_keeps_one_snapshot, "was complete and whole"),
     "snapshot not read": (_begins_without_the_snapshot, "must be there"),
+    "snapshot counted twice": (_counts_the_snapshot_twice, "enters after"),
+    "steps of the job before": (_knows_pushes_of_the_job_before, "must be there"),
+    "resumed too far": (_goes_on_where_the_furthest_is, "steps before"),
+    "snapshot not copied": (_writes_what_is_there_by_then, "were begun"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),

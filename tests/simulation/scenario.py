@@ -10,7 +10,7 @@ from simulation.cluster import Cluster
 from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
 from simulation.network import Faults, Network, Program, Violation
-from simulation.oracle import BASE, Oracle
+from simulation.oracle import BASE, Oracle, Past
 
 from kvmpi import optim
 from kvmpi.config import Config
@@ -48,13 +48,16 @@ class Job:
     """The job of ``seed``: everything about it follows from that number.
 
     Args:
-        disk: where its servers write snapshots; it is synchronous, and nobody is left out of a round.
-        resumed: the snapshot there that it goes on from.
+        disk: where its servers write snapshots.
+        resumed, past: the snapshot there that it goes on from, and what is in that.
     Attributes:
+        mode, policy: "sync" or "async"; what rounds do without a client that is lost.
         killed_after: all its processes are killed when clients were told of the end of so many pushes.
     """
 
-    def __init__(self, seed: int, disk: SimulatedDisk | None = None, resumed: Manifest | None = None) -> None:
+    def __init__(
+        self, seed: int, disk: SimulatedDisk | None = None, resumed: Manifest | None = None, past: Past | None = None
+    ) -> None:
         self.seed = seed
         self.killed_after: int | None = None
         heal_s = 8.0
@@ -63,7 +66,7 @@ class Job:
         faults = self.network.faults
         faults.drop, faults.duplicate = choose.choice([(0.0, 0.0), (0.05, 0.1), (0.15, 0.15)])
         faults.delay_s = choose.choice([0.001, 0.02, 0.3])
-        self.mode = choose.choice(["sync", "async"]) if disk is None else "sync"
+        self.mode = choose.choice(["sync", "async"])
         self.num_clients = 1 + choose.randrange(4)
         self.steps = 3 + choose.randrange(8)
         num_servers = 1 + choose.randrange(4)
@@ -72,7 +75,7 @@ class Job:
             replicas=choose.randrange(min(3, num_servers)), chunk_bytes=choose.choice([8, 20, 1 << 20]),
             window_bytes=choose.choice([1, 64, 1 << 20]), retry_s=0.7,
             placement=choose.choice(["uniform", "lpt", "hash", "round_robin"]),
-            on_client_loss=choose.choice(["fail", "wait", "shrink" if disk is None else "wait"]),
+            on_client_loss=choose.choice(["fail", "wait", "shrink"]),
             **self._durable(disk, resumed),
         )  # fmt: skip
         self.cluster = Cluster(
@@ -80,7 +83,7 @@ class Job:
             restart_s=choose.choice([0.1, 2.0]), disk=disk, resumed=resumed,
         )  # fmt: skip
         self.limit_s = heal_s + GRACE_S
-        self._policy = config.on_client_loss
+        self.policy = config.on_client_loss
         # Some clients push less than others.
         self._last_step = dict.fromkeys(range(self.num_clients), self.steps)
         for client in range(1, self.num_clients):
@@ -91,7 +94,7 @@ class Job:
         self._rule = choose.choice(["test", "test", "adam"]) if self.mode == "sync" else "test"
         self.oracle = Oracle(
             self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
-            resumed=0 if resumed is None else resumed.number,
+            past=past,
         )  # fmt: skip
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
@@ -107,8 +110,11 @@ class Job:
         if disk is None:
             return {}
         folder = disk.directory
-        every = self.network.random.choice([1, 2, 3])
-        return {"snapshot_dir": folder, "snapshot_every": every, "resume": "" if resumed is None else folder}
+        every, seconds = self.network.random.choice([(1, 0.0), (2, 0.0), (3, 0.0), (0, 0.5)])
+        return {
+            "snapshot_dir": folder, "snapshot_every": every, "snapshot_seconds": seconds,
+            "resume": "" if resumed is None else folder,
+        }  # fmt: skip
 
     def run(self) -> Outcome:
         """Run it to the end.
@@ -151,16 +157,16 @@ class Job:
 
     def _may_lose(self, rank: int) -> bool:
         """Whether the job has to survive the end of a client's process."""
-        if self._policy == "fail" or rank in self.oracle.gone | self._leaving or self.mode == "async":
+        if self.policy == "fail" or rank in self.oracle.gone | self._leaving or self.mode == "async":
             return False
         if f"client {rank}.{self._incarnations[rank]}" not in self._programs:
             return False  # another process is about to take its place
         # Client 0 has the first values.
-        return self._policy == "wait" or rank != 0 or self.oracle.num_done > 0
+        return self.policy == "wait" or rank != 0 or self.oracle.num_done > 0
 
     def _on_loss(self, rank: int) -> None:
         """A client's process is dead, or counts as dead soon; then another may be started before it knows."""
-        if self._policy == "shrink":
+        if self.policy == "shrink":
             self.oracle.leave_out(rank)
             if self.network.random.random() < 0.7 or len(self.oracle.gone) == self.num_clients:
                 self._come_back(rank)
@@ -182,7 +188,7 @@ class Job:
         try:
             yield from self._program(ps, rank, incarnation)
         except (ClientLostError, ProtocolError) as error:
-            if self._policy == "shrink" and incarnation > 1 and "is over" in str(error) and self._closing:
+            if self.policy == "shrink" and incarnation > 1 and "is over" in str(error) and self._closing:
                 self.network.faults.count("too late")
                 self.network.detach(f"client {rank}.{incarnation}")
                 return
@@ -191,7 +197,7 @@ class Job:
                 raise
             self.network.faults.count("told that it is lost")
             self.network.detach(f"client {rank}.{incarnation}")
-            if self._policy == "wait" and incarnation == self._incarnations[rank]:
+            if self.policy == "wait" and incarnation == self._incarnations[rank]:
                 self._come_back(rank)
 
     # ---- what clients do
@@ -206,9 +212,10 @@ class Job:
         yield [ps.enter(deadline())]
         yield [ps.set_rule(rule, deadline())]
         yield [ps.barrier(deadline())]
+        self.oracle.check_resumed(rank, ps.resumed_step)
         first = 1 + ps.resumed_step + ps.position
         if rank in self.oracle.gone and incarnation == self._incarnations[rank] > 1:
-            self.network.faults.count("return")
+            self.network.faults.count("return" if not ps.resumed_step else "return after resume")
             self.oracle.enter(rank, first - 1)
             yield from self._read_all(ps, rank, first - 1)
         if self.cluster.config.resume and incarnation == 1 and first <= self._last_step[rank]:
