@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -71,7 +73,7 @@ class Rule:
 
     def hyperparams(self) -> dict[str, Any]:
         """Every hyperparameter: float, bool or list of floats."""
-        return {name: _plain(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: _plain(self, name) for name in _parameters(type(self))}
 
     def with_hyperparams(self: R, **changes: Any) -> R:
         """A new rule that differs in ``changes``.
@@ -91,7 +93,7 @@ class Rule:
 
     def __repr__(self) -> str:
         """The constructor call, without the parameters that have their default."""
-        parameters = inspect.signature(type(self)).parameters
+        parameters = _parameters(type(self))
         shown = [
             f"{name}={tuple(value) if isinstance(value, list) else value!r}"
             for name, value in self.hyperparams().items()
@@ -197,9 +199,15 @@ class Rule:
             )
 
 
+@functools.cache
+def _parameters(cls: type[Rule]) -> Mapping[str, inspect.Parameter]:
+    """What a rule is made of: its constructor's parameters."""
+    return inspect.signature(cls).parameters
+
+
 def check_known(cls: type[Rule], given: dict[str, Any]) -> None:
     """Raise a ``ConfigError`` that lists the hyperparameters of ``cls`` if ``given`` names another."""
-    parameters = list(inspect.signature(cls).parameters)
+    parameters = list(_parameters(cls))
     if unknown := sorted(set(given) - set(parameters)):
         raise ConfigError(
             f"{cls.name or cls.__name__} has no hyperparameter {', '.join(unknown)}; "

@@ -58,7 +58,7 @@ class Part:
     def __init__(self, server: int, number: int, on_client_loss: str = "fail") -> None:
         self.empty: Empty = new_buffer
         self.server, self.number, self._on_client_loss = server, number, on_client_loss
-        self.chain = m.Chain(-1, [])
+        self._take_place(m.Chain(-1, []))
         self.replicas = 0
         self.seq = self.committed = 0
         self.complete = False
@@ -81,25 +81,23 @@ class Part:
 
     # ---- place in the chain
 
+    def _take_place(self, chain: m.Chain) -> None:
+        """Look once where this server is in the chain: it is asked for with every message."""
+        self.chain = chain
+        self._is_head = chain.members[:1] == [self.server] and not chain.draining
+        self._line = [*chain.members, *([chain.joiner] if chain.joiner >= 0 else [])]
+        after = self._line.index(self.server) + 1 if self.server in self._line else len(self._line)
+        self._successor = self._line[after] if after < len(self._line) else None
+
     @property
     def answers(self) -> bool:
         """Whether clients are served here."""
-        return self.complete and self.chain.members[:1] == [self.server] and not self.chain.draining
+        return self.complete and self._is_head
 
     @property
     def is_shared(self) -> bool:
         """Whether other servers have the part too, one of which may be made its head without this one's knowing."""
         return len(self._line) > 1
-
-    @property
-    def _line(self) -> list[int]:
-        return [*self.chain.members, *([self.chain.joiner] if self.chain.joiner >= 0 else [])]
-
-    @property
-    def _successor(self) -> int | None:
-        line = self._line
-        after = line.index(self.server) + 1 if self.server in line else len(line)
-        return line[after] if after < len(line) else None
 
     def adopt(self, chain: m.Chain, replicas: int, now_s: float) -> list[Outgoing]:
         """The scheduler says how the chain is now."""
@@ -107,7 +105,8 @@ class Part:
             return []
         joins = chain.joiner == self.server and self.chain.joiner != self.server
         was_head = self.chain.members[:1] == [self.server]
-        self.chain, self.replicas = chain, replicas
+        self._take_place(chain)
+        self.replicas = replicas
         self._before, self._sent, self._installs = None, None, []
         if joins or self.server not in self._line:
             self._forget()
@@ -140,7 +139,7 @@ class Part:
 
     def report(self) -> list[Message]:
         """What the scheduler waits for from this server, said until it has changed the chain."""
-        if self.chain.joiner == self.server and self.complete:
+        if self.complete and self.chain.joiner == self.server:
             return [m.CaughtUp(self.number, self.chain.version)]
         if self.chain.draining and self.chain.members[0] == self.server and self.committed == self.seq:
             return [m.Drained(self.number, self.chain.version)]

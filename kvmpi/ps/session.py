@@ -52,7 +52,7 @@ class Operation:
     """
 
     __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "priority",
-                 "timeout_s", "unaccepted")  # fmt: skip
+                 "retry_s", "timeout_s", "unaccepted")  # fmt: skip
 
     def __init__(
         self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
@@ -62,6 +62,7 @@ class Operation:
         self.on_accepted = on_accepted
         self.asks: Sequence[Ask] = ()
         self.pending = self.unaccepted = self.priority = 0
+        self.retry_s = timeout_s
         self.error: KVError | None = None
         self.finished = False
 
@@ -147,6 +148,7 @@ class ClientSession:
         """Queue all requests of an operation; larger ``priority`` leaves first. No requests: it is done at once."""
         operation.asks, operation.pending, operation.unaccepted = asks, len(asks), max(1, len(asks))
         operation.priority = priority
+        operation.retry_s = min(self._retry_s, _RETRY_FRACTION * operation.timeout_s)
         if not asks:
             self._finish(operation)
             return
@@ -285,8 +287,7 @@ class ClientSession:
         for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
             self._cancel(operation, KVTimeoutError(_explain(operation)))
         for ask in self._outstanding.values():
-            interval_s = min(self._retry_s, _RETRY_FRACTION * ask.operation.timeout_s)
-            if ask.sent_s is not None and now_s - ask.sent_s > interval_s:
+            if ask.sent_s is not None and now_s - ask.sent_s > ask.operation.retry_s:
                 ask.sent_s = now_s
                 self._repeats.append(ask)
 

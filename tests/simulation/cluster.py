@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -29,8 +30,19 @@ OnVersion = Callable[[int, int, tuple[Any, int], int], None]
 _TO_PREDECESSOR = (m.Attach, m.Committed, m.Installed)
 
 
+@cache
+def who(name: str) -> tuple[int, int]:
+    """Rank and incarnation of a process."""
+    rank, _, incarnation = name.split()[1].partition(".")
+    return int(rank), int(incarnation)
+
+
 class SimulatedServer:
-    """A server's process."""
+    """A server's process.
+
+    Attributes:
+        touched: the part that the last thing that happened to it was about; None: any.
+    """
 
     def __init__(self, cluster: Cluster, rank: int, incarnation: int) -> None:
         self._cluster, self._network = cluster, cluster.network
@@ -40,15 +52,18 @@ class SimulatedServer:
         self.state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
         how = {} if disk is None else {"disk": disk, "beside": lambda _: cluster.beside(self.name)}
         self._writer = SnapshotWriter(config, self.state, lambda: None, **how)
-        self._found: dict[int, int] = {}
+        self._found: dict[int, str] = {}
         self._next_heartbeat_s = 0.0
         self._registered = False
+        self.touched: int | None = None
         # By client: its last process of which this server has been told that it is dead.
         self._dead: dict[int, int] = {}
         self._network.attach(self.name, self._receive, self._tick)
 
     def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         now_s = self._network.now_s
+        part = getattr(message, "part", None)
+        self.touched = part if part in self.state.parts else None
         if sender == "scheduler":
             if isinstance(message, m.Failure):
                 self._cluster.kill_server(self.rank)  # the process ends with that error
@@ -59,27 +74,29 @@ class SimulatedServer:
                 if message.epoch > self.state.epoch:
                     for lost in message.lost:
                         self._dead[lost.rank] = max(lost.incarnation, self._dead.get(lost.rank, 0))
-                    self._found = {info.rank: info.incarnation for info in message.servers}
+                    self._found = {info.rank: f"server {info.rank}.{info.incarnation}" for info in message.servers}
                     if self.state.epoch < 0 and message.snapshot:
                         load_parts(self._cluster.config, self.state, self.rank, message, lambda: None)
                 self._send(self.state.adopt(message, now_s))
             elif isinstance(message, m.TakeSnapshot) and self.state.snapshots is not None:
                 self.state.snapshots.begin(message.number)
         elif isinstance(message, _TO_PREDECESSOR):
-            self._send(self.state.hear(int(sender.split()[1].split(".")[0]), message, now_s))
+            self._send(self.state.hear(who(sender)[0], message, now_s))
         else:
             self._hear_client(sender, message, payloads)
         self._report()
 
     def _report(self) -> None:
         """What the scheduler is to know about snapshots."""
+        if self.state.snapshots is None:
+            return
         for news in self._writer.step():
             self._cluster.on_news(self.rank, news)
             self._network.send(self.name, "scheduler", news, ())
 
     def _hear_client(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         """What a client says counts only as long as nobody has told this server that the process is dead."""
-        client, incarnation = map(int, sender.split()[1].split("."))
+        client, incarnation = who(sender)
         if isinstance(message, m.Hello):
             self._dead[client] = max(self._dead.get(client, 0), incarnation - 1)
         before = self._held_of(client) if incarnation <= self._dead.get(client, 0) else None
@@ -101,10 +118,10 @@ class SimulatedServer:
             if isinstance(one, Reply):
                 self._network.send(self.name, one.route.decode(), one.message, one.payloads)
             elif one.server in self._found:
-                target = f"server {one.server}.{self._found[one.server]}"
-                self._network.send(self.name, target, one.message, one.payloads)
+                self._network.send(self.name, self._found[one.server], one.message, one.payloads)
 
     def _tick(self, now_s: float) -> None:
+        self.touched = None
         self._send(self.state.tick(now_s))
         for report in self.state.reports():
             self._network.send(self.name, "scheduler", report, ())
@@ -133,13 +150,13 @@ class SimulatedLink:
 
     def __init__(self, network: Network, name: str, config: Config, on_version: OnVersion) -> None:
         self._network, self._name, self._on_version = network, name, on_version
-        self._who = tuple(map(int, name.split()[1].split(".")))
+        self._who = who(name)
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
         self.shares = False
         self._joined = False
         self._epoch = -1
-        self._incarnations: dict[int, int] = {}
+        self._servers: dict[int, str] = {}
         self._next_heartbeat_s = 0.0
         network.attach(name, self._receive, self._tick)
 
@@ -171,7 +188,7 @@ class SimulatedLink:
     def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         if isinstance(message, m.View) and message.epoch > self._epoch:
             self._epoch = message.epoch
-            self._incarnations = {info.rank: info.incarnation for info in message.servers}
+            self._servers = {info.rank: f"server {info.rank}.{info.incarnation}" for info in message.servers}
         ask = self.session._outstanding.get(getattr(message, "request", -1))
         if isinstance(message, m.Value) and ask is not None:
             self._on_version(*self._who, ask.fields[:2], message.version)
@@ -192,8 +209,8 @@ class SimulatedLink:
             if peer == SCHEDULER:
                 reliable = isinstance(message, m.Register | m.Leave)
                 self._network.send(self._name, "scheduler", message, payloads, reliable=reliable)
-            elif peer in self._incarnations:
-                self._network.send(self._name, f"server {peer}.{self._incarnations[peer]}", message, payloads)
+            elif peer in self._servers:
+                self._network.send(self._name, self._servers[peer], message, payloads)
 
 
 class SimulatedDeadline:

@@ -5,11 +5,13 @@ Everything is decided by one seed, so that what went wrong once goes wrong again
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,11 +61,12 @@ class Network:
         self.slow: dict[str, tuple[float, float]] = {}
         self.after_each_step: Callable[[str], None] = lambda name: None
         self._sequence = itertools.count()
-        self._events: list[tuple[float, int, str, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, str, Callable[..., None], tuple[Any, ...]]] = []
         self._inboxes: dict[str, Inbox] = {}
         self._ticks: dict[str, Callable[[float], None]] = {}
         self._last_arrival: dict[tuple[str, str], float] = {}
         self._coming = 0
+        self._changed = True  # programs have begun, or were killed
 
     def attach(self, name: str, inbox: Inbox, tick: Callable[[float], None] | None = None) -> None:
         """``inbox(sender, message, payloads)`` is called for what arrives at ``name``, ``tick(now_s)`` now and then."""
@@ -89,6 +92,7 @@ class Network:
         """End a process that runs a program, where it is."""
         self.detach(name)
         programs.pop(name).close()
+        self._changed = True
 
     def start_later(self, at_s: float, start: Callable[[], None]) -> None:
         """Start another process at that time; the job is not over before."""
@@ -96,6 +100,7 @@ class Network:
 
         def begin() -> None:
             self._coming -= 1
+            self._changed = True
             start()
 
         self.at(at_s, begin)
@@ -105,47 +110,57 @@ class Network:
     ) -> None:
         """Put a message on its way. ``reliable``: nothing happens to it but cuts, stops and death."""
         header = encode(message)
+        now_s, random = self.now_s, self.random.random
         copies, delay_s = 1, _HEALTHY_DELAY_S
-        if self.now_s < self.faults.heal_s and not reliable:
+        if now_s < self.faults.heal_s and not reliable:
             delay_s = self.faults.delay_s
-            if self.random.random() < self.faults.drop:
+            if random() < self.faults.drop:
                 self.faults.count("drop")
                 return
-            if self.random.random() < self.faults.duplicate:
+            if random() < self.faults.duplicate:
                 self.faults.count("duplicate")
                 copies = 2
-        frames = [payload.tobytes() for payload in payloads]
+        if target in self.slow:
+            until_s, slow_s = self.slow[target]
+            delay_s += slow_s if now_s < until_s else 0.0
+        frames = [payload.tobytes() for payload in payloads] if payloads else []
+        # A socket reads lent memory when it gets round to it: what a server sends must not change until then.
+        lent = payloads if frames and source.startswith("server") else ()
+        way = (source, target)
+        last_s = self._last_arrival.get(way, 0.0)
         for _ in range(copies):
-            until_s, slow_s = self.slow.get(target, (0.0, 0.0))
-            at_s = self.now_s + self.random.uniform(0.0, delay_s + (slow_s if self.now_s < until_s else 0.0))
-            if reliable or (source.startswith("server") and target.startswith("server")):
-                # What is lost with a connection is sent again in order; nothing overtakes on it.
-                at_s = max(at_s, self._last_arrival.get((source, target), 0.0))
-            if at_s < self._last_arrival.get((source, target), 0.0):
-                self.faults.count("overtake")
-            self._last_arrival[source, target] = max(at_s, self._last_arrival.get((source, target), 0.0))
-            self.at(at_s, lambda: self._deliver(source, target, header, frames, payloads), target)
+            at_s = now_s + delay_s * random()
+            if at_s < last_s:
+                if reliable or (source.startswith("server") and target.startswith("server")):
+                    # What is lost with a connection is sent again in order; nothing overtakes on it.
+                    at_s = last_s
+                else:
+                    self.faults.count("overtake")
+            last_s = max(at_s, last_s)
+            what = (source, target, header, frames, lent)
+            heapq.heappush(self._events, (at_s, next(self._sequence), target, self._deliver, what))
+        self._last_arrival[way] = last_s
 
     def _deliver(
-        self, source: str, target: str, header: bytes, frames: list[bytes], lent: Sequence[np.ndarray] | None
+        self, source: str, target: str, header: bytes, frames: list[bytes], lent: Sequence[np.ndarray]
     ) -> None:
-        # A socket reads lent memory when it gets round to it: what a server sends must not change until then.
-        if source.startswith("server") and lent is not None and [payload.tobytes() for payload in lent] != frames:
+        if lent and [payload.tobytes() for payload in lent] != frames:
             raise Violation(f"{source} changed what it had lent to {target} in a {type(decode(header)).__name__}")
-        if (source.split(".")[0], target.split(".")[0]) in self.cut:
+        if self.cut and (source.partition(".")[0], target.partition(".")[0]) in self.cut:
             self.faults.count("cut")
             return
-        if self.now_s < self.stopped.get(target, 0.0):
+        until_s = self.stopped.get(target)
+        if until_s is not None and self.now_s < until_s:
             self.faults.count("stop")
-            self.at(self.stopped[target], lambda: self._deliver(source, target, header, frames, None), target)
+            self.at(until_s, self._deliver, target, (source, target, header, frames, ()))
             return
         inbox = self._inboxes.get(target)
         if inbox is not None:
-            inbox(source, decode(header), [memoryview(bytearray(frame)) for frame in frames])
+            inbox(source, decode(header), [memoryview(bytearray(frame)) for frame in frames] if frames else [])
 
-    def at(self, at_s: float, event: Callable[[], None], name: str = "") -> None:
+    def at(self, at_s: float, event: Callable[..., None], name: str = "", arguments: tuple[Any, ...] = ()) -> None:
         """Call ``event``, which is something that happens to process ``name``, at that time."""
-        heapq.heappush(self._events, (at_s, next(self._sequence), name, event))
+        heapq.heappush(self._events, (at_s, next(self._sequence), name, event, arguments))
 
     def pause(self, seconds: float) -> Work:
         """What a program waits for that does nothing for so long."""
@@ -159,24 +174,32 @@ class Network:
         Raises:
             Violation: a program still waits at ``limit_s``.
         """
+        # What each program waits for, and those that can go on; the others need not be looked at after every event.
         waiting: dict[str, list[Work]] = {}
-        next_tick_s = self.now_s
+        ready: list[str] = []
+        next_tick_s, self._changed = self.now_s, True
         while True:
-            for name in [name for name in waiting if name not in programs]:
-                del waiting[name]  # it was killed
-            for name in [name for name in programs if name not in waiting]:
-                waiting[name] = []  # it has been started
-            for name in [name for name, works in waiting.items() if all(work.done() for work in works)]:
+            if self._changed:
+                self._changed = False
+                for name in waiting.keys() - programs.keys():
+                    del waiting[name]  # it was killed
+                for name in [name for name in programs if name not in waiting]:
+                    waiting[name] = []  # it has been started
+                    ready.append(name)
+            while ready:
+                name = ready.pop(0)
+                if name not in programs:
+                    continue
                 failed = next((error for work in waiting[name] if (error := work.error()) is not None), None)
                 try:
                     program = programs[name]
-                    waiting[name] = next(program) if failed is None else program.throw(failed)
+                    works = waiting[name] = next(program) if failed is None else program.throw(failed)
                 except StopIteration:
                     del waiting[name], programs[name]
+                else:
+                    _when_done(works, functools.partial(ready.append, name))
             if not programs and not self._coming:
                 return
-            if any(all(work.done() for work in works) for works in waiting.values()):
-                continue
             next_tick_s = self._advance(next_tick_s)
             if self.now_s > limit_s:
                 raise Violation(f"still waiting at {limit_s} s: {waiting}")
@@ -190,13 +213,28 @@ class Network:
     def _advance(self, next_tick_s: float) -> float:
         """The next event, or the next tick of all; when the tick after that is."""
         if self._events and self._events[0][0] <= next_tick_s:
-            self.now_s, _, name, event = heapq.heappop(self._events)
-            event()
+            self.now_s, _, name, event, arguments = heapq.heappop(self._events)
+            event(*arguments)
             self.after_each_step(name)
             return next_tick_s
         self.now_s = next_tick_s
         for name, tick in list(self._ticks.items()):
-            if self.now_s >= self.stopped.get(name, 0.0) and name in self._ticks:
+            if name in self._ticks and self.now_s >= self.stopped.get(name, 0.0):
                 tick(self.now_s)
                 self.after_each_step(name)
         return next_tick_s + TICK_S
+
+
+def _when_done(works: Sequence[Work], then: Callable[[], None]) -> None:
+    """Call ``then`` when all of them are done, with or without errors."""
+    left = 1 + len(works)
+
+    def one_is_done(_: object = None) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            then()
+
+    for work in works:
+        work.add_done_callback(one_is_done)
+    one_is_done()

@@ -6,13 +6,14 @@ A push adds ``BASE ** client`` to every element, so that a value tells how often
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from operator import lt
 from typing import Any
 
 import numpy as np
-from simulation.cluster import Cluster, SimulatedServer
+from simulation.cluster import Cluster, who
 from simulation.network import Violation
 
 from kvmpi.ps import replay
@@ -23,6 +24,9 @@ from kvmpi.wire import messages as m
 #: Larger than the pushes of a client in all lives of a job, so that digits do not run over; with 4 clients float32 is
 #: still exact.
 BASE = 64
+
+#: What was counted in a chunk that nobody has looked at.
+_NEVER: tuple[int, tuple[int, ...]] = (-1, ())
 
 Pair = tuple[int, Any]
 """(client, key)."""
@@ -89,12 +93,15 @@ class Oracle:
         self._needed = {pair: _bits(1 + self._resumed, last_steps[pair[0]]) for pair in pairs}
         self.gone: set[int] = set()
         self.num_done = 0
-        self._seen: dict[tuple[int, Any], np.ndarray] = {}
+        self._seen: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
         # By client, key, chunk: which process of it was sent which version.
         self._versions: dict[tuple[int, Any, int], tuple[int, int]] = {}
-        self._counted: weakref.WeakKeyDictionary[Slot, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
-        self._looked_at: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
-        self._num_checked = 0
+        # By chunk: after which round it was counted, and what. By part: the last entry of its log and the version of
+        # its chain when it was looked at.
+        self._counted: dict[Slot, tuple[int, tuple[int, ...]]] = {}
+        self._looked_at: dict[Part, tuple[int, int]] = {}
+        # Keys of which a client was told the end of a push since servers were checked; all if a client has entered.
+        self._told: set[Any] = set()
         # Without rounds: what was begun and done when a server began to copy, by server and number; and of each part,
         # by number, what is in it because of that.
         self._copied: dict[tuple[int, int], dict[Pair, Interval]] = {}
@@ -119,6 +126,7 @@ class Oracle:
             if work.error() is None:
                 self._done[client, key] |= 1 << step
                 self.num_done += 1
+                self._told.add(key)
 
         return note
 
@@ -140,6 +148,7 @@ class Oracle:
         self.gone.discard(client)
         for key in self._keys:
             self._needed[client, key] = _bits(step + 1, self._last_steps[client])
+        self._told.update(self._keys)
 
     def last_begun(self, client: int) -> int:
         """The last step of which a client has pushed anything."""
@@ -228,34 +237,34 @@ class Oracle:
             if np.isnan(value).any():
                 raise Violation(f"{where}: not filled")
             return
-        counts = _digits(value, self._num_clients)
-        if self._sync:
-            for other in range(self._num_clients):
-                rounds = set(counts[other].tolist())
+        elements = [_digits(number, self._num_clients) for number in value.tolist()]
+        found = set(elements)
+        for other in range(self._num_clients) if found else ():
+            counts = sorted({digits[other] for digits in found})
+            if self._sync:
                 least, most = self._bounds(other, key, step)
                 most = self._begun[other, key].bit_count() if at_the_end else most
-                if rounds and (max(rounds) > most or min(rounds) < least):
+                if counts[-1] > most or counts[0] < least:
                     raise Violation(
-                        f"{where}: rounds hold {sorted(rounds)} pushes of client {other}, {least} to {most} expected"
+                        f"{where}: rounds hold {counts} pushes of client {other}, {least} to {most} expected"
                     )
-            return
-        if (counts.sum(axis=0) < self._resumed_step * self._num_clients).any():
-            raise Violation(f"{where}: {counts.tolist()} pushes, fewer than in the {self._resumed_step} steps before")
-        for other in range(self._num_clients):
+                continue
             before, before_most = self._from_snapshot(other, key)
             most = before_most + self._begun[other, key].bit_count()
-            known = before + told.get((other, key), 0).bit_count()
-            if (counts[other] < known).any():
-                raise Violation(f"{where}: {counts[other].tolist()} pushes of client {other}, who knew of {known}")
+            if counts[0] < before + told.get((other, key), 0).bit_count():
+                known = told[other, key].bit_count()
+                raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
             least = before + self._done[other, key].bit_count() if other == client else 0
-            if ((counts[other] < least) | (counts[other] > most)).any():
-                raise Violation(
-                    f"{where}: {counts[other].tolist()} pushes of client {other}, {least} to {most} expected"
-                )
-        seen = self._seen.get((client, key))
-        if seen is not None and (counts < seen).any():
-            raise Violation(f"{where}: {counts.tolist()} pushes, it has seen {seen.tolist()}: time goes back")
-        self._seen[client, key] = counts
+            if counts[0] < least or counts[-1] > most:
+                raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
+        if self._sync:
+            return
+        if any(sum(digits) < self._resumed_step * self._num_clients for digits in found):
+            raise Violation(f"{where}: {elements} pushes, fewer than in the {self._resumed_step} steps before")
+        seen = self._seen.get((client, key), elements)
+        if seen != elements and any(map(_is_less, elements, seen)):
+            raise Violation(f"{where}: {elements} pushes, it has seen {seen}: time goes back")
+        self._seen[client, key] = elements
 
     # ---- what servers have
 
@@ -263,26 +272,40 @@ class Oracle:
         """After something has happened to the process ``name``."""
         if not self._additive:
             return
-        told = self.num_done > self._num_checked
-        self._num_checked = self.num_done
-        for process in list(self._cluster.processes.values()):
-            if told or process.name == name:
-                self._check_server(process, told=told)
+        if self._told:
+            told, self._told = self._told, set()
+            for process in self._cluster.processes.values():
+                self._check_parts(process.rank, process.state.parts.values(), told)
+        elif name.startswith("server"):
+            process = self._cluster.processes.get(who(name)[0])
+            if process is not None and process.name == name:
+                parts = process.state.parts
+                # What has happened to others because of a message about one is seen at the next tick.
+                touched = parts.values() if process.touched is None else (parts[process.touched],)
+                self._check_parts(process.rank, touched, self._told)
 
-    def _check_server(self, process: SimulatedServer, *, told: bool) -> None:
+    def _check_parts(self, server: int, parts: Iterable[Part], told: set[Any]) -> None:
         chains = self._cluster.scheduler._chains
-        for part in process.state.parts.values():
-            if chains is None or (self._looked_at.get(part) == part.seq and not told):
-                continue
-            self._looked_at[part] = part.seq
+        if chains is None:
+            return
+        for part in parts:
+            version, now = part.chain.version, (part.seq, part.chain.version)
+            before = self._looked_at.get(part, (-1, -1))
             # One that was stopped may believe to be the head still; whom it answers is checked elsewhere.
-            if part.answers and part.chain.version == chains.chains[part.number].version:
-                self._check_head(process.rank, part)
+            if (told or now != before) and part.answers and version == chains.chains[part.number].version:
+                self._looked_at[part] = now
+                self._check_head(server, part, told if version == before[1] else None)
 
-    def _check_head(self, server: int, part: Part) -> None:
-        """The head has everything that was acknowledged, nothing twice, and every client that it needs."""
+    def _check_head(self, server: int, part: Part, told: set[Any] | None) -> None:
+        """The head has everything that was acknowledged, nothing twice, and every client that it needs.
+
+        Args:
+            told: chunks of other keys are as they were checked, unless they have another round; None: none was checked.
+        """
         for shard in part.shards.values():
             for slot in shard.slots.values():
+                if told is not None and slot.key not in told and self._counted.get(slot, _NEVER)[0] == slot.rounds:
+                    continue
                 for client, count in enumerate(self._counts_of(slot)):
                     if self._sync:
                         # Without replicas a push is acknowledged in its round, which may still be open.
@@ -301,14 +324,14 @@ class Oracle:
                             f"was told of {self._done[client, slot.key].bit_count()}"
                         )
 
-    def _counts_of(self, slot: Slot) -> list[int]:
+    def _counts_of(self, slot: Slot) -> tuple[int, ...]:
         """How many pushes of each client are in a chunk; looked at once for each round."""
-        rounds, counts = self._counted.get(slot, (-1, []))
+        rounds, counts = self._counted.get(slot, _NEVER)
         if rounds != slot.rounds:
-            digits = _digits(slot.value, self._num_clients)
-            if (digits != digits[:, :1]).any():
-                raise Violation(f"key {slot.key!r}: elements of one chunk differ: {digits.tolist()}")
-            counts = digits[:, 0].tolist() if slot.count else []
+            found = {_digits(number, self._num_clients) for number in set(slot.value.tolist())}
+            if len(found) > 1:
+                raise Violation(f"key {slot.key!r}: elements of one chunk differ: {sorted(found)}")
+            counts = found.pop() if found else ()
             self._counted[slot] = slot.rounds, counts
         return counts
 
@@ -330,12 +353,17 @@ def _bits(first: int, last: int) -> int:
     return (1 << last + 1) - (1 << first) if last >= first else 0
 
 
-def _digits(value: np.ndarray, num_clients: int) -> np.ndarray:
-    """How many pushes of each client are in ``value``; shape ``(num_clients, count)``."""
-    whole = value.astype("i8")
-    if not np.array_equal(whole, value) or (whole < 0).any():
-        raise Violation(f"{value.tolist()} is no sum of pushes")
-    return np.array([whole // BASE**client % BASE for client in range(num_clients)]).reshape(num_clients, -1)
+@cache
+def _digits(number: float, num_clients: int) -> tuple[int, ...]:
+    """How many pushes of each client are in an element. Jobs have few different ones."""
+    if not number.is_integer() or number < 0:
+        raise Violation(f"{number} is no sum of pushes")
+    return tuple(int(number) // BASE**client % BASE for client in range(num_clients))
+
+
+def _is_less(digits: tuple[int, ...], than: tuple[int, ...]) -> bool:
+    """Whether there are fewer pushes of any client."""
+    return any(map(lt, digits, than))
 
 
 def _state(part: Part) -> list[Any]:
