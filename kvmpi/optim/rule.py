@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 from collections.abc import Mapping
@@ -199,10 +198,14 @@ class Rule:
             )
 
 
-@functools.cache
+_parameters_of: dict[Any, Mapping[str, inspect.Parameter]] = {}
+
+
 def _parameters(cls: type[Rule]) -> Mapping[str, inspect.Parameter]:
-    """What a rule is made of: its constructor's parameters."""
-    return inspect.signature(cls).parameters
+    """What a rule is made of: its constructor's parameters, looked up once."""
+    if cls not in _parameters_of:
+        _parameters_of[cls] = inspect.signature(cls).parameters
+    return _parameters_of[cls]
 
 
 def check_known(cls: type[Rule], given: dict[str, Any]) -> None:
