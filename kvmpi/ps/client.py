@@ -21,6 +21,7 @@ from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
 from kvmpi.ps.chains import part_of
+from kvmpi.ps.consistency import APART
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.participant import OnReply, Participant, about
@@ -193,10 +194,12 @@ class PsClient(Participant):
 
     @property
     def position(self) -> int:
-        """Rounds of which every key has this client's push, from processes before this one: where it goes on."""
+        """Rounds that have this client's push, from processes before this one, of all keys that are pushed in every
+        round: where it goes on. Keys that are far behind the furthest are pushed less often, or never."""
         if self._position is not None:
             return self._position
-        return min((layout.found or 0 for layout in self._layouts.values()), default=0)
+        found = [layout.found or 0 for layout in self._layouts.values()]
+        return min((steps for steps in found if max(found) - steps <= APART), default=0)
 
     def _take_position(self, key: Key) -> KeyLayout:
         """The key, at the round where the process before this one has stopped: the same for all keys.
@@ -206,10 +209,8 @@ class PsClient(Participant):
         """
         self._position = self.position
         layout = self._layouts[key]
-        if layout.found is not None and self._has_entered:
-            layout.steps = layout.found
-        elif layout.found is not None:
-            layout.steps = layout.found if layout.found > self._position + 1 else min(layout.found, self._position)
+        if layout.found is not None:
+            layout.steps = layout.found if self._has_entered else min(layout.found, self._position)
         layout.found = None
         return layout
 

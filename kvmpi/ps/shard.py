@@ -45,9 +45,6 @@ Buffer = npt.NDArray[Any]
 _WITH_PAYLOADS = (m.Push, m.Pull, m.Init, m.PutState)
 #: More updates than any chunk will ever have; each can still be counted, and said in a message.
 _MAX_UPDATES = 1 << 53
-#: A chunk that is so many rounds behind the furthest is one that is pushed in every round. One that is further behind
-#: is pushed less often.
-_APART = 2
 
 
 class Shard:
@@ -193,7 +190,7 @@ class Shard:
         if not self._passed(client) <= step <= _MAX_UPDATES:
             raise ProtocolError(f"client {client} cannot enter after step {step}: rounds have passed it")
         slots = self.slots.items()
-        passed = [where for where, slot in slots if client < slot.cursor and step - slot.rounds > _APART]
+        passed = [where for where, slot in slots if client < slot.cursor and step - slot.rounds > consistency.APART]
         self._log(entries.Entered(client, step, passed), ())
         self.enter(client, step, passed)
         return self.go_on()
@@ -203,7 +200,7 @@ class Shard:
         self.clients.enter(client)
         open_rounds = set(passed)
         for where, slot in self.slots.items():
-            behind = step - slot.rounds > _APART
+            behind = step - slot.rounds > consistency.APART
             slot.steps[client] = slot.rounds + (where in open_rounds) if behind else step
             if client in slot.contributors:
                 slot.replaced.add(client)
@@ -336,6 +333,11 @@ class Shard:
                 raise ProtocolError(
                     f"push of key {message.key!r} by client {client}: rounds have gone on without it; Return and Enter "
                     "come first"
+                )
+            if client in self.clients.finished:
+                raise ProtocolError(
+                    f"push of key {message.key!r} by client {client}: it has joined, and that is for good; rounds "
+                    "go on without it"
                 )
             known = client in slot.held
             slot.held[client] = Contribution(

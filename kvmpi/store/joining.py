@@ -42,6 +42,7 @@ class Joining(StoreCore):
     def join(self) -> None:
         """This worker has no more batches: rounds and barriers go on without it. It may pull and close, not push.
 
+        That is for good: rounds have gone on without it, and a worker that has joined cannot come back to them.
         So that the last epoch ends for all when some have fewer batches. To be called once by every worker, when it has
         pushed its last. Returns when all workers of the client have joined. Until then this worker takes part in what
         the others of its client do: it contributes nothing to sums, holds no weights that would enter a mean over

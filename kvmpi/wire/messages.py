@@ -103,7 +103,10 @@ class SetRule(Message, tag="rule"):
 
 
 class SetHyperparams(Message, tag="hyper"):
-    """The client's ``ordinal``-th change of hyperparameters, in force for the rounds after its own last pushes."""
+    """The client's ``ordinal``-th change of hyperparameters, in force for the rounds after its own last pushes.
+
+    ``clock``: its training clock, which a message about clients that disagree names.
+    """
 
     request: int
     ordinal: int
@@ -133,7 +136,7 @@ class PutState(Message, tag="putstate"):
 
 
 class Finish(Message, tag="finish"):
-    """The client will push nothing further: rounds, and at the scheduler barriers, go on without it."""
+    """The client will push nothing further, for good: rounds, and at the scheduler barriers, go on without it."""
 
     request: int
     part: int = 0

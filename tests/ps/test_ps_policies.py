@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ps_helpers import Machine, round_of, route, whole_numbers
+from simulation.cluster import Cluster
+from simulation.network import Faults, Network
 
 from kvmpi import optim
+from kvmpi.config import Config
 from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.wire import messages as m
 
@@ -316,3 +319,32 @@ def test_a_client_that_waits_is_told_only_of_those_who_are_needed() -> None:
     assert isinstance(waiting, m.Waiting)
     assert waiting.clients == [0, 2]
     assert machine.replies[held][-1].route == route(4)
+
+
+def test_who_has_joined_cannot_push_again() -> None:
+    """Its step would be taken for one of the rounds that have gone on without it."""
+    machine = machine_with("fail")
+    machine.push(0, "k", 1, pushed(0, 1))
+    machine.push(1, "k", 1, pushed(1, 1))
+    assert machine.ok(machine.send(1, m.Finish))
+    assert machine.ok(machine.push(1, "k", 1, pushed(1, 1))), "a copy that comes late is answered as ever"
+    refused = machine.send(1, m.Push, "k", 0, 2, "none", False, payloads=[pushed(1, 2)])
+    assert "has joined" in str(machine.error(refused))
+    machine.push(2, "k", 1, pushed(2, 1))
+    for client in (0, 2):
+        machine.push(client, "k", 2, pushed(client, 2))
+    np.testing.assert_array_equal(machine.read("k", 2), sum_of([0, 2], 2))
+
+
+def test_who_comes_back_goes_on_where_it_is_with_the_keys_of_every_round() -> None:
+    """Keys that are pushed less often, or never, say nothing about that."""
+    config = Config(num_workers=2, num_clients=2, num_servers=1, on_client_loss="wait")
+    network = Network(0, Faults())
+    ps = Cluster(config, network, "sync").client(1, 2)
+    found = {"weight": 10, "bias": 9, "seldom": 3, "never": 0}
+    ps.add_keys([(key, (COUNT,), "float32") for key in found])
+    for key, steps in found.items():
+        ps._layouts[key].found = steps
+    assert ps.position == 9
+    assert {key: ps._take_position(key).steps for key in found} == {"weight": 9, "bias": 9, "seldom": 3, "never": 0}
+    assert ps.position == 9
