@@ -22,8 +22,11 @@ class SharedCalls:
         self._calls: dict[int, Any] = {}
         self._seen: dict[int, int] = {}
 
-    def is_repeat(self, client: int, ordinal: int, call: Any) -> bool:
+    def is_repeat(self, client: int, ordinal: int, call: Any, at: str = "") -> bool:
         """Whether this is another client's, or a repeated, copy of a call that has taken effect.
+
+        Args:
+            at: when ``client`` has made it, in words.
 
         Raises:
             ProtocolError: the client skips a number.
@@ -37,7 +40,7 @@ class SharedCalls:
             )
         if ordinal in self._calls and self._calls[ordinal] != call:
             raise ConfigError(
-                f"{self._name} call {ordinal}: client {client} says {call}, an earlier client said "
+                f"{self._name} call {ordinal}: client {client}{at} says {call}, an earlier client said "
                 f"{self._calls[ordinal]}; all clients must make the same calls"
             )
         return True

@@ -48,7 +48,7 @@ class Rulebook:
             if not self._choices.is_repeat(client, message.ordinal, (message.rule, message.hyperparams)):
                 optim.create(message.rule, message.hyperparams)
             return entries.RuleCall(client, message.ordinal, message.rule, message.hyperparams, ahead)
-        if not self._changes.is_repeat(client, message.ordinal, message.hyperparams):
+        if not self._changes.is_repeat(client, message.ordinal, message.hyperparams, f" at clock {message.clock}"):
             if self.rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
             self.rule.with_hyperparams(**message.hyperparams)

@@ -137,6 +137,9 @@ class SchedulerState:
         try:
             if isinstance(message, ProtocolError):
                 raise message
+            if isinstance(message, m.Failure):  # two that answer each other's errors would never stop
+                self._note_rejected(ProtocolError(f"scheduler: a Failure comes here: {message.text[:200]}"))
+                return []
             if isinstance(message, m.Register):
                 self._hear_somebody(now_s)
                 return self._register(route, message, now_s)

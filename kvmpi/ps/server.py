@@ -92,7 +92,9 @@ class ServerState:
                     return self._bye(route, message, now_s)
             raise ProtocolError(f"server {self.rank}: a {type(message).__name__} is no request to a server")
         except Exception as error:
-            return [self._refuse(route, message, error)]
+            refusal = self._refuse(route, message, error)
+            # Two that answer each other's errors would never stop.
+            return [] if isinstance(message, m.Failure) else [refusal]
 
     def _refuse(self, route: bytes, message: Message | ProtocolError, error: Exception) -> Reply:
         """``error`` for whoever sent ``message``; what is worth it is logged."""

@@ -20,6 +20,7 @@ from kvmpi.errors import (
     ShapeMismatchError,
     UnsupportedError,
 )
+from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.wire import encode, entries
 from kvmpi.wire import messages as m
@@ -365,4 +366,18 @@ def test_strangers_cannot_disturb_a_store(requests: list[tuple[bytes, Any, list[
         for reply in machine.state.handle(at, message, [memoryview(payload) for payload in payloads]):
             assert reply.route == at
             encode(reply.message)
+    pushes_still_work(machine)
+
+
+def test_nobody_answers_a_failure() -> None:
+    """Two that did would never stop."""
+    machine = Machine("sync", 1)
+    scheduler = SchedulerState(1, 10.0)
+    scheduler.handle(b"here", m.Register(1, "client", 0, 1, 1, 1, "host", []), 0.0)
+    for at in (route(0), b"here", b"a stranger"):
+        for request in (-1, 7):
+            said = m.Failure(request, "ProtocolError", "no request of mine")
+            assert list(machine.state.handle(at, said, [])) == []
+            assert scheduler.handle(at, said, 0.0) == []
+    machine.init_all("k", np.zeros(COUNT, "f4"))
     pushes_still_work(machine)

@@ -237,6 +237,16 @@ def test_hyperparams_are_in_force_from_the_callers_next_round(first: int) -> Non
     np.testing.assert_array_equal(machine.read("k", 3), np.full(COUNT, -24.0))
 
 
+def test_a_call_that_differs_is_named_with_the_clock_of_who_made_it() -> None:
+    machine = Machine("sync", 2)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0))
+    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": 10.0}, 2))
+    differs = machine.error(machine.send(1, m.SetHyperparams, 1, {"lr": 20.0}, 5))
+    assert isinstance(differs, ConfigError)
+    assert "client 1 at clock 5 says {'lr': 20.0}" in str(differs)
+
+
 def test_a_new_rule_starts_with_empty_state_from_the_right_round() -> None:
     machine = Machine("sync", 2)
     machine.init_all("k", np.zeros(COUNT, "f4"))
