@@ -1,18 +1,18 @@
-"""The scheduler as a state machine without I/O: who is in the job, who holds what, barriers, heartbeats."""
+"""The scheduler as a state machine without I/O: who is in the job, who holds what, heartbeats, and who has to know."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
 from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
-from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler, SavedStore
+from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
 from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
@@ -40,46 +40,6 @@ class Member:
     host: str
     endpoints: list[str]
     clock: int = 0
-
-
-#: The step after which a client that is back enters, as long as it has not said so.
-_NEVER = 1 << 62
-
-
-class _Arrival(NamedTuple):
-    """A client is at the open barrier."""
-
-    route: bytes
-    request: int
-    step: int
-
-
-@dataclass(slots=True)
-class _Store:
-    """``returning``: clients that are back, and the step after which they enter. They pass at once what comes before,
-    and nobody waits for them there. ``left``: clients that have left in good order, and the last process of each."""
-
-    num_clients: int
-    barriers_done: int = 0
-    waiting: dict[int, _Arrival] = field(default_factory=dict)
-    dead: dict[int, str] = field(default_factory=dict)
-    finished: set[int] = field(default_factory=set)
-    returning: dict[int, int] = field(default_factory=dict)
-    left: dict[int, int] = field(default_factory=dict)
-    # When the first came to the open barrier; also as the timeline has it.
-    opened_s: float = 0.0
-    opened_ns: int = 0
-
-    @property
-    def step(self) -> int:
-        """How far clients are that wait at the open barrier: all make the same calls. Who is back counts for nothing
-        as long as anybody else waits, since it may be at the next one."""
-        others = [arrival.step for rank, arrival in self.waiting.items() if rank not in self.returning]
-        return max(others or (arrival.step for arrival in self.waiting.values()), default=0)
-
-    def is_before_entry(self, rank: int) -> bool:
-        """Whether the open barrier is one that ``rank``, which is back, is not at."""
-        return self.step <= self.returning.get(rank, -1)
 
 
 class SchedulerState:
@@ -121,7 +81,7 @@ class SchedulerState:
         self.epoch = 0
         self._chains: Chains | None = None  # until all servers are there
         self._names: dict[bytes, MemberName] = {}
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, Barriers] = {}
         self._over: set[int] = set()  # stores that it is too late to come back to
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
@@ -215,9 +175,7 @@ class SchedulerState:
             case m.CaughtUp() | m.Drained() if name[0] == "server" and self._chains is not None:
                 return self._hear_of_part(name[2], message)
             case m.Finish() if name[0] == "client":
-                self._stores[name[1]].finished.add(name[2])
-                self.changes += 1
-                return [Reply(route, m.Ack(message.request, 0)), *self._complete_barrier(self._stores[name[1]])]
+                return [Reply(route, m.Ack(message.request, 0)), *self._stores[name[1]].finish(name[2])]
             case m.Enter() if name[0] == "client":
                 return self._enter(name, route, message)
             case m.SnapshotNews() if name[0] == "server":
@@ -225,7 +183,8 @@ class SchedulerState:
                 self.complete += [] if manifest is None else [manifest]
                 return self._take_snapshot(number)
             case m.Barrier() if name[0] == "client":
-                return self._barrier(name, route, message, now_s)
+                how_long = functools.partial(self._client_silence_s, name[1], now_s)
+                return self._stores[name[1]].arrive(name[2], route, message, now_s, how_long)
             case m.QueryDead() if name[0] == "client":
                 return [Reply(route, m.Dead(message.request, self._silent(name[1], message.timeout_s, now_s)))]
             case m.Leave():
@@ -235,7 +194,7 @@ class SchedulerState:
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
                     return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
-                return [Reply(route, m.Ack(message.request, 0)), *self._fail_barrier(name, CLOSED)]
+                return [Reply(route, m.Ack(message.request, 0)), *self._leave_barriers(name, CLOSED)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
     def _heard(self, sent_us: int, now_s: float) -> m.Heard:
@@ -265,7 +224,7 @@ class SchedulerState:
                     f"client {message.rank} comes too late: store {message.store} is over, all its clients have left, "
                     "and nothing is left to do"
                 )
-            store = self._stores.setdefault(message.store, _Store(message.num_members))
+            store = self._stores.setdefault(message.store, self._new_store(message.num_members))
             if store.num_clients != message.num_members:
                 raise ConfigError(
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
@@ -282,7 +241,13 @@ class SchedulerState:
         known = old is not None and old.incarnation == message.incarnation
         return self._welcome_server(message.rank, known=known) if message.role == "server" else self._answer_waiting()
 
-    def _note_return(self, store: _Store, message: m.Register, why: str, old: Member | None) -> None:
+    def _new_store(self, num_clients: int) -> Barriers:
+        return Barriers(num_clients, self._on_client_loss, self._note_change)
+
+    def _note_change(self) -> None:
+        self.changes += 1
+
+    def _note_return(self, store: Barriers, message: m.Register, why: str, old: Member | None) -> None:
         """Where others go on without a client that is gone, all have to know that until its new process has entered."""
         where = (message.store, message.rank)
         if self._on_client_loss != "shrink":
@@ -292,22 +257,15 @@ class SchedulerState:
             if gone is not None:
                 self._lost[where] = m.Lost(message.rank, message.store, gone, why)
             if where in self._lost:
-                store.returning[message.rank] = _NEVER
-                store.waiting.pop(message.rank, None)
+                store.bring_back(message.rank)
 
     def _enter(self, name: MemberName, route: bytes, message: m.Enter) -> list[Reply]:
         """A client that is back has said after which step rounds wait for it again: barriers do as well."""
-        _, store_id, rank = name
-        store = self._stores[store_id]
-        if rank in store.returning:
-            if message.step < 0:
-                del store.returning[rank]
-            else:
-                store.returning[rank] = message.step
-                _log.warning("scheduler: client %d is back, in the rounds after %d", rank, message.step)
-            store.finished.discard(rank)
-            self.changes += 1
-        return [Reply(route, m.Ack(message.request, store.barriers_done)), *self._complete_barrier(store)]
+        store = self._stores[name[1]]
+        if message.step >= 0 and name[2] in store.returning:
+            _log.warning("scheduler: client %d is back, in the rounds after %d", name[2], message.step)
+        answer = Reply(route, m.Ack(message.request, store.done))
+        return [answer, *store.enter(name[2], message.step)]
 
     def _welcome_server(self, rank: int, *, known: bool) -> list[Reply]:
         """A server is there: the last one that the job has waited for, one that was lost, or one more."""
@@ -342,10 +300,7 @@ class SchedulerState:
             SavedMember(*name, member.route, member.incarnation, member.host, member.endpoints)
             for name, member in self.members.items()
         ]
-        stores = [
-            SavedStore(number, s.num_clients, s.barriers_done, s.dead, sorted(s.finished), s.returning, s.left)
-            for number, s in self._stores.items()
-        ]
+        stores = [store.save(number) for number, store in self._stores.items()]
         return SavedScheduler(
             self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
             [] if chains is None else chains.wanted_heads, members, stores, list(self._lost.values()),
@@ -365,10 +320,8 @@ class SchedulerState:
             self.members[name] = Member(old.route, old.incarnation, now_s, old.host, old.endpoints)
             self._names[old.route] = name
         for store in saved.stores:
-            self._stores[store.number] = _Store(
-                store.num_clients, store.barriers_done, dead=store.dead, finished=set(store.finished),
-                returning=store.returning, left=store.left,
-            )  # fmt: skip
+            self._stores[store.number] = self._new_store(store.num_clients)
+            self._stores[store.number].restore(store)
         self._over = set(saved.over)
         self._lost = {(lost.store, lost.rank): lost for lost in saved.lost}
 
@@ -407,35 +360,12 @@ class SchedulerState:
         view = self._view()
         return [*waiting, *(Reply(member.route, view) for member in self.members.values() if member.route not in told)]
 
-    def _barrier(self, name: MemberName, route: bytes, message: m.Barrier, now_s: float) -> list[Reply]:
-        _, store_id, client = name
-        store = self._stores[store_id]
-        # One that is back does not know how many barriers there were; those before it enters are over for it.
-        before = store.returning.get(client)
-        if message.ordinal <= store.barriers_done if before is None else message.step <= before:
-            return [Reply(route, m.Ack(message.request, store.barriers_done))]
-        if message.ordinal != store.barriers_done + 1 and before is None:
-            raise ProtocolError(
-                f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {store.barriers_done}"
-            )
-        ended = {rank: why for rank, why in store.dead.items() if self._ends_barriers(rank, why, store)}
-        if ended:
-            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
-            raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
-        known = client in store.waiting
-        if not store.waiting:
-            store.opened_s, store.opened_ns = now_s, timeline.now() if timeline.on else 0
-        store.waiting[client] = _Arrival(route, message.request, message.step)
-        if replies := self._complete_barrier(store):
-            return replies
-        missing = list(islice(self._missing(store), MAX_NAMED))
-        silences_s = [int(self._silence_s(("client", store_id, rank), now_s) or 0) for rank in missing]
-        silent_s = silences_s if any(silences_s) else []
-        return [Reply(route, m.Waiting(message.request, missing, silent_s))] if known else []
-
     def _silence_s(self, name: MemberName, now_s: float) -> float | None:
         """Since when nothing was heard of a member; None if it is none."""
         return None if name not in self.members else now_s - self.members[name].last_seen_s
+
+    def _client_silence_s(self, store: int, now_s: float, rank: int) -> float | None:
+        return self._silence_s(("client", store, rank), now_s)
 
     def waits(self, now_s: float) -> list[Wait]:
         """Barriers that some have reached, and servers that are still to come."""
@@ -448,15 +378,8 @@ class SchedulerState:
                 text = "the beginning of the job"
                 found.append(Wait(("servers",), self._began_s, text, f"server {', '.join(absent)} has not come"))
         for number, store in list(self._stores.items()):
-            if store.waiting:
-                late = []
-                for rank in islice(self._missing(store), MAX_NAMED):
-                    silence_s = self._silence_s(("client", number, rank), now_s)
-                    age = "not in the job" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
-                    late.append(f"client {rank} ({age})")
-                what = f"barrier {store.barriers_done + 1} of store {number}"
-                name = ("barrier", number, store.barriers_done)
-                found.append(Wait(name, store.opened_s, what, f"{', '.join(late)} did not reach it"))
+            wait = store.wait(number, functools.partial(self._client_silence_s, number, now_s))
+            found += [] if wait is None else [wait]
         return found
 
     def notes(self, now_s: float) -> list[str]:
@@ -466,32 +389,6 @@ class SchedulerState:
             + f": last heartbeat {now_s - member.last_seen_s:.1f} s ago"
             for (role, store, rank), member in sorted(self.members.items())
         ]  # fmt: skip
-
-    def _ends_barriers(self, rank: int, why: str, store: _Store) -> bool:
-        """Whether nobody has to wait for a client that is gone, since it will never come."""
-        if self._on_client_loss == "shrink" or rank in store.finished:
-            return False
-        return why == CLOSED or self._on_client_loss == "fail"
-
-    def _missing(self, store: _Store) -> Iterator[int]:
-        """Whom the open barrier waits for."""
-        for rank in range(store.num_clients):
-            gone = rank in store.finished or (rank in store.dead and self._on_client_loss == "shrink")
-            if rank not in store.waiting and not gone and not store.is_before_entry(rank):
-                yield rank
-
-    def _complete_barrier(self, store: _Store) -> list[Reply]:
-        if not store.waiting or next(self._missing(store), None) is not None:
-            return []
-        come = {rank: arrival for rank, arrival in store.waiting.items() if not store.is_before_entry(rank)}
-        store.waiting = {rank: arrival for rank, arrival in store.waiting.items() if rank not in come}
-        store.barriers_done += 1
-        self.changes += 1
-        if timeline.on and store.opened_ns:
-            timeline.span("barrier", store.opened_ns, step=store.barriers_done)
-        for rank in come:
-            store.returning.pop(rank, None)
-        return [Reply(arrival.route, m.Ack(arrival.request, store.barriers_done)) for arrival in come.values()]
 
     def _silent(self, store_id: int, timeout_s: float, now_s: float) -> list[int]:
         store = self._stores[store_id]
@@ -528,7 +425,7 @@ class SchedulerState:
         self._remove(name)
         # It may only have been silent for long: then it has to know.
         out = [Reply(route, m.Failure(-1, "PeerLostError", f"{role} {rank} {why}"))]
-        return [*out, *self._announce(), *self._fail_barrier(name, why)]
+        return [*out, *self._announce(), *self._leave_barriers(name, why)]
 
     def _remove(self, name: MemberName) -> None:
         self.changes += 1
@@ -536,29 +433,16 @@ class SchedulerState:
         self._names.pop(member.route, None)
         self._waiting_for_view.pop(member.route, None)
 
-    def _fail_barrier(self, name: MemberName, why: str) -> list[Reply]:
+    def _leave_barriers(self, name: MemberName, why: str) -> list[Reply]:
         role, store_id, rank = name
         if role != "client":
             return []
         store = self._stores[store_id]
-        self.changes += 1
-        store.dead[rank] = why
-        store.returning.pop(rank, None)
-        # As ``Membership.deserted``.
-        lost = [text for text in store.dead.values() if text != CLOSED]
-        returning = {"wait": bool(lost), "shrink": why != CLOSED}.get(self._on_client_loss, False)
-        if len(store.dead) == store.num_clients and not returning:
+        replies = store.lose(rank, why)
+        if store.deserted:
             del self._stores[store_id]
             if why == CLOSED and self._on_client_loss == "shrink":
                 self._over.add(store_id)
             self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []
-        if not self._ends_barriers(rank, why, store):
-            store.waiting.pop(rank, None)
-            return self._complete_barrier(store)
-        waiting, store.waiting = store.waiting, {}
-        error = f"barrier {store.barriers_done + 1} cannot be completed, because client {rank} {why}"
-        return [
-            Reply(arrival.route, m.Failure(arrival.request, "ClientLostError", error))
-            for client, arrival in waiting.items() if client != rank
-        ]  # fmt: skip
+        return replies

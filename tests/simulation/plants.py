@@ -129,7 +129,11 @@ def _copies_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             consistency.Synchronous.in_rounds = True
 
+    def step(self: ServerSnapshots, shard: Shard) -> int:
+        return self.steps.get(shard.store, 0) + self._newest - self.base  # as if it were of that round
+
     monkeypatch.setattr(ServerSnapshots, "begin", begin)
+    monkeypatch.setattr(ServerSnapshots, "_step", step)
 
 
 def _keeps_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

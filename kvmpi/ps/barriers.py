@@ -1,0 +1,198 @@
+"""The barriers of one store as a state machine without I/O: who has come, who is waited for, who will never come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from kvmpi.errors import ClientLostError, ProtocolError
+from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.reply import MAX_NAMED, Reply
+from kvmpi.ps.scheduler_file import SavedStore
+from kvmpi.trace import timeline
+from kvmpi.trace.stall import Wait
+from kvmpi.wire import messages as m
+
+SilenceOf = Callable[[int], float | None]
+"""For how many seconds a client has been silent; None if it is not in the job."""
+
+#: The step after which a client that is back enters, as long as it has not said so.
+_NEVER = 1 << 62
+
+
+class _Arrival(NamedTuple):
+    """A client is at the open barrier."""
+
+    route: bytes
+    request: int
+    step: int
+
+
+class Barriers:
+    """Where the clients of a store are between its barriers, which all of them make in the same order.
+
+    Args:
+        on_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
+        changed: called when there is something new to ``save``.
+    Attributes:
+        done: barriers that are over.
+        waiting: who has come to the open one.
+        dead: clients that are gone, and how.
+        finished: clients that nobody waits for because they have joined.
+        returning: clients that are back, and the step after which they enter. They pass at once what comes before, and
+            nobody waits for them there.
+        left: clients that have left in good order, and the last process of each.
+    """
+
+    def __init__(self, num_clients: int, on_loss: str, changed: Callable[[], None]) -> None:
+        self.num_clients, self._on_loss, self._changed = num_clients, on_loss, changed
+        self.done = 0
+        self.waiting: dict[int, _Arrival] = {}
+        self.dead: dict[int, str] = {}
+        self.finished: set[int] = set()
+        self.returning: dict[int, int] = {}
+        self.left: dict[int, int] = {}
+        # When the first came to the open barrier; also as the timeline has it.
+        self._opened_s, self._opened_ns = 0.0, 0
+
+    def save(self, number: int) -> SavedStore:
+        """What another process needs to go on. Who waits asks that one again."""
+        finished = sorted(self.finished)
+        return SavedStore(number, self.num_clients, self.done, self.dead, finished, self.returning, self.left)
+
+    def restore(self, saved: SavedStore) -> None:
+        """Be as ``save`` has described it."""
+        self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
+        self.returning, self.left = saved.returning, saved.left
+
+    # ---- who is at the open barrier
+
+    @property
+    def _step(self) -> int:
+        """How far clients are that wait at the open barrier: all make the same calls. Who is back counts for nothing
+        as long as anybody else waits, since it may be at the next one."""
+        others = [arrival.step for rank, arrival in self.waiting.items() if rank not in self.returning]
+        return max(others or (arrival.step for arrival in self.waiting.values()), default=0)
+
+    def _is_before_entry(self, rank: int) -> bool:
+        """Whether the open barrier is one that ``rank``, which is back, is not at."""
+        return self._step <= self.returning.get(rank, -1)
+
+    def _ends(self, rank: int, why: str) -> bool:
+        """Whether nobody has to wait for a client that is gone, since it will never come."""
+        if self._on_loss == "shrink" or rank in self.finished:
+            return False
+        return why == CLOSED or self._on_loss == "fail"
+
+    def _missing(self) -> Iterator[int]:
+        """Whom the open barrier waits for."""
+        for rank in range(self.num_clients):
+            gone = rank in self.finished or (rank in self.dead and self._on_loss == "shrink")
+            if rank not in self.waiting and not gone and not self._is_before_entry(rank):
+                yield rank
+
+    def arrive(self, client: int, route: bytes, message: m.Barrier, now_s: float, silence_of: SilenceOf) -> list[Reply]:
+        """A client has come to a barrier.
+
+        Raises:
+            ProtocolError: not to the next one.
+            ClientLostError: somebody will never come.
+        """
+        # One that is back does not know how many barriers there were; those before it enters are over for it.
+        before = self.returning.get(client)
+        if message.ordinal <= self.done if before is None else message.step <= before:
+            return [Reply(route, m.Ack(message.request, self.done))]
+        if message.ordinal != self.done + 1 and before is None:
+            raise ProtocolError(
+                f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {self.done}"
+            )
+        ended = {rank: why for rank, why in self.dead.items() if self._ends(rank, why)}
+        if ended:
+            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
+            raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
+        known = client in self.waiting
+        if not self.waiting:
+            self._opened_s, self._opened_ns = now_s, timeline.now() if timeline.on else 0
+        self.waiting[client] = _Arrival(route, message.request, message.step)
+        if replies := self._complete():
+            return replies
+        missing = list(islice(self._missing(), MAX_NAMED))
+        silences_s = [int(silence_of(rank) or 0) for rank in missing]
+        silent_s = silences_s if any(silences_s) else []
+        return [Reply(route, m.Waiting(message.request, missing, silent_s))] if known else []
+
+    def _complete(self) -> list[Reply]:
+        """Let all go that have come to the open barrier, if nobody is missing."""
+        if not self.waiting or next(self._missing(), None) is not None:
+            return []
+        come = {rank: arrival for rank, arrival in self.waiting.items() if not self._is_before_entry(rank)}
+        self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank not in come}
+        self.done += 1
+        self._changed()
+        if timeline.on and self._opened_ns:
+            timeline.span("barrier", self._opened_ns, step=self.done)
+        for rank in come:
+            self.returning.pop(rank, None)
+        return [Reply(arrival.route, m.Ack(arrival.request, self.done)) for arrival in come.values()]
+
+    def wait(self, store: int, silence_of: SilenceOf) -> Wait | None:
+        """Whom those wait for that have come to the open barrier of this store."""
+        if not self.waiting:
+            return None
+        late = []
+        for rank in islice(self._missing(), MAX_NAMED):
+            silence_s = silence_of(rank)
+            age = "not in the job" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
+            late.append(f"client {rank} ({age})")
+        what = f"barrier {self.done + 1} of store {store}"
+        return Wait(("barrier", store, self.done), self._opened_s, what, f"{', '.join(late)} did not reach it")
+
+    # ---- clients that come and go
+
+    def bring_back(self, rank: int) -> None:
+        """Another process of a client that others go on without is here; they do until it has entered."""
+        self.returning[rank] = _NEVER
+        self.waiting.pop(rank, None)
+
+    def enter(self, rank: int, step: int) -> list[Reply]:
+        """A client that is back is at the barriers after ``step``; -1: at all of them. Who passes because of that."""
+        if rank in self.returning:
+            if step < 0:
+                del self.returning[rank]
+            else:
+                self.returning[rank] = step
+            self.finished.discard(rank)
+            self._changed()
+        return self._complete()
+
+    def finish(self, rank: int) -> list[Reply]:
+        """A client has joined; who passes because of that."""
+        self.finished.add(rank)
+        self._changed()
+        return self._complete()
+
+    def lose(self, rank: int, why: str) -> list[Reply]:
+        """A client is gone; what those hear that have come to the open barrier."""
+        self.dead.pop(rank, None)  # its place among them is that of its last end
+        self.dead[rank] = why
+        self.returning.pop(rank, None)
+        self._changed()
+        if not self._ends(rank, why):
+            self.waiting.pop(rank, None)
+            return [] if self.deserted else self._complete()
+        waiting, self.waiting = self.waiting, {}
+        error = f"barrier {self.done + 1} cannot be completed, because client {rank} {why}"
+        return [
+            Reply(arrival.route, m.Failure(arrival.request, "ClientLostError", error))
+            for client, arrival in waiting.items() if client != rank
+        ]  # fmt: skip
+
+    @property
+    def deserted(self) -> bool:
+        """Whether every client is gone, and none is waited for; as ``Membership.deserted``."""
+        if len(self.dead) < self.num_clients:
+            return False
+        lost = any(text != CLOSED for text in self.dead.values())
+        last_was_lost = next(reversed(self.dead.values()), "") != CLOSED
+        return not {"wait": lost, "shrink": last_was_lost}.get(self._on_loss, False)
