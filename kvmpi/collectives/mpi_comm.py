@@ -17,7 +17,7 @@ from kvmpi.errors import ConfigError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "JSM_NAMESPACE_SIZE")
 
 
 def started_by_mpi() -> bool:
@@ -27,6 +27,12 @@ def started_by_mpi() -> bool:
         return True
     # srun sets SLURM_NTASKS for every program; only with a PMI plug-in is it an MPI job.
     return "PMIX_RANK" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def lone_tasks() -> int:
+    """How many tasks an ``srun`` has started that know nothing of each other, this one included; 0 if none has."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(tasks) if tasks.isdigit() and int(tasks) > 1 and not started_by_mpi() else 0
 
 
 #: For all MPI calls of this process where MPI allows one at a time.

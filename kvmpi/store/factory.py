@@ -117,6 +117,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
                     f"store type {name!r} needs servers, and mpirun started none; "
                     "start the job with 'kvmpi run -n WORKERS -s SERVERS PROGRAM'"
                 )
+            _require_no_lone_tasks()
             job = EmbeddedJob(replace(config, num_workers=1, num_clients=1))
             return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
         if config.num_servers == 0:
@@ -138,12 +139,28 @@ def _under_mpi() -> bool:
     return mpi_comm.started_by_mpi()
 
 
+def _require_no_lone_tasks() -> None:
+    """Raises:
+    ConfigError: this is one of several tasks of an srun, and each would train by itself without anybody noticing.
+    """
+    from kvmpi.collectives import mpi_comm
+
+    if tasks := mpi_comm.lone_tasks():
+        raise ConfigError(
+            f"srun has started {tasks} tasks without MPI between them (--mpi=none, or a Slurm that has no other), and "
+            f"each would train by itself; start them with 'kvmpi run -n {tasks} PROGRAM' in salloc or sbatch, or by "
+            "srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH, if srun --mpi=list has it; a task that is to be alone "
+            "starts 'kvmpi run PROGRAM', or makes a store of type 'local'"
+        )
+
+
 def client_comm(config: Config) -> Comm | None:
     """The communicator of this worker's client, collective over its workers; None for a worker that is alone."""
     from kvmpi.collectives import mpi_comm
 
     if not config.role:
         if not mpi_comm.started_by_mpi():
+            _require_no_lone_tasks()
             return None
         everyone = mpi_comm.world(config.timeout_s)
         if everyone.size == 1:  # each would train by itself, and think that it is all there is

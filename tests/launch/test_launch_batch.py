@@ -230,17 +230,69 @@ def test_a_dry_run_says_what_would_be_submitted(lsf: Site) -> None:
     assert not any((lsf.folder.parent / "jobs").iterdir())
 
 
+#: What each task of a step says: where it is, its rank, how many there are, and a sum over them.
+UNDER_SRUN = {
+    "mpi": "import kvmpi, numpy as np, socket\n"
+    "with kvmpi.create('mpi') as kv:\n"
+    "    x = np.full(3, kv.rank + 1, 'f4'); kv.init('w', x); kv.pushpull('w', x)\n"
+    "    print(socket.gethostname(), kv.rank, kv.num_workers, x[0])\n",
+    "c10d": "import torch, kvmpi.torch.c10d, torch.distributed as dist, os, socket\n"
+    "dist.init_process_group('kvmpi'); rank = dist.get_rank()\n"
+    "x = torch.full((3,), rank + 1.0); dist.all_reduce(x)\n"
+    "assert int(os.environ['LOCAL_RANK']) == rank % 2\n"
+    "print(socket.gethostname(), rank, dist.get_world_size(), x[0].item())\n"
+    "dist.destroy_process_group()\n",
+    "dist_async": "import kvmpi; kvmpi.create('dist_async')",
+    "role": "import os; os.environ['KVMPI_ROLE'] = 'worker'\n"
+    "import kvmpi; print('up', kvmpi.create('mpi').num_workers)\n",
+}
+
+
+def by_srun(slurm: Site, kind: str, program: str) -> subprocess.CompletedProcess[str]:
+    """Four tasks on two nodes, each of which runs a program that no launcher of ours has seen."""
+    nodes = 1 if slurm.lab is None else 2
+    command = ["srun", "-Q", f"--mpi={kind}", f"-N{nodes}", f"-n{2 * nodes}", sys.executable, "-c", UNDER_SRUN[program]]
+    return subprocess.run(
+        slurm.on(command), env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+@needs_mpi
+@pytest.mark.parametrize("program", ["mpi", "c10d"])
+def test_an_srun_with_pmix_needs_no_launcher(slurm: Site, program: str) -> None:
+    if mpirun.find(slurm.env, 2).kind != "openmpi":
+        pytest.skip("for Open MPI")
+    done = by_srun(slurm, "pmix", program)
+    if "Invalid MPI type" in done.stderr:
+        pytest.skip("this Slurm has no PMIx (Debian: apt-get install libpmix-dev)")
+    assert done.returncode == 0, done.stdout + done.stderr
+    hosts = (
+        [socket.gethostname()] * 2 if slurm.lab is None else [name for name in slurm.lab.hosts[:2] for _ in range(2)]
+    )
+    total = sum(range(1, len(hosts) + 1))
+    assert sorted(done.stdout.splitlines()) == [
+        f"{host} {rank} {len(hosts)} {float(total)}" for rank, host in enumerate(hosts)
+    ], done.stderr
+
+
+@needs_mpi
+@pytest.mark.parametrize("program", ["mpi", "c10d", "dist_async"])
+def test_tasks_that_would_each_train_alone_are_an_error(slurm: Site, program: str) -> None:
+    done = by_srun(slurm, "none", program)
+    tasks = 2 if slurm.lab is None else 4
+    assert done.returncode == 1, done.stdout
+    said = f"ConfigError: srun has started {tasks} tasks without MPI between them"
+    assert done.stderr.count(said) == tasks, done.stderr
+    assert f"kvmpi run -n {tasks} PROGRAM" in done.stderr
+    with_launcher = by_srun(slurm, "none", "role")
+    assert with_launcher.stdout.splitlines() == ["up 1"] * tasks, with_launcher.stderr
+
+
 @needs_mpi
 def test_an_srun_that_the_mpi_does_not_understand(slurm: Site) -> None:
-    """Open MPI knows no PMI-2, and takes each of the ranks for a whole job; without a PMI they are what they seem."""
-    program = "import kvmpi; kv = kvmpi.create('mpi'); print('workers', kv.num_workers)"
+    """Open MPI knows no PMI-2, and takes each of the ranks for a whole job."""
     if mpirun.find(slurm.env, 2).kind != "openmpi":
         pytest.skip("MPICH understands PMI-2")
-    for kind, status in (("pmi2", 1), ("none", 0)):
-        command = ["srun", "-Q", f"--mpi={kind}", "-N1", "-n2", sys.executable, "-c", program]
-        done = subprocess.run(
-            slurm.on(command), env=slurm.env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-        assert done.returncode == status, done.stdout + done.stderr
-        assert done.stdout.count("workers 1") == (0 if status else 2)
-        assert ("ConfigError: several ranks were started, and MPI sees one" in done.stderr) is (status == 1)
+    done = by_srun(slurm, "pmi2", "mpi")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ConfigError: several ranks were started, and MPI sees one" in done.stderr
