@@ -18,6 +18,7 @@ from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
+from kvmpi.launchers.jsrun import Jsrun
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.reach import BatchReach
 from kvmpi.launchers.run import Runner
@@ -58,6 +59,14 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--submit-option", dest="submit_options", action="append", default=[], metavar="O",
         help="further option of bsub or sbatch; may be given several times, as --submit-option=--mem=4G",
+    )  # fmt: skip
+    add(
+        "--jsrun", action=argparse.BooleanOptionalAction, default=None,
+        help="in a job of LSF, start processes by jsrun (default: if it is there)",
+    )  # fmt: skip
+    add(
+        "--jsrun-option", dest="jsrun_options", action="append", default=[], metavar="O",
+        help="what jsrun is asked for workers; may be given several times, as --jsrun-option=--gpu_per_rs=1",
     )  # fmt: skip
     add("--batch-dir", default=".", metavar="D", help="folder that all hosts share (default: the current one)")
     add("--server-hosts", default="", metavar="H,...", help="hosts of the servers (default: those of the workers)")
@@ -136,9 +145,6 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
-    mpi = None
-    if jobs.needs_mpi(args.workers, args.clients):
-        mpi = mpirun.find(mpirun.clean(environ), args.workers)
     places = where.find(
         launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,
@@ -146,8 +152,15 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         asked=batch.Resources(
             1, 1, args.queue, args.project, args.wall_time, args.requeue, tuple(args.submit_options)
         ),
-        client_hosts=args.client_hosts,
+        client_hosts=args.client_hosts, by_jsrun=args.jsrun, jsrun_options=args.jsrun_options,
     )  # fmt: skip
+    by_jsrun = places is not None and isinstance(places.reach, Jsrun)
+    mpi = None
+    if jobs.needs_mpi(args.workers, args.clients):
+        if by_jsrun:
+            mpirun.need_mpi4py(args.workers)
+        else:
+            mpi = mpirun.find(mpirun.clean(environ), args.workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def plan(job_id: str, job_dir: str, shm_dir: str) -> jobs.Job:
@@ -189,7 +202,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         raise ConfigError(f"--log-dir {args.log_dir}: {error.strerror}") from None
     job_id = secrets.token_hex(8)
     job_dir = os.path.join(_short_tmpdir(), f"kvmpi-{job_id}")
-    uses_shm = mpi is not None and mpi.kind == "openmpi" and os.access(SHM, os.W_OK)
+    uses_shm = (by_jsrun or (mpi is not None and mpi.kind == "openmpi")) and os.access(SHM, os.W_OK)
     shm_dir = os.path.join(SHM, f"kvmpi-{job_id}") if uses_shm else ""
     # The folders come after the watchdog, which removes them: so a kill -9 leaves none, whenever it comes.
     folders = [folder for folder in (job_dir, shm_dir) if folder]
@@ -199,7 +212,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     try:
         for folder in folders:
             os.mkdir(folder, 0o700)
-        if places is not None and not places.reach.is_batch:
+        if places is not None and not places.reach.is_apart:
             remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
             made_there = [f"+{folder}" for folder in folders]
             watchdog.others = [

@@ -15,6 +15,7 @@ from kvmpi.config import Config, client_bounds, env_name
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 from kvmpi.launchers.hosts import Layout
+from kvmpi.launchers.jsrun import Jsrun
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
 from kvmpi.launchers.reach import BatchReach, Reach
@@ -39,6 +40,8 @@ AGENT = "agent"
 #: Of the user's environment, for ranks that an mpirun starts on other hosts.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 
+#: By which ranks learn where their shared memory goes.
+_BACKING = ("OMPI_MCA_btl_sm_backing_directory",)
 RANK_EXEC = str(Path(__file__).with_name("rank_exec.py"))
 RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
 
@@ -54,6 +57,7 @@ class Process:
     workers: range = field(default=range(0))  # worker ranks that this process is or holds
     client_rank: int = -1
     host: str = ""  # empty is this one
+    is_step: bool = False  # the command itself reaches its hosts: a step of jsrun
 
     @property
     def label(self) -> str:
@@ -155,8 +159,9 @@ class Job:
             if process.host and self.places is not None and isinstance(self.places.reach, BatchReach):
                 title += ", a job of its own, whose script runs what follows\n# "
                 title += shlex.join(self.places.reach.submission(process.host))
-            elif process.host and self.places is not None:
-                through = shlex.join(self.places.reach.command(process.host, (sys.executable, "-I", "-S", REMOTE_EXEC)))
+            elif process.host and self.places is not None and not process.is_step:
+                told = (sys.executable, "-I", "-S", REMOTE_EXEC)
+                through = shlex.join(self.places.reach.process(process.role, process.host, told))
                 title += f", on {process.host}; what it runs is told to the standard input of\n# {through}"
             env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
             lines += [title, " ".join([*env, shlex.join(process.command)])]
@@ -258,8 +263,9 @@ def plan(
         common["KVMPI_TIMELINE"] = os.path.abspath(timeline)  # processes may be elsewhere when they begin
     if modules:
         common["KVMPI_IMPORTS"] = ",".join(modules)
+    jsm = places.reach if places is not None and isinstance(places.reach, Jsrun) else None
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_workers)),
+        "OMP_NUM_THREADS": str(max(1, cores // num_workers) if jsm is None else jsm.threads),
         "PYTHONUNBUFFERED": "1",  # into a pipe Python would hold back what it prints
     }
     common.update({name: value for name, value in defaults.items() if name not in base})
@@ -270,7 +276,9 @@ def plan(
         raise ConfigError("KVMPI_SECURITY=off is for one host: on a network anybody could read and change values")
     env = {**base, **common}
 
-    mpi_env = {} if mpi is None else mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
+    mpi_env = {} if jsm is None else jsm.library_env(shm_dir)
+    if mpi is not None:
+        mpi_env = mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
     processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
     if places is not None:
@@ -297,6 +305,12 @@ def _client(
     if len(workers) == 1:
         env.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(workers[0])})
         return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
+    # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
+    first = (sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank))
+    if places is not None and isinstance(places.reach, Jsrun):
+        folders = [whole["KVMPI_JOB_DIR"], *dict.fromkeys(filter(None, map(mpi_env.get, _BACKING)))]
+        command = (*places.reach.ranks(len(workers)), *first, *folders, "--", *program.command(runner=(RANK_MAIN,)))
+        return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, True)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
     # Open MPI exports its own.
@@ -312,10 +326,5 @@ def _client(
         started = mpi.command(len(workers), local=local or places is not None)
     else:
         started = mpi.command_on(hosts, agent, places.network, exported)
-    # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
-    command = (
-        *started,
-        *(sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank), "--"),
-        *program.command(runner=(RANK_MAIN,)),
-    )
+    command = (*started, *first, "--", *program.command(runner=(RANK_MAIN,)))
     return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host)

@@ -16,7 +16,7 @@ from kvmpi.launchers.hosts import Host
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
-FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_")
 #: By which torchrun, or kvmpi.torch.c10d, tells the processes of a job where they meet.
 TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -118,9 +118,17 @@ def find(
         path = shutil.which(neighbour) or shutil.which("mpirun", path=environ.get("PATH")) or ""
         if not path:
             raise ConfigError(f"a client of several workers needs MPI, and no mpirun was found; {hint}")
-    if importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError(f"a client of several workers needs MPI, and mpi4py was not found; {hint}")
+    need_mpi4py(num_workers)
     return MPI(path, detect_kind(path, environ, timeout_s))
+
+
+def need_mpi4py(num_workers: int) -> None:
+    """Raises:
+    ConfigError: it is missing; the message says what to install.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        hint = HELP.format(workers=num_workers)
+        raise ConfigError(f"a client of several workers needs MPI, and mpi4py was not found; {hint}")
 
 
 def detect_kind(path: str, environ: Mapping[str, str], timeout_s: float = VERSION_S) -> str:

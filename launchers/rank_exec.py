@@ -2,7 +2,7 @@
 
 mpirun runs this file by path with ``python -I -S``, so it imports little and starts in about 10 ms:
 
-    rank_exec.py FIRST_RANK CLIENT_RANK -- PROGRAM [ARG...]
+    rank_exec.py FIRST_RANK CLIENT_RANK [FOLDER...] -- PROGRAM [ARG...]
 
 It stays as the parent of the program, because the launcher needs to know which rank failed first, and how. What
 mpirun says about that depends on the MPI (hydra reports a signal like an exit status, and lets the others wait for
@@ -17,9 +17,10 @@ import os
 import signal
 import sys
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
+GRACE_S = 5.0
 
 
 def mpi_rank(environ: dict[str, str]) -> int:
@@ -63,6 +64,37 @@ def report(fd: int, line: str) -> None:
             pass
 
 
+def settle(folders: list[str], is_first: bool) -> None:
+    """Make the job's folders on a host on which nobody else of the job clears up."""
+    import json
+
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I has kept it out
+    import remote_exec
+    import watchdog
+
+    del sys.path[0]
+    environ = os.environ
+    marks = [f"{name}={environ[name]}" for name in ("KVMPI_JOB_DIR", "KVMPI_RANK")]
+    watchdog.guard(environ["KVMPI_JOB_ID"], folders, marks)
+    spec = json.loads(remote_exec.read_line(0)) if is_first else {"files": {}}
+    remote_exec.make_files(folders, spec["files"])
+
+
+def end_with_input(child: int) -> None:
+    """End the program when our standard input ends, which the launcher holds open."""
+    import threading
+    import time
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        for number, pause_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 0.0)):
+            os.killpg(child, number)
+            time.sleep(pause_s)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def supervise(child: int) -> int:
     """Wait for ``child``, passing signals on to its process group; its wait status."""
 
@@ -94,13 +126,16 @@ def end_like(status: int) -> None:
 def main(argv: list[str]) -> None:
     """See the top of this file."""
     die_with_parent(os.getppid())
-    first_rank, client_rank, program = int(argv[0]), argv[1], argv[3:]
+    end = argv.index("--")
+    first_rank, client_rank, folders, program = int(argv[0]), argv[1], argv[2:end], argv[end + 1 :]
     own_rank = mpi_rank(dict(os.environ))
     if own_rank < 0:
         sys.exit(f"kvmpi: mpirun has set none of {', '.join(RANK_VARIABLES)}; is it the mpirun of another MPI?")
     rank = first_rank + own_rank
     os.environ.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(rank)})
     folder = os.environ.get("KVMPI_JOB_DIR", "")
+    if folders:
+        settle(folders, own_rank == 0)
     if os.environ.get("HWLOC_XMLFILE", "").startswith(f"{folder}/"):
         del os.environ["HWLOC_XMLFILE"]  # it was for hydra only, see mpirun.py
     try:
@@ -116,6 +151,8 @@ def main(argv: list[str]) -> None:
     if child == 0:
         os.setpgid(0, 0)  # a signal to mpirun's group reaches the program once, through us
         die_with_parent(parent)
+        if folders:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for target, fd in outputs.items():
             if fd >= 0:
                 os.dup2(fd, target)
@@ -131,6 +168,8 @@ def main(argv: list[str]) -> None:
     for fd in outputs.values():
         if fd >= 0:
             os.close(fd)
+    if folders and own_rank == 0:
+        end_with_input(child)
     report(status_fd, f"start {rank} {child}\n")
     status = supervise(child)
     report(status_fd, f"end {rank} {status}\n")

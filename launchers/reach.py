@@ -37,6 +37,14 @@ class Reach:
         """Whether "hosts" are jobs of a batch system, each with one process, on a host of its choice."""
         return False
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether processes have folders of their own where they run, and clear up after themselves.
+
+        Otherwise the launcher reaches every host a second time, for a watchdog.
+        """
+        return self.is_batch
+
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         """``command`` on ``host``."""
         if self.kind == "ssh":  # which passes one line on to a shell there
@@ -45,6 +53,10 @@ class Reach:
             group = (f"--het-group={self.groups[host]}",) if host in self.groups else ()
             return (*self.words, *group, f"--nodelist={host}", *command)
         return (*self.words, host, *command)
+
+    def process(self, role: str, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        """``command`` on ``host``, which starts a process of the job there."""
+        return self.command(host, command)
 
     def agent(self) -> str:
         """A script for those who expect something like ssh: ``SCRIPT HOST WORDS...``, the words being for a shell."""

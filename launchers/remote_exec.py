@@ -10,6 +10,9 @@ behind a word that only the launcher knows:
 With an argument BASE the first line is in BASE.spec, and the rest comes from BASE.orders as that grows; a launcher that
 does not touch BASE.alive for a minute has ended, and so has one whose files are gone.
 
+Where the launcher has no watchdog on this host, the folders are this process's alone, and a watchdog of its own kills
+what is left of it and removes them should it be killed itself.
+
 Only the standard library is used; ``python -I -S`` starts it in milliseconds.
 """
 
@@ -28,6 +31,7 @@ import struct
 import sys
 import threading
 import time
+from types import ModuleType
 
 LIFE_S = 60.0
 GONE_S = 4.0  # what is not there for so long has been removed; on a shared file system it may only be late
@@ -93,6 +97,16 @@ def make_files(folders: list[str], files: dict[str, str]) -> None:
             file.write(text)
         os.chmod(temporary, 0o700 if text.startswith("#!") else 0o600)
         os.replace(temporary, os.path.join(folder, name))
+
+
+def sibling(name: str) -> ModuleType:
+    """A file beside this one, loaded by its path: the package is not there to be imported from."""
+    spec = importlib.util.spec_from_file_location(name, f"{os.path.dirname(__file__)}/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_line(fd: int) -> bytes:
@@ -179,12 +193,7 @@ class Remote:
 
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGUSR1:  # a question, for those who answer
-            spec = importlib.util.spec_from_file_location("questions", f"{os.path.dirname(__file__)}/questions.py")
-            assert spec is not None
-            assert spec.loader is not None
-            questions = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(questions)
-            questions.ask(self._env.get("KVMPI_JOB_DIR", ""), self.pid)
+            sibling("questions").ask(self._env.get("KVMPI_JOB_DIR", ""), self.pid)
             return
         try:
             os.killpg(self.pid, number)
@@ -251,6 +260,8 @@ def main(argv: list[str]) -> int:
     else:
         spec = json.loads(read_line(0))
     try:
+        if spec["alone"]:  # before the folders, so that a kill -9 leaves none, whenever it comes
+            sibling("watchdog").guard(spec["job"], spec["folders"], [f"KVMPI_JOB_DIR={spec['folders'][0]}"])
         make_files(spec["folders"], spec["files"])
         remote = Remote(spec)
     except (OSError, ValueError) as error:
@@ -264,7 +275,7 @@ def main(argv: list[str]) -> int:
     except OSError:
         pass
     end_orphans()
-    if base:  # nobody else has anything in these folders
+    if spec["alone"]:  # nobody else has anything in these folders
         for folder in spec["folders"]:
             shutil.rmtree(folder, ignore_errors=True)
     try:

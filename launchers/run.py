@@ -8,7 +8,7 @@ import re
 import selectors
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,7 @@ class Runner:
         self._children: dict[str, Child] = {}
         self._plans = {process.label: process for process in job.processes}
         self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
+        self._starts: Counter[str] = Counter()  # of those that have folders of their own each time
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
         self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
@@ -215,8 +216,10 @@ class Runner:
         if "KVMPI_KEYS" in env:
             files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
         listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}
-        # Several batch jobs may come to one host, and each clears up after itself.
-        mine = f"kvmpi-{self._job.job_id}" + (f"-{process.host}" if places.reach.is_batch else "")
+        mine = f"kvmpi-{self._job.job_id}"
+        if places.reach.is_apart:  # several may come to one host, and each clears up after itself, also late
+            self._starts[process.label] += 1
+            mine += f"-{process.role}-{process.rank}-{self._starts[process.label]}"
 
         def own(text: str) -> str:
             return text.replace(f"kvmpi-{self._job.job_id}", mine)
@@ -224,7 +227,8 @@ class Runner:
         return RemoteProcess(
             places.reach, process.host, [own(word) for word in process.command],
             {name: own(value) for name, value in env.items()}, local_env=self._env,
-            folders=[own(folder) for folder in self._job.folders], files=files, address=listens, **out,
+            folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
+            is_step=process.is_step, **out,
         )  # fmt: skip
 
     def _open_output(self, label: str) -> None:

@@ -4,25 +4,29 @@ The launcher runs this file by path as the first process of a job and holds the 
 standard input. End of file means that the launcher has finished or was killed; nothing else ends the watchdog. It
 lives in a session of its own and its environment names no job, so that no sweep, not even that of another job,
 finds it. Only the standard library is used, so that it starts in a few milliseconds.
+
+Where a process of the job has no watchdog of the launcher on its host, because only a batch system reaches it, the
+one that stands for it there starts one of its own with ``guard``, for that process alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
-def find_processes(job_id: str, proc: str = "/proc") -> list[int]:
+def find_processes(job_id: str, proc: str = "/proc", marks: Iterable[str] = ()) -> list[int]:
     """Every living process whose environment at its start held ``KVMPI_JOB_ID=job_id``; none where there is no /proc.
 
     Children inherit it whatever they do to their process group, session or parent, which is why it finds the
-    helpers of helpers too.
+    helpers of helpers too. With ``marks``, ``NAME=VALUE``, only those that held all of these as well.
     """
-    needle = f"\0KVMPI_JOB_ID={job_id}\0".encode()
+    needles = [f"\0{mark}\0".encode() for mark in (f"KVMPI_JOB_ID={job_id}", *marks)]
     found = []
     try:
         names = os.listdir(proc)
@@ -36,12 +40,13 @@ def find_processes(job_id: str, proc: str = "/proc") -> list[int]:
                 environ = file.read()
         except OSError:  # it has ended, or belongs to somebody else
             continue
-        if needle in b"\0" + environ + b"\0":
+        whole = b"\0" + environ + b"\0"
+        if all(needle in whole for needle in needles):
             found.append(int(name))
     return found
 
 
-def kill_all(job_id: str, deadline_s: float = 30.0) -> int:
+def kill_all(job_id: str, deadline_s: float = 30.0, marks: Sequence[str] = ()) -> int:
     """SIGKILL the processes of the job until none is left; the number of those that could not be killed in time.
 
     Two scans in a row must find nothing: a process can fork behind the back of one scan.
@@ -49,7 +54,7 @@ def kill_all(job_id: str, deadline_s: float = 30.0) -> int:
     end = time.monotonic() + deadline_s
     empty_scans = 0
     while True:
-        pids = find_processes(job_id)
+        pids = find_processes(job_id, marks=marks)
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -65,7 +70,6 @@ def kill_all(job_id: str, deadline_s: float = 30.0) -> int:
 def remove(paths: Iterable[str], since_s: float) -> None:
     """Remove folders with all that is in them; of a path that ends in ``*``, the orphans born after ``since_s``."""
     for path in paths:
-        path = path.removeprefix("+")
         if path.endswith("*"):
             for orphan in find_orphans(path[:-1], since_s):
                 try:
@@ -114,25 +118,80 @@ def _kill_groups(groups: Iterable[int]) -> None:
             pass
 
 
+def hold(folder: str) -> int:
+    """Make a folder if it is not there, and share it: a descriptor whose lock says that somebody uses it."""
+    while True:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.stat(folder).st_ino == os.fstat(fd).st_ino:
+                return fd
+            os.close(fd)
+        except FileNotFoundError:
+            pass  # whoever used it before us has just removed it
+
+
+def let_go(folder: str, fd: int) -> None:
+    """Remove a folder that was held, unless somebody else holds it: whoever is the last cleans up."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def guard(job_id: str, folders: Sequence[str], marks: Sequence[str]) -> int:
+    """Start a watchdog that acts when this process has ended, however that comes; a descriptor that must stay open.
+
+    Args:
+        folders: made if they are not there, and removed in the end unless other watchdogs hold them.
+        marks: ``NAME=VALUE``, in the environment of whom it kills, besides the number of the job.
+    """
+    read_end, write_end = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        try:
+            os.setsid()
+            if os.fork() == 0:
+                nothing = os.open(os.devnull, os.O_RDWR)
+                for fd, target in ((read_end, 0), (nothing, 1), (nothing, 2)):
+                    os.dup2(fd, target)
+                os.closerange(3, 256)
+                env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+                words = ["-I", "-S", os.path.abspath(__file__), job_id]
+                words += [*(f"+{folder}" for folder in folders), *(f"={mark}" for mark in marks)]
+                os.chdir("/")
+                os.execve(sys.executable, [sys.executable, *words], env)
+        finally:
+            os._exit(0)
+    os.close(read_end)
+    os.waitpid(middle, 0)  # so that it is no child of ours: we wait for ours, and kill those that are left
+    return write_end
+
+
 def main(argv: list[str]) -> int:
     """``argv``: the job id, then what to remove (see ``remove``). Standard input: ``+GROUP`` or ``-GROUP`` lines.
 
-    A folder with ``+`` in front is made first. The process groups matter only where there is no /proc to search.
+    A folder with ``+`` in front is made first, and not removed while others hold it; what has ``=`` in front is a mark
+    (see ``find_processes``). The process groups matter only where there is no /proc to search.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    job_id, paths = argv[0], argv[1:]
+    job_id, marks = argv[0], [word[1:] for word in argv[1:] if word.startswith("=")]
+    paths = [word for word in argv[1:] if not word.startswith(("=", "+"))]
     since_s = time.time()
-    for path in paths:
-        if path.startswith("+"):
-            os.makedirs(path[1:], 0o700, exist_ok=True)
+    held = [(word[1:], hold(word[1:])) for word in argv[1:] if word.startswith("+")]
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     if not os.path.isdir("/proc/self"):
         _kill_groups(groups)
-    left = kill_all(job_id)
+    left = kill_all(job_id, marks=marks)
     remove(paths, since_s)
+    for folder, fd in held:
+        let_go(folder, fd)
     return 1 if left else 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import reach
+from kvmpi.launchers import jsrun, reach
 from kvmpi.launchers.batch import Resources
 from kvmpi.launchers.hosts import Host, Layout, lay_out, merge, of_lsf, of_slurm, read_hostfile
 from kvmpi.launchers.job import Places
@@ -22,6 +22,7 @@ def find(
     *, launcher: str, hostfile: str, hosts: str, server_hosts: str, remote_shell: str, network: str,
     bounds: Sequence[tuple[int, int]], num_servers: int, environ: Mapping[str, str], batch_dir: str = "",
     asked: Resources | None = None, client_hosts: int = 1,
+    by_jsrun: bool | None = None, jsrun_options: Sequence[str] = (),
 ) -> Places | None:  # fmt: skip
     """Where everything runs; None: all on this host, or on those that an ``mpirun`` finds by itself.
 
@@ -29,10 +30,14 @@ def find(
         batch_dir: a folder that all hosts of a batch system share.
         asked: what each of its jobs asks for, besides the number of its tasks.
         client_hosts: how many hosts a client of such a job is spread over.
+        by_jsrun: inside a job of LSF, whether jsrun starts processes; None: if it is there.
+        jsrun_options: what workers ask it for.
     Raises:
         ConfigError: the hosts make no sense, are not to be found, or cannot be reached.
     """
-    found, kind = _choose(launcher, hostfile, hosts, environ)
+    found, kind = _choose(launcher, hostfile, hosts, environ, by_jsrun)
+    if jsrun_options and kind != "jsrun":
+        raise ConfigError("--jsrun-option: no jsrun starts the processes of this job; see --launcher lsf and --jsrun")
     if kind == "batch":
         if server_hosts:
             raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
@@ -43,10 +48,15 @@ def find(
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
+    for_servers = [name for name in server_hosts.split(",") if name]
+    if kind == "jsrun":
+        options = jsrun.parse(jsrun_options)
+        layout, cores = jsrun.place(found, bounds, num_servers, for_servers, options)
+        # Also on the host of this process, if steps may run there: JSM knows which of its cores are in use.
+        return Places(layout, jsrun.way(found, cores, options), "", _own_address(network, layout.names[0]), network)
     groups = of_slurm(environ) if kind == "srun" else []
     way = reach.ssh(remote_shell) if kind == "ssh" else allocation(environ, kind)[1]
     assert way is not None
-    for_servers = [name for name in server_hosts.split(",") if name]
     if len(groups) > 1 and not for_servers:
         # What was asked for apart is for something else, if it is not needed for workers.
         *before, last = groups
@@ -56,13 +66,15 @@ def find(
     node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
     here = next((name for name in layout.names if is_here(name) or name == node), "")
     others = [name for name in layout.names if name != here]
-    address = "127.0.0.1"
-    if others or network:
-        try:
-            address = own_address(network, others[0] if others else "")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{f'--interface {network}' if network else f'host {others[0]}'}: {error}") from None
+    address = _own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
     return Places(layout, way, here, address, network)
+
+
+def _own_address(network: str, other: str) -> str:
+    try:
+        return own_address(network, other)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{f'--interface {network}' if network else f'host {other}'}: {error}") from None
 
 
 def _submitted(
@@ -84,8 +96,16 @@ def _submitted(
     return Places(Layout(servers, clients), way, "", address, network)
 
 
-def _choose(launcher: str, hostfile: str, listed: str, environ: Mapping[str, str]) -> tuple[list[Host], str]:
+def _choose(
+    launcher: str, hostfile: str, listed: str, environ: Mapping[str, str], by_jsrun: bool | None = None
+) -> tuple[list[Host], str]:
     """The hosts, and how to reach them; none where all is to be on this one."""
+    with_jsrun = launcher in ("auto", "lsf") and not hostfile and not listed and jsrun.is_there(environ)
+    if by_jsrun and not with_jsrun:
+        raise ConfigError("--jsrun: this is no job of LSF with a jsrun on PATH, or other hosts or launchers are named")
+    if with_jsrun and by_jsrun is not False:
+        found = of_lsf(environ)
+        return jsrun.compute_hosts(found, is_here(found[0].name)), "jsrun"
     if hostfile or listed:
         if hostfile and listed:
             raise ConfigError("--hosts and --hostfile: only one of them can say where")

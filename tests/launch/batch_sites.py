@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import socket
@@ -52,13 +53,30 @@ class Site:
         out, err = job.communicate(timeout=TIMEOUT_S)
         return job.returncode, out, err
 
-    def assert_nothing_is_left(self, within_s: float = 10.0) -> None:
+    def job_id(self) -> str:
+        """Of the job that runs."""
+        (found,) = {env["KVMPI_JOB_ID"] for env in environs_with(self.mark).values() if "KVMPI_JOB_ID" in env}
+        return found
+
+    def files_of(self, job_id: str) -> list[str]:
+        """What a job has, or has left, in temporary folders, which all hosts share, and in shared memory."""
+        found = [path for folder in ("/tmp", "/var/tmp", "/dev/shm") for path in glob.glob(f"{folder}/*{job_id}*")]
+        for host in () if self.lab is None else range(len(self.lab.hosts)):
+            command = self.lab.command_on(host, ["ls", "/dev/shm"])
+            names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            found += [f"{host}:/dev/shm/{name}" for name in names if job_id in name]
+        return found
+
+    def assert_nothing_is_left(self, within_s: float = 10.0, job_id: str = "") -> None:
         deadline = time.monotonic() + within_s
         while environs_with(self.mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in environs_with(self.mark)]
         assert not left, left
         assert os.listdir(self.folder) == []
+        while job_id and self.files_of(job_id) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not job_id or self.files_of(job_id) == []
 
 
 @contextlib.contextmanager
@@ -88,15 +106,19 @@ def _slurm(lab: NetLab | None, path: str) -> Iterator[Site]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     ports = [_free_port() for _ in range(4)]
+    (home / "tmp").mkdir()
     host, nodes = socket.gethostname(), [f"w{i}" for i in (1, 2, 3)]
     hosts, addresses = [host] * 3, ["127.0.0.1"] * 3
     if lab is not None:
         host, nodes, hosts, addresses = lab.hosts[0], lab.hosts, lab.hosts, lab.addresses
+    for node in nodes:
+        (home / "tmp" / node).mkdir()
     (home / "slurm.conf").write_text(
         f"ClusterName=lab\nSlurmctldHost={host}({addresses[0]})\nSlurmUser=root\nSlurmdUser=root\nSlurmctldPort={ports[3]}\n"
         f"AuthType=auth/munge\nAuthInfo=socket={home}/munge.sock\nCredType=cred/munge\nStateSaveLocation={home}/state\n"
         f"SlurmdSpoolDir={home}/spool/%n\nSlurmctldPidFile={home}/slurmctld.pid\nSlurmdPidFile={home}/slurmd-%n.pid\n"
         f"SlurmctldLogFile={home}/slurmctld.log\nSlurmdLogFile={home}/slurmd-%n.log\nProctrackType=proctrack/pgid\n"
+        f"TmpFS={home}/tmp/%n\n"  # what PMIx puts there has the same name on each of these nodes
         "TaskPlugin=task/none\nSwitchType=switch/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
         "ReturnToService=2\nMpiDefault=none\nSchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1\n"
         + "".join(
@@ -157,3 +179,15 @@ def lsf_site(folder: Path, lab: NetLab | None = None) -> Site:
     if lab is not None:
         env |= {"LSF_HOSTS": " ".join(lab.hosts), "LSF_SHELL": f"{PRIVATE}/agent"}
     return Site("lsf", folder / "shared", env, lab)
+
+
+def jsm_site(folder: Path, lab: NetLab, mpirun: str) -> Site:
+    """Inside a job of LSF with jsrun: the first host starts what runs on the others, which have four cores."""
+    site = lsf_site(folder, lab)
+    program = folder / "bin" / "jsrun"
+    program.write_text(f"#!{sys.executable} -IS\n" + (PROGRAMS / "lsf" / "jsrun.py").read_text())
+    program.chmod(0o755)
+    first, *others = lab.hosts
+    site.env |= {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": " ".join([f"{first} 1", *(f"{name} 4" for name in others)])}
+    site.env |= {"LSF_MPIRUN": mpirun, "LSF_NETWORK": lab.subnet, "LSF_GPUS": "2"}
+    return site

@@ -93,27 +93,32 @@ def test_on_hosts_that_share_nothing(victim: str, lab: NetLab, tmp_path: Path) -
         apart.close()
 
 
-@pytest.mark.parametrize("victim", ["batch_exec client-0", "remote_exec.py client-1"])
+@pytest.mark.parametrize(
+    "victim", ["batch_exec client-0", "remote_exec.py client-0", "group of remote_exec.py client-1"]
+)
 def test_in_a_batch_system(victim: str, site: Site) -> None:
     """What stands for a batch job here, and what runs in it there. For the launcher see test_launch_batch.
 
     Where the system starts jobs itself the launcher has process numbers of its own, and does not see them.
     """
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"]
-    # Without remote_exec only the system can find processes in sessions of their own, and this Slurm has no cgroups.
-    alone = ["alone"] if victim.startswith("remote_exec") else []
-    job = site.start(*SHAPE, *alone, prefix=own if site.name == "slurm" else ())
+    job = site.start(*SHAPE, prefix=own if site.name == "slurm" else ())
     try:
         await_all(job)
-        program, _, name = victim.partition(" ")
+        job_id = site.job_id()
+        assert len([path for path in site.files_of(job_id) if "-client-" in path]) >= 2, "there is what may be left"
+        *group, program, name = victim.split()
         lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in environs_with(site.mark)}
         fitting = [pid for pid, line in lines.items() if program in line and f"-{name}" in line]
         wanted = [pid for pid in fitting if ("batch_exec" in lines[pid]) is program.startswith("batch")]
-        os.kill(min(wanted), signal.SIGKILL)
+        if group:
+            os.killpg(os.getpgid(min(wanted)), signal.SIGKILL)
+        else:
+            os.kill(min(wanted), signal.SIGKILL)
         killed_s = time.monotonic()
         _, err = job.communicate(timeout=TIMEOUT_S)
         assert job.returncode not in (0, None), err
-        site.assert_nothing_is_left(WITHIN_S - (time.monotonic() - killed_s))
+        site.assert_nothing_is_left(WITHIN_S - (time.monotonic() - killed_s), job_id)
         wait_for(lambda: not running(site), "the end of all batch jobs", WITHIN_S)
     finally:
         job.kill()
