@@ -58,6 +58,7 @@ class Process:
     client_rank: int = -1
     host: str = ""  # empty is this one
     is_step: bool = False  # the command itself reaches its hosts: a step of jsrun
+    spans: bool = False  # an mpirun that may have ranks on several hosts
 
     @property
     def label(self) -> str:
@@ -310,21 +311,22 @@ def _client(
     if places is not None and isinstance(places.reach, Jsrun):
         folders = [whole["KVMPI_JOB_DIR"], *dict.fromkeys(filter(None, map(mpi_env.get, _BACKING)))]
         command = (*places.reach.ranks(len(workers)), *first, *folders, "--", *program.command(runner=(RANK_MAIN,)))
-        return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, True)
+        return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, is_step=True)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
     # Open MPI exports its own.
     names = [name for name in (*env, *mpi_env) if not name.startswith(("OMPI_", "PRTE_"))]
     names += [name for name in whole if name.startswith("KVMPI_") or name in _INHERITED]
     started: tuple[str, ...]
+    spans = True
     exported = dict.fromkeys([*names, "KVMPI_SCHEDULER"])
     agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
     if places is not None and isinstance(places.reach, BatchReach) and places.reach.resources[host].hosts > 1:
         told = (mpi.kind, mpi.path, str(len(workers)), places.network, ",".join(exported), agent)
         started = (sys.executable, "-m", "kvmpi.launchers.client_exec", *told, "--")
     elif places is None or hosts is None or len(hosts) == 1:
-        started = mpi.command(len(workers), local=local or places is not None)
+        started, spans = mpi.command(len(workers), local=local or places is not None), not local and places is None
     else:
         started = mpi.command_on(hosts, agent, places.network, exported)
     command = (*started, *first, "--", *program.command(runner=(RANK_MAIN,)))
-    return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host)
+    return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, spans=spans)

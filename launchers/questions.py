@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 
 #: As ``kvmpi.trace.on_demand`` writes them.
 PREFIX = "answers-"
 
 
-def ask(folder: str, session: int | None = None) -> list[str]:
-    """Send SIGUSR1 to those who answer, of one session only if that is given; their names, sorted."""
+def ask(folder: str, session: int | None = None, group: int | None = None, but: Collection[int] = ()) -> list[str]:
+    """Send SIGUSR1 to those who answer; their names, sorted.
+
+    Args:
+        session, group: of one session or process group only, if that is given.
+        but: not of these sessions.
+    """
     asked = []
     try:
         files = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
@@ -23,7 +29,8 @@ def ask(folder: str, session: int | None = None) -> list[str]:
     for file in files:
         pid = int(file.removeprefix(PREFIX))
         try:
-            if not handles(pid) or (session is not None and os.getsid(pid) != session):
+            own = os.getsid(pid)
+            if not handles(pid) or session not in (None, own) or group not in (None, os.getpgid(pid)) or own in but:
                 continue
             with open(os.path.join(folder, file), encoding="utf-8") as opened:
                 name = opened.read()
@@ -32,6 +39,17 @@ def ask(folder: str, session: int | None = None) -> list[str]:
             continue  # it has ended
         asked.append(name)
     return sorted(asked)
+
+
+def ask_ranks(pid: int) -> bool:
+    """Have an mpirun or a jsrun pass the question on to its ranks, wherever they are; whether it takes signals at all.
+
+    There, rank_exec asks those who answer.
+    """
+    if not handles(pid):
+        return False
+    os.kill(pid, signal.SIGUSR1)
+    return True
 
 
 def handles(pid: int) -> bool:

@@ -17,8 +17,12 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
 
@@ -64,18 +68,22 @@ def report(fd: int, line: str) -> None:
             pass
 
 
+def sibling(name: str) -> Any:
+    """A file beside this one: -I has kept its folder out of the path."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    try:
+        return __import__(name)
+    finally:
+        del sys.path[0]
+
+
 def settle(folders: list[str], is_first: bool) -> None:
     """Make the job's folders on a host on which nobody else of the job clears up."""
     import json
 
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I has kept it out
-    import remote_exec
-    import watchdog
-
-    del sys.path[0]
-    environ = os.environ
+    environ, remote_exec = os.environ, sibling("remote_exec")
     marks = [f"{name}={environ[name]}" for name in ("KVMPI_JOB_DIR", "KVMPI_RANK")]
-    watchdog.guard(environ["KVMPI_JOB_ID"], folders, marks)
+    sibling("watchdog").guard(environ["KVMPI_JOB_ID"], folders, marks)
     spec = json.loads(remote_exec.read_line(0)) if is_first else {"files": {}}
     remote_exec.make_files(folders, spec["files"])
 
@@ -104,8 +112,16 @@ def supervise(child: int) -> int:
         except OSError:
             pass
 
+    def ask(number: int, frame: object) -> None:
+        questions, folder = sibling("questions"), os.environ.get("KVMPI_JOB_DIR", "")
+        if os.path.isdir(folder):
+            questions.ask(folder, group=child)
+        else:  # who answers has nowhere to say so
+            questions.ask_ranks(child)
+
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.signal(signal.SIGUSR1, ask)  # a question, for those who answer: others would be killed by it
     return os.waitpid(child, 0)[1]
 
 

@@ -33,13 +33,14 @@ class RemoteProcess:
     def __init__(
         self, reach: Reach, host: str, command: Sequence[str], env: Mapping[str, str], *, local_env: Mapping[str, str],
         folders: Sequence[str], files: Mapping[str, str], address: Mapping[str, str], stdout: int, stderr: int,
-        role: str = "", is_step: bool = False,
+        role: str = "", is_step: bool = False, spans: bool = False,
     ) -> None:  # fmt: skip
         """Start ``command`` with ``env`` on ``host``.
 
         Args:
             role: what it is, see ``Reach.process``.
             is_step: ``command`` itself reaches ``host``; of what it starts there, one reads what it is told.
+            spans: it is an mpirun, which passes signals on to ranks on several hosts.
             local_env: of the process here.
             folders: of the job, to be made there.
             files: texts of files in the first of them, by name.
@@ -48,12 +49,12 @@ class RemoteProcess:
             OSError: what reaches the host cannot be started, or command and environment are too long to be told to it.
         """
         self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
-        self._takes_signals = is_step
+        self._is_step = is_step
         self._is_batch, self._reach = reach.is_batch, reach
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
             "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.is_apart else [],
-            "alone": reach.is_apart, "job": env.get("KVMPI_JOB_ID", ""), **address,
+            "alone": reach.is_apart, "spans": spans, "job": env.get("KVMPI_JOB_ID", ""), **address,
         }  # fmt: skip
         read_end, self._orders = os.pipe()
         try:
@@ -104,9 +105,10 @@ class RemoteProcess:
         """Have the process there, and all of its group, get a signal; SIGKILL ends what is here at once too."""
         if self._here.returncode is not None:
             return
-        if self._takes_signals or (
-            number == signal.SIGKILL and not self._is_batch
-        ):  # there, somebody has to cancel the job
+        if self._is_step:  # which passes it on
+            self._here.send_signal(number)
+            return
+        if number == signal.SIGKILL and not self._is_batch:  # there, somebody has to cancel the job
             processes.signal_group(self._here, number)
             return
         try:

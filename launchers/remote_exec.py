@@ -129,7 +129,7 @@ class Remote:
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
         kept = tuple(spec["kept"])  # type: ignore[arg-type,var-annotated]
         self._env.update({name: value for name, value in os.environ.items() if kept and name.startswith(kept)})
-        self._cwd = str(spec["cwd"])
+        self._cwd, self._spans = str(spec["cwd"]), bool(spec["spans"])
         if "network" in spec:
             self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
         self.pid = 0
@@ -193,7 +193,9 @@ class Remote:
 
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGUSR1:  # a question, for those who answer
-            sibling("questions").ask(self._env.get("KVMPI_JOB_DIR", ""), self.pid)
+            questions = sibling("questions")
+            if not (self._spans and questions.ask_ranks(self.pid)):
+                questions.ask(self._env.get("KVMPI_JOB_DIR", ""), self.pid)
             return
         try:
             os.killpg(self.pid, number)

@@ -228,7 +228,7 @@ class Runner:
             places.reach, process.host, [own(word) for word in process.command],
             {name: own(value) for name, value in env.items()}, local_env=self._env,
             folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
-            is_step=process.is_step, **out,
+            is_step=process.is_step, spans=process.spans, **out,
         )  # fmt: skip
 
     def _open_output(self, label: str) -> None:
@@ -285,11 +285,17 @@ class Runner:
 
     def _ask(self) -> None:
         """Have every process that answers say what it waits for."""
-        asked = questions.ask(self._job.job_dir)
+        asked, passed_on = [], set()
         for label, child in self._children.items():
-            if isinstance(child, RemoteProcess) and child.returncode is None:
+            if child.returncode is not None:
+                continue
+            if isinstance(child, RemoteProcess):
                 child.signal(signal.SIGUSR1)  # those there that answer get it
                 asked.append(f"{label} on {child.host}")
+            elif self._plans[label].spans and questions.ask_ranks(child.pid):
+                passed_on.add(child.pid)
+                asked.append(f"the ranks of {label}")
+        asked += questions.ask(self._job.job_dir, but=passed_on)
         names = ", ".join(asked) or "nobody: no process of the job answers yet"
         self._output.say(f"kvmpi run: SIGUSR1: asked {names}")
 
