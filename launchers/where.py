@@ -176,5 +176,6 @@ def look(
     found, kind = _choose(launcher, hostfile, hosts, environ)
     if not found:
         return [], "", None
-    ways = {"ssh": lambda: reach.ssh(remote_shell), "srun": reach.srun, "blaunch": reach.blaunch}
-    return found, kind, ways[kind]()
+    if kind == "ssh":
+        return found, kind, reach.ssh(remote_shell)
+    return found, kind, jsrun.way(found) if kind == "jsrun" else allocation(environ, kind)[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvmpi.config import Config
 from kvmpi.doctor.finding import Finding, Surroundings, ask
 from kvmpi.errors import ConfigError
-from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.hosts import Host, of_slurm
 from kvmpi.launchers.job import OWNED
 
 PROGRAM = str(Path(__file__).with_name("sum_program.py"))
@@ -36,7 +36,15 @@ def run(
     timeout_s = at.deadline_s * (2 if len(hosts) > 1 else 1.5)
     # A sum that hangs becomes kvmpi's own error, which says who is missing.
     env = {"KVMPI_TIMEOUT_S": str(timeout_s / 2)}
-    words = ["-n", str(count), "-c", str(clients), "-s", "1", *_places(hosts[:count], kind, remote_shell, network, env)]
+    words = [
+        "-n",
+        str(count),
+        "-c",
+        str(clients),
+        "-s",
+        "1",
+        *_places(at, hosts[:count], kind, remote_shell, network, env),
+    ]
     answer = ask(at, (sys.executable, "-m", "kvmpi", "run", *words, PROGRAM), timeout_s=timeout_s, env=env)
     where = f"on {count} hosts" if len(hosts) > 1 else "here"
     how = "one client over MPI" if has_mpi else "every worker a client, without MPI"
@@ -61,16 +69,25 @@ def _names_network(text: str) -> bool:
     return any(word in text for word in ("No route", "unreachable", "Connection refused", "timed out"))
 
 
-def _places(hosts: Sequence[Host], kind: str, remote_shell: str, network: str, env: dict[str, str]) -> list[str]:
+def _places(
+    at: Surroundings, hosts: Sequence[Host], kind: str, remote_shell: str, network: str, env: dict[str, str]
+) -> list[str]:
     """Options that put one worker on each host; in an allocation its own variables say so."""
     if len(hosts) < 2:
         return []
     words = ["--interface", network] if network else []
     if kind == "ssh":
         return [*words, "--remote-shell", remote_shell, "--hosts", ",".join(f"{host.name}:1" for host in hosts)]
+    if kind == "jsrun":
+        return [*words, "--jsrun-option=--rs_per_host=1"]
+    names = {host.name for host in hosts}
     if kind == "srun":
-        env |= {"SLURM_JOB_NODELIST": ",".join(host.name for host in hosts)}
-        env |= {"SLURM_TASKS_PER_NODE": f"1(x{len(hosts)})"}
+        groups = of_slurm(at.environ)
+        for number, group in enumerate(groups):
+            chosen = [host.name for host in group if host.name in names]
+            suffix = f"_HET_GROUP_{number}" if len(groups) > 1 else ""
+            env |= dict.fromkeys((f"SLURM_JOB_NODELIST{suffix}", f"SLURM_NODELIST{suffix}"), ",".join(chosen))
+            env |= {f"SLURM_TASKS_PER_NODE{suffix}": f"1(x{len(chosen)})"}
     else:
         env |= {"LSB_MCPU_HOSTS": " ".join(f"{host.name} 1" for host in hosts)}
     return words

@@ -17,8 +17,8 @@ from jobs import environs_with
 
 from kvmpi.doctor import mpi, report, trial
 from kvmpi.doctor.finding import Answer, Finding, Surroundings, ask
-from kvmpi.launchers import watchdog
-from kvmpi.launchers.hosts import Host
+from kvmpi.launchers import watchdog, where
+from kvmpi.launchers.hosts import Host, of_slurm
 from kvmpi.launchers.mpirun import MPI
 
 TIMEOUT_S = 120.0
@@ -125,7 +125,7 @@ def test_the_mpi_of_a_site(tmp_path: Path) -> None:
     assert (found.level, f"KVMPI_MPIRUN={theirs}" in found.do) == ("warning", True)
 
 
-def test_trial_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[Sequence[str], dict[str, str]]] = []
 
     def answer(at: Surroundings, command: Sequence[str], *, timeout_s: float, env: dict[str, str]) -> Answer:
@@ -141,9 +141,29 @@ def test_trial_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     trial.run(around(), two, "ssh", remote_shell="my ssh", network="10.0.0.0/8")
     command = " ".join(asked[-2][0])
     assert "-n 2 -c 1 -s 1 --interface 10.0.0.0/8 --remote-shell my ssh --hosts a:1,b:1" in command
-    trial.run(around(), two, "srun")
-    assert asked[-1][1]["SLURM_JOB_NODELIST"] == "a,b"
-    assert asked[-1][1]["SLURM_TASKS_PER_NODE"] == "1(x2)"
+    for name in ("srun", "jsrun"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    plain = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "8,4"}
+    groups = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "8"}
+    groups |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "b", "SLURM_TASKS_PER_NODE_HET_GROUP_1": "4"}
+    for allocation in (plain, groups):
+        at = around(SLURM_JOB_ID="7", **allocation)
+        hosts, kind, way = where.look("auto", "", "", "ssh", at.environ)
+        assert (hosts, kind) == (two, "srun")
+        assert way is not None
+        assert ("--het-group=1" in way.command("b", ["true"])) is (allocation is groups)
+        trial.run(at, hosts, kind)
+        its_own = of_slurm({**at.environ, **asked[-1][1]})
+        assert [host for group in its_own for host in group] == [Host("a", 1), Host("b", 1)]
+        assert len(its_own) == (2 if allocation is groups else 1)
+    hosts, kind, way = where.look("auto", "", "", "ssh", around(LSB_JOBID="7", LSB_MCPU_HOSTS="a 8 b 4").environ)
+    assert (hosts, kind) == (two, "jsrun")
+    assert way is not None
+    assert way.command("a", ["true"])[0] == "jsrun"
+    trial.run(around(), two, kind)
+    assert "--jsrun-option=--rs_per_host=1" in asked[-1][0]
     trial.run(around(), two, "blaunch")
     assert asked[-1][1]["LSB_MCPU_HOSTS"] == "a 1 b 1"
     number = len(asked)

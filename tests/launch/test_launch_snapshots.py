@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +23,18 @@ def complete(folder: Path) -> list[int]:
 
 
 def kill_all(job: Any) -> None:
-    """SIGKILL for every process at once, the launcher and its watchdog included."""
+    """SIGKILL for every process at once, the launcher and its watchdog included, so that nobody clears up."""
     pids = sorted(job.environs())
+    folders = {environ["KVMPI_JOB_DIR"] for environ in job.environs().values() if "KVMPI_JOB_DIR" in environ}
     assert job.process.pid in pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     job.process.wait()
     wait_for(lambda: not job.environs(), "the end of all processes")
     job.stdout, job.stderr = job.process.communicate()
+    for folder in folders:
+        shutil.rmtree(folder)
+        shutil.rmtree(Path("/dev/shm", Path(folder).name), ignore_errors=True)
 
 
 @pytest.mark.parametrize(("store", "shape", "rule"), [
