@@ -331,6 +331,7 @@ class PsClient(Participant):
             self._note_version(layout, index, message, pushed=True, read=changed is not None)
             if changed is not None:
                 changed.take(index, message, payloads)
+                self._count_answer(sum(payload.nbytes for payload in payloads))
 
         return on_reply
 
@@ -396,6 +397,8 @@ class PsClient(Participant):
             value = as_array(payloads[0], DTYPES[layout.dtype])
             if value.size != where.stop - where.start:
                 raise ProtocolError(f"a chunk of {value.size} elements came, expected {where.stop - where.start}")
+            if pushed:
+                self._count_answer(value.nbytes)
             if isinstance(out, Landing):
                 out.put(where, value)
             else:
@@ -404,6 +407,10 @@ class PsClient(Participant):
                 timeline.span("copy", start_ns, key, nbytes=value.nbytes, clock=self.clock, chunk=index)
 
         return on_reply
+
+    def _count_answer(self, nbytes: int) -> None:
+        """Bytes that a push brings back; its own are counted when it ends."""
+        self._recorder.add("pull", 0.0, nbytes, calls=0)
 
     def _note_version(self, layout: KeyLayout, index: int, message: Message, *, pushed: bool, read: bool) -> None:
         """How old was what this client had; the first chunk speaks for the key."""

@@ -384,7 +384,13 @@ class KVStore(Joining, RowSparse, ABC):
         return 0
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, seconds and calls per phase; histogram of staleness; imbalance of the servers (1 is even)."""
+        """Bytes, seconds and calls per phase; histogram of staleness; imbalance of the servers (1 is even).
+
+        Bytes are payloads, counted where they are sent or taken. ``push``: from the client's master to servers;
+        ``pull``: from servers to it, also what a ``pushpull`` brings, which is one call, of ``push``. ``reduce``:
+        summed over the workers of the client and the devices. ``broadcast``: from the master to the others. ``copy``:
+        given out by a store without servers, in ``pull`` and ``pushpull`` alike.
+        """
         return {**self._recorder.snapshot(), "clock": self._clock, "imbalance": self._imbalance()}
 
     def report(self, step: int, **values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ class ReplicatedStore(KVStore):
             for out in part.outs:
                 if id(out) not in part.direct:
                     arrays.write(out, replica.value if met is None else met)
+            if part.outs:
+                self._recorder.add("copy", 0.0, len(part.outs) * replica.value.nbytes, calls=0)
 
         return self._reduce_op(
             bucket, call, finish, writes=[part.state.value for part in bucket], targets=targets if assigns else None
@@ -156,7 +159,7 @@ class ReplicatedStore(KVStore):
 
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         def run() -> None:
-            with self._recorder.timed("copy"):
+            with self._recorder.timed("copy", len(outs) * self._replicas[state.key].value.nbytes):
                 for out in outs:
                     arrays.write(out, self._replicas[state.key].value)
 
@@ -200,8 +203,13 @@ class ReplicatedStore(KVStore):
                 self._apply_rows(state, replica, rows)
             for out in part.outs:
                 arrays.write(out, replica.value)
+            nbytes = len(part.outs) * replica.value.nbytes
             if part.row_outs:
-                self._fill(part, Rows(rows.ids, by_rows.take(replica.value, state.width, rows.ids)))
+                found = Rows(rows.ids, by_rows.take(replica.value, state.width, rows.ids))
+                self._fill(part, found)
+                nbytes += sum(out.nbytes(found) for out in part.row_outs)
+            if nbytes:
+                self._recorder.add("copy", 0.0, nbytes, calls=0)
 
         return self._sum_rows_op(part, call, finish, writes=[state.value])
 
@@ -227,9 +235,11 @@ class ReplicatedStore(KVStore):
         state = part.state
 
         def run() -> None:
-            ids = union_of(part.row_outs)
-            with self._recorder.timed("copy"):
-                self._fill(part, Rows(ids, by_rows.take(self._replicas[state.key].value, state.width, ids)))
+            start_s, ids = time.perf_counter(), union_of(part.row_outs)
+            found = Rows(ids, by_rows.take(self._replicas[state.key].value, state.width, ids))
+            self._fill(part, found)
+            nbytes = sum(out.nbytes(found) for out in part.row_outs)
+            self._recorder.add("copy", time.perf_counter() - start_s, nbytes)
 
         lane = "cpu" if call.async_op else "inline"
         return self._engine.push(

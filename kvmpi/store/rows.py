@@ -35,6 +35,10 @@ class RowOut:
         else:
             arrays.write(self.target, rows.values[np.searchsorted(rows.ids, self.ids)].reshape(-1))
 
+    def nbytes(self, rows: Rows) -> int:
+        """Of what ``fill`` writes."""
+        return int((rows.ids if self.ids is None else self.ids).size * rows.width * rows.values.itemsize)
+
 
 def read(values: Sequence[Any], shape: tuple[int, ...], dtype: str, where: str) -> tuple[Rows, list[RowOut]]:
     """What is pushed to a key of ``shape`` and ``dtype``: the sum of torch sparse tensors and pairs of ids and rows.

@@ -33,13 +33,13 @@ class Recorder:
         self._stretches: deque[tuple[float, float]] = deque(maxlen=_MAX_STRETCHES)
         self._busy_s = self._blocked_s = 0.0
 
-    def add(self, phase: str, seconds: float, nbytes: int = 0) -> None:
-        """Count one call of ``phase`` that took ``seconds`` and moved ``nbytes``."""
+    def add(self, phase: str, seconds: float, nbytes: int = 0, calls: int = 1) -> None:
+        """Count one call of ``phase`` that took ``seconds`` and moved ``nbytes``; none, if that is part of another."""
         with self._lock:
             totals = self._phases.setdefault(phase, [0.0, 0.0, 0.0])
             totals[0] += seconds
             totals[1] += nbytes
-            totals[2] += 1
+            totals[2] += calls
             if phase in self._communication:
                 self._cover(time.perf_counter(), seconds)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import kvmpi
+from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.ps.reporter import begin_reports
@@ -158,3 +159,37 @@ def test_a_board_makes_a_picture_when_somebody_asks_and_only_then() -> None:
     board.step(asked_s + 1.75)
     board.step(asked_s + 60.0)  # nobody has asked for long
     assert [round(now_s - asked_s, 2) for now_s in made] == [0.5, 1.75]
+
+
+@pytest.mark.parametrize("name", ["local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi"])
+def test_statistics_count_a_pushpull_both_ways(name: str) -> None:
+    """Also where the result goes to several arrays, or is rows only."""
+    with kvmpi.create(name) as kv:
+        kv.init(["w", "rows"], [np.zeros(1000, "f4"), np.zeros((1000, 4), "f4")])
+        kv.set_optimizer(optim.SGD(lr=0.1))
+        there, back = ("push", "pull") if name.startswith("dist_") else ("reduce", "copy")
+        seen: dict[str, dict[str, int]] = {}
+
+        def moved() -> list[tuple[int, int]]:
+            """Bytes and calls since the last time."""
+            nonlocal seen
+            before, seen = seen, kv.stats()["phases"]
+            nothing = {"bytes": 0, "calls": 0}
+            pairs = [(before.get(phase, nothing), seen.get(phase, nothing)) for phase in (there, back)]
+            return [(new["bytes"] - old["bytes"], new["calls"] - old["calls"]) for old, new in pairs]
+
+        ids, rows, outs = np.array([7, 3, 7]), np.ones((3, 4), "f4"), [np.empty(1000, "f4") for _ in range(2)]
+        moved()
+        kv.pushpull("w", np.ones(1000, "f4"), outs[0])
+        assert moved() == [(4000, 1), (4000, 0)]
+        kv.pushpull("w", np.ones(1000, "f4"))
+        assert moved() == [(4000, 1), (4000, 0)]
+        kv.pushpull("w", np.ones(1000, "f4"), outs)
+        assert moved() == [(4000, 1), (4000 if back == "pull" else 8000, 0)]
+        kv.pushpull("rows", (ids, rows))
+        # Two rows of 16 bytes with ids of 4 bytes; here, a row for each id that was named.
+        assert moved() == ([(40, 1), (40, 0)] if back == "pull" else [(0, 0), (48, 0)])
+        kv.pull("w", outs)
+        assert moved()[1] == (4000 if back == "pull" else 8000, 1)
+        kv.row_sparse_pull("rows", rows, ids)
+        assert moved()[1] == (40 if back == "pull" else 48, 1)
