@@ -2,7 +2,7 @@
 
 Every store type is registered with MXNet as ``kvmpi_`` and its name. Calls block: when one returns, its arrays hold
 their results. NDArrays in main memory are read and written where they are; others (on a device, or in the layout of
-MXNet's oneDNN kernels) are copied.
+MXNet's oneDNN kernels) are copied. Of NDArrays of storage type row_sparse the rows travel that they have.
 """
 
 from __future__ import annotations
@@ -87,15 +87,22 @@ class Store(mx.kvstore.KVStoreBase):
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add ``value``, summed over devices and workers, to the keys; with an optimizer, update them by it.
 
+        Of row_sparse NDArrays the rows travel, where MXNet's optimizer would change no others.
+
         Raises:
             UnsupportedError: the optimizer has changed to something that has no equivalent; nothing was pushed.
         """
-        pushed = _map(value, _read)
+        pushed = self._pushed(value)
         self._follow(key)
         self.store.push(key, pushed, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Copy the stored values into ``out``."""
+        """Copy the stored values into ``out``. As MXNet's, it leaves row_sparse arrays alone, by default."""
+        some = out[0] if isinstance(out, list | tuple) and out else out
+        if not isinstance(key, list | tuple) and getattr(some, "stype", "") == "row_sparse":
+            if not ignore_sparse:
+                self.row_sparse_pull(key, out, priority, mx.nd.arange(some.shape[0], dtype="int64"))
+            return
         with _Writing() as writing:
             self.store.pull(key, _map(out, writing.to), priority)
 
@@ -103,12 +110,34 @@ class Store(mx.kvstore.KVStoreBase):
         """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``."""
         with _Writing() as writing:
             target = _map(value if out is None else out, writing.to)
-            pushed = target if out is None else _map(value, _read)
+            pushed = target if out is None else self._pushed(value)
             self._follow(key)
             self.store.pushpull(key, pushed, target, priority)
 
-    def row_sparse_pull(self, *args: Any, **how: Any) -> None:
-        raise UnsupportedError("row_sparse_pull: NDArrays of storage type row_sparse are not carried; use dense ones")
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Fill row_sparse NDArrays with rows ``row_ids`` of a key, each once, and nothing else.
+
+        Args:
+            out: one, or a list with ``row_ids`` for each, or the same for all.
+        """
+        outs = list(out) if isinstance(out, list | tuple) else [out]
+        wanted = list(row_ids) if isinstance(row_ids, list | tuple) else [row_ids] * len(outs)
+        for array, ids in zip(outs, wanted, strict=True):
+            if getattr(array, "stype", "") != "row_sparse":
+                raise UnsupportedError(f"row_sparse_pull of key {key!r}: out is no NDArray of storage type row_sparse")
+            chosen = np.unique(ids.asnumpy().astype("i8"))
+            rows = np.empty((chosen.size, *array.shape[1:]), array.dtype)
+            self.store.row_sparse_pull(key, rows, chosen, priority)
+            with mx.autograd.pause():  # a forward pass pulls what it needs
+                mx.nd.sparse.row_sparse_array((rows, chosen), array.shape, array.context, array.dtype).copyto(array)
+
+    def _pushed(self, value: Any) -> Any:
+        """What is pushed, as the store takes it: rows where the update leaves all others as they are."""
+        optimizer = self._optimizer
+        by_rows = optimizer is None or getattr(optimizer, "lazy_update", False)
+        if isinstance(optimizer, mx.optimizer.SGD | mx.optimizer.NAG):
+            by_rows = by_rows or not (optimizer.momentum or optimizer.wd)
+        return _map(value, _read_rows if by_rows else _read)
 
     # ---- the optimizer
 
@@ -210,11 +239,14 @@ class Trainer(mx.gluon.Trainer):
         if not isinstance(store, Store):
             super()._allreduce_grads()
             return
-        active = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
+        with_gradients = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
+        active = [i for i in with_gradients if self._params[i]._stype == "default"]
         gradients = [self._params[i].list_grad() for i in active]
         if active:
             outs = [self._params[i].list_data() for i in active] if self._update_on_kvstore else None
             store.pushpull(active, gradients, outs)
+        if sparse := [i for i in with_gradients if i not in active]:  # the next forward pulls the rows that it needs
+            store.push(sparse, [self._params[i].list_grad() for i in sparse])
 
 
 _INSTEAD = "; let MXNet's optimizer step in the workers: update_on_kvstore=False, with a synchronous store"
@@ -278,8 +310,15 @@ def _map(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _read(array: Any) -> np.ndarray:
     """The array's memory, when MXNet has written it, or a copy."""
+    if array.stype == "row_sparse":
+        array = array.tostype("default")
     found = _memory(array, array.to_dlpack_for_read)
     return array.asnumpy() if found is None else found
+
+
+def _read_rows(array: Any) -> Any:
+    """The same, or the ids and rows that an array of storage type row_sparse has."""
+    return (_read(array.indices), _read(array.data)) if array.stype == "row_sparse" else _read(array)
 
 
 class _Writing:
@@ -362,6 +401,28 @@ def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MXNet's trainer takes only stores of its own for sparse parameters, which always update where they are stored."""
+
+    def begin(trainer: Any) -> None:
+        wanted = trainer._kvstore_params
+        kvstore, update = wanted["kvstore"], wanted["update_on_kvstore"]
+        is_ours = isinstance(kvstore, Store) or (isinstance(kvstore, str) and kvstore.lower().startswith(PREFIX))
+        if not is_ours or not (trainer._contains_sparse_weight or trainer._contains_sparse_grad):
+            original(trainer)
+            return
+        if update is False:
+            raise ConfigError("update_on_kvstore=False with row_sparse weights or gradients: leave that to the store")
+        store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
+        if trainer._compression_params:
+            store.set_gradient_compression(trainer._compression_params)
+        store.set_optimizer(trainer._optimizer)
+        trainer._kvstore, trainer._distributed = store, True
+        trainer._update_on_kvstore = trainer._kv_initialized = True
+
+    return begin
+
+
 def _rescaling(original: Callable[..., Any]) -> Callable[..., Any]:
     """MXNet's trainer refuses another batch size, which would not reach its servers, and to go on from saved states."""
 
@@ -380,6 +441,7 @@ def _register(names: Iterable[str]) -> None:
     create = _creating(mx.model._create_kvstore)
     for module in (mx.model, mx.gluon.trainer, mx.module.module):
         module._create_kvstore = create
+    mx.gluon.Trainer._init_kvstore = _beginning(mx.gluon.Trainer._init_kvstore)
     mx.gluon.Trainer._check_and_rescale_grad = _rescaling(mx.gluon.Trainer._check_and_rescale_grad)
 
 

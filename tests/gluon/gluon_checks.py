@@ -167,6 +167,65 @@ def asynchronous():
         kv.close()
 
 
+def sparse_training():
+    """Embeddings with sparse gradients, and with sparse weights, equal MXNet's own updater on all workers' rows."""
+
+    def ids(step, worker):
+        rng = np.random.default_rng([7, step, worker])
+        return mx.nd.array(rng.integers(0, 40, step + worker + 1))
+
+    def make(block):
+        mx.random.seed(5)
+        net = block()
+        net.initialize(mx.init.Uniform(0.5))
+        return net
+
+    def dense():
+        return gluon.nn.Embedding(50, 3, sparse_grad=True)
+
+    def sparse():
+        return gluon.contrib.nn.SparseEmbedding(50, 3)
+
+    momentum = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1}
+    plans = [
+        ("kvmpi_local", dense, "sgd", momentum, gluon.Trainer),
+        ("kvmpi_mpi", dense, "sgd", {"learning_rate": 0.1}, gluon.Trainer),
+        ("kvmpi_mpi", sparse, "sgd", momentum, gluon.Trainer),
+        ("kvmpi_dist_sync", dense, "sgd", {**momentum, "lazy_update": False}, kvmpi.mxnet.Trainer),
+        ("kvmpi_dist_sync", sparse, "adam", optimizers()["adam"][1], kvmpi.mxnet.Trainer),
+        ("kvmpi_dist_sync_mpi", dense, "sgd", momentum, kvmpi.mxnet.Trainer),
+        ("kvmpi_dist_sync_mpi", sparse, "sgd", {"learning_rate": 0.1}, gluon.Trainer),
+    ]
+    for kind, block, optimizer, options, make_trainer in plans:
+        workers = [RANK] if kind == "kvmpi_local" else range(WORKERS)
+        net = make(block)
+        (parameter,) = net.collect_params().values()
+        trainer = make_trainer(net.collect_params(), optimizer, options, kvstore=kind)
+        expected = make(dense).weight.data().copy()
+        if parameter._stype == "row_sparse":
+            expected = expected.tostype("row_sparse")
+        updater = mx.optimizer.get_updater(mx.optimizer.create(optimizer, rescale_grad=1 / BATCH, **options))
+        for step in range(STEPS):
+            with autograd.record():
+                loss = (net(ids(step, RANK)) - RANK).square().sum()
+            loss.backward()
+            weights_now = expected.tostype("default").asnumpy()
+            total = np.zeros((50, 3), "f4")
+            for worker in workers:
+                for i in ids(step, worker).asnumpy().astype(int):
+                    total[i] += 2 * (weights_now[i] - worker)
+            updater(0, mx.nd.array(total).tostype("row_sparse"), expected)
+            trainer.step(BATCH)
+        store = trainer._kvstore
+        found = parameter._reduce() if parameter._stype == "row_sparse" else parameter.data()
+        what = f"{kind}, {parameter._stype}, {optimizer}, {options}"
+        bound = 1e-5 if optimizer == "adam" else 2e-6
+        close_to(found.tostype("default").asnumpy(), expected.tostype("default").asnumpy(), what, bound)
+        moved = store.store.stats()["phases"].get("push", {"bytes": 0})["bytes"]
+        assert moved < STEPS * 50 * 3 * 4 or not options.get("lazy_update", True), f"{what}: whole keys travel"
+        store.close()
+
+
 def values():
     """Sums over devices and workers, of every dtype, in the arrays' own memory."""
     for kind in ("kvmpi_local", *SYNC):
@@ -288,8 +347,8 @@ def mistakes():
     fails(errors.UnsupportedError, "key 0 has learning rate", pushed_with, mx.optimizer.SGD(), change_rate)
     fails(errors.UnsupportedError, "has no equivalent", pushed_with, object())
     kv.set_optimizer(kvmpi.optim.Test(lr=-1))
-    fails(errors.UnsupportedError, "tostype('default')", kv.push, 0, mx.nd.ones(3).tostype("row_sparse"))
-    fails(errors.UnsupportedError, "row_sparse", kv.row_sparse_pull, 0)
+    fails(errors.UnsupportedError, "tostype('default')", kv.push, 0, mx.nd.ones((3, 2)).tostype("csr"))
+    fails(errors.UnsupportedError, "no NDArray of storage type row_sparse", kv.row_sparse_pull, 0, mx.nd.ones(3))
     fails(errors.DTypeMismatchError, "dtype bool", kv.push, 0, mx.nd.ones(3).astype("bool"))
     fails(errors.DTypeMismatchError, "dtype float64, the key has float32", kv.push, 0, mx.nd.ones(3, dtype="float64"))
     fails(errors.UnsupportedError, "fp16", kv.set_gradient_compression, {"type": "2bit", "threshold": 0.5})
@@ -299,6 +358,10 @@ def mistakes():
     kv.pull(0, out=out)
     assert (out.asnumpy() == 1).all(), "something was pushed after all"
     kv.close()
+    table = gluon.nn.Embedding(3, 2, sparse_grad=True)
+    table.initialize()
+    trainer = gluon.Trainer(table.collect_params(), "sgd", kvstore="kvmpi_mpi", update_on_kvstore=False)
+    fails(errors.ConfigError, "leave that to the store", trainer.step, 1)
     net = make_net(0)
     trainer = gluon.Trainer(net.collect_params(), "rmsprop", {}, kvstore="kvmpi_dist_sync")
     fails(errors.UnsupportedError, "MXNet's RMSProp", train, net, trainer, range(1), [RANK])
@@ -311,6 +374,7 @@ def main():
     training()
     rules()
     asynchronous()
+    sparse_training()
     values()
     copies()
     states(Path(sys.argv[1]))
