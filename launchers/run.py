@@ -340,9 +340,12 @@ class Runner:
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
                 rank, status = stream.label.split()[1], found[1].decode()
                 self._rank_report(stream.client, ["raised", rank, status])
-        if self._stopping and stream.label.startswith("client"):
-            return  # how an mpirun comments on being stopped by us helps nobody
+        if stream.label.startswith("client") and (self._stopping or self._has_said_why(stream.label)):
+            return  # how an mpirun comments on being stopped by us, or by a rank with a traceback, helps nobody
         self._output.lines(stream.label, stream.target, lines)
+
+    def _has_said_why(self, client: str) -> bool:
+        return self._suspect is not None and self._suspect.certain and self._suspect.client == client
 
     def _rank_report(self, client: str, words: list[str]) -> None:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""

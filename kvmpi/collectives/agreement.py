@@ -46,6 +46,8 @@ _AGREED, _EXPLAIN, _LATE, _FOLLOW = 0, 1, 2, 3
 #: What a rank does that has joined: whatever the others do next.
 JOIN = "join"
 _JOINED = b"\xff" * _DIGEST_BYTES
+#: The last call of a rank: one that makes it while others make another will answer none of theirs any more.
+CLOSE = "close"
 #: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
 _GRACE_S = 5.0
 
@@ -89,11 +91,13 @@ class Verdict(NamedTuple):
         num_joined: how many ranks make the call, or do not, because they have joined.
         description: on a rank that has joined, the call that its peers make and wait for it to make; empty if all
             ranks have joined.
+        last: the calls differ, and a rank makes no further ones.
     """
 
     error: BaseException | None = None
     num_joined: int = 0
     description: bytes = b""
+    last: bool = False
 
 
 #: All make the same call. One object for all calls: small sums notice what is made anew for each.
@@ -139,7 +143,7 @@ def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> V
         # Those who have joined know the call by now, and make it.
         found = decide(comm, call, text, digest, deadline)
     error = found.error if found.error is None or call.failure is None else call.failure
-    return Verdict(error, num_joined, found.description)
+    return Verdict(error, num_joined, found.description, found.last)
 
 
 def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) -> Verdict:
@@ -169,10 +173,11 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
         description = call.description() if speaks else _receive_texts(comm, active[:1], grace, what)[active[0]]
         _send_text(comm, [rank for rank in joined if rank != 0], description, grace, what)
         return Verdict(None, len(joined), b"" if speaks else description)
-    texts = _receive_texts(comm, others, grace, what)
-    error = first_difference([text.decode(), *(texts[rank].decode() for rank in others)])
-    _send_text(comm, others, json.dumps([type(error).__name__, str(error)]).encode(), grace, what)
-    return Verdict(error)
+    received = _receive_texts(comm, others, grace, what)
+    texts = [text.decode(), *(received[rank].decode() for rank in others)]
+    error, last = first_difference(texts), any(json.loads(text)[0] == CLOSE for text in texts)
+    _send_text(comm, others, json.dumps([type(error).__name__, str(error), last]).encode(), grace, what)
+    return Verdict(error, last=last)
 
 
 def _send_verdict(comm: Comm, call: Call, words: list[int], deadline: Deadline) -> str:
@@ -239,8 +244,8 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
         wait_all([comm.irecv(missing, 0, _TAG)], grace, lambda: what)
         raise _late(comm, call, missing.tolist(), deadline)
     _send_text(comm, [0], text, grace, what)
-    name, message = json.loads(_receive_texts(comm, [0], grace, what)[0])
-    return Verdict(rebuild(name, message))
+    name, message, last = json.loads(_receive_texts(comm, [0], grace, what)[0])
+    return Verdict(rebuild(name, message), last=last)
 
 
 def roll_call(comm: Comm, deadline: Deadline) -> list[int]:

@@ -143,6 +143,8 @@ class Collectives:
         with self._recorder.timed("wait"):
             found: Verdict = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
         if found.error is not None:
+            if found.last:  # nobody waits for the one that is leaving
+                self._broken = f"{type(found.error).__name__}: {found.error}"
             raise found.error
         return found
 

@@ -211,5 +211,5 @@ def _close_at_exit() -> None:
         timeline.flush()
         from kvmpi.collectives import mpi_comm
 
-        code = error.code if isinstance(error, SystemExit) else 1
+        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
         mpi_comm.end_job(code if isinstance(code, int) else 1)

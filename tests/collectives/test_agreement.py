@@ -104,6 +104,21 @@ def test_different_settings_are_an_error(run_ranks: RunRanks) -> None:
     assert "KVMPI_ALLREDUCE=naive" in str(found[1])
 
 
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_nobody_waits_for_a_rank_that_has_closed(run_ranks: RunRanks, leaving: int) -> None:
+    def rank_main(comm: MemoryComm) -> list[BaseException | None]:
+        collectives, call = Collectives(comm, "ring", 64), Call("push", (A,))
+        first = outcome(lambda: collectives.agree(Call("close") if comm.rank == leaving else call, Deadline(TIMEOUT_S)))
+        start_s = time.monotonic()
+        second = None if comm.rank == leaving else outcome(lambda: collectives.agree(call, Deadline(TIMEOUT_S)))
+        assert time.monotonic() - start_s < TIMEOUT_S / 2
+        return [first, second]
+
+    found = run_ranks(3, rank_main)
+    assert [type(first) for first, _ in found] == [OrderMismatchError] * 3
+    assert [type(second) for _, second in found] == [type(None) if r == leaving else PeerLostError for r in range(3)]
+
+
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_one_ranks_failure_reaches_all(run_ranks: RunRanks, failing: int) -> None:
     own = KeyNotInitializedError("push of key 'a' on worker 9: the key was never initialised")

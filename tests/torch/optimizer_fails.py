@@ -1,10 +1,11 @@
-"""Run by test_torch_optimizer_jobs: worker 1 alone is interrupted, or raises, in the middle of training."""
+"""Run by test_torch_optimizer_jobs: worker 1 alone is out of luck in the middle of training, or nobody ever ends."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from optimizer_loops import loss_of, mlp, sgd, shard
@@ -15,19 +16,35 @@ from kvmpi.torch import DistributedOptimizer
 torch.set_num_threads(1)
 
 
-def main() -> None:
-    kv = kvmpi.create("mpi")
+def train(kv: kvmpi.KVStore, how: str, folder: Path) -> None:
     model = mlp(kv.rank)
-    optimizer = DistributedOptimizer(sgd(model), kv, model)
-    for step in range(1000):
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=150)
+    for step in range(1000) if how != "endless" else iter(int, 1):
         if step == 3 and kv.rank == 1:
-            if sys.argv[1] == "interrupt":
+            if how in ("interrupt", "give_up"):
                 os.kill(os.getpid(), signal.SIGINT)
             raise ArithmeticError("only worker 1 is out of luck")
         optimizer.zero_grad()
         loss_of(model, [shard(step, kv.rank)]).backward()
         optimizer.step()
+        if how == "endless":
+            (folder / f"{os.getpid()}.training").touch()
     print("went on to the end")
+
+
+def main() -> None:
+    store, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    kv = kvmpi.create(store)
+    if how != "give_up":
+        train(kv, how, folder)
+        return
+    try:
+        try:
+            train(kv, how, folder)
+        finally:
+            kv.close()
+    except (KeyboardInterrupt, kvmpi.KVError) as error:
+        print(f"gave up after {type(error).__name__}")
 
 
 if __name__ == "__main__":
