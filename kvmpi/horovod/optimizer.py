@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,7 @@ from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression
 from kvmpi.horovod.operations import Average, Handle, Operation, Sum, chosen, start_allreduce
 from kvmpi.horovod.unsupported import check_process_set
-
-
-class _Bucket:
-    """Parameters whose gradients travel together: of one dtype, in the same order on all ranks."""
-
-    def __init__(self) -> None:
-        self.params: list[torch.nn.Parameter] = []
-        self.handle: Handle | None = None
+from kvmpi.torch.buckets import Progress, plan
 
 
 class _Distributed:
@@ -79,87 +72,68 @@ class _Reduction:
         predivide: float, sparse_as_dense: bool,
     ) -> None:  # fmt: skip
         self._compression, self._op, self._predivide, self._dense = compression, op, predivide, sparse_as_dense
-        self._names = {id(p): name for name, p in params}
-        self._params = [p for _, p in params if p.requires_grad]
-        self._buckets = _buckets(list(reversed(self._params)), Config.from_env().bucket_bytes)
-        self._launched = 0
+        trained = [(name, p) for name, p in params if p.requires_grad]
+        self._names, self._params = [name for name, _ in trained], [p for _, p in trained]
+        nbytes = [p.numel() * p.element_size() for p in self._params]
+        self._buckets = plan(range(len(nbytes))[::-1], nbytes, Config.from_env().bucket_bytes)
+        self._handles: list[Handle] = []
         self.steps_synchronize, self.synchronized = True, False
         self.set_passes(passes)
         self._alone = basics.size() == 1
         if not self._alone:
-            for param in self._params:
-                param.register_post_accumulate_grad_hook(self._has_gradient)
+            for index, param in enumerate(self._params):
+                param.register_post_accumulate_grad_hook(lambda _, index=index: self._has_gradient(index))  # type: ignore[misc]
 
     def set_passes(self, passes: int) -> None:
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes!r}: expected a number of passes, at least 1")
         self._passes = passes
-        self._left = {id(param): passes for param in self._params}
+        self._left = [passes] * len(self._params)
+        self._progress = Progress(self._buckets)
 
     def under_way(self) -> bool:
-        return not self._alone and any(left <= 0 for left in self._left.values())
+        return bool(self._progress.arrived)
 
-    def _has_gradient(self, param: torch.Tensor) -> None:
-        self._left[id(param)] -= 1
-        if self._left[id(param)] < 0:
+    def _has_gradient(self, index: int) -> None:
+        self._left[index] -= 1
+        if self._left[index] < 0:
             raise KVError(
-                f"the gradient of {self._names[id(param)]} was computed more than backward_passes_per_step="
+                f"the gradient of {self._names[index]} was computed more than backward_passes_per_step="
                 f"{self._passes} times before a step; give the number of backward passes of a step"
             )
-        while self._launched < len(self._buckets):
-            bucket = self._buckets[self._launched]
-            if any(self._left[id(p)] > 0 for p in bucket.params):
-                break
-            self._launch(bucket)
+        if self._left[index] == 0:
+            for number in self._progress.arrive(index):
+                self._launch(self._buckets[number])
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Sequence[int]) -> None:
         """Start to reduce; a parameter without a gradient here may have one elsewhere."""
         gradients = []
-        for param in bucket.params:
+        for index in bucket:
+            param = self._params[index]
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             elif param.grad.layout is not torch.strided:
                 if not self._dense:
                     raise UnsupportedError(
-                        f"the gradient of {self._names[id(param)]} is sparse; pass sparse_as_dense=True, or make it "
-                        "dense"
+                        f"the gradient of {self._names[index]} is sparse; pass sparse_as_dense=True, or make it dense"
                     )
                 param.grad = param.grad.to_dense()
             gradients.append(param.grad)
         op, before, after = self._op, 1.0, 1.0
         if self._predivide != 1.0:
             op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
-        title = f"gradients from {self._names[id(bucket.params[0])]} on"
-        bucket.handle = start_allreduce(gradients, True, title, None, op, before, after, None, self._compression)
-        self._launched += 1
+        title = f"gradients from {self._names[bucket[0]]} on"
+        self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
 
     def synchronize(self) -> None:
         if not self._alone:
-            for bucket in self._buckets[self._launched :]:
-                self._launch(bucket)
-            try:
-                for bucket in self._buckets:
-                    assert bucket.handle is not None
-                    bucket.handle.wait()
-            finally:
-                for bucket in self._buckets:
-                    bucket.handle = None
-                self._launched = 0
+            for number in self._progress.finish():
+                self._launch(self._buckets[number])
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                handle.wait()
         self.set_passes(self._passes)
         self.synchronized = True
-
-
-def _buckets(params: list[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    found: list[_Bucket] = []
-    room = 0
-    for param in params:
-        nbytes = param.numel() * param.element_size()
-        if not found or nbytes > room or found[-1].params[0].dtype != param.dtype:
-            found.append(_Bucket())
-            room = bucket_bytes
-        found[-1].params.append(param)
-        room -= nbytes
-    return found
 
 
 def DistributedOptimizer(

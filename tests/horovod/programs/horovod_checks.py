@@ -222,7 +222,7 @@ def optimizers(rank: int, size: int) -> None:
 
     # Clipping between synchronize and step; a parameter that only one rank has used; a scheduler.
     net = model()
-    unused = nn.Parameter(torch.ones(3))
+    unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
     inner = torch.optim.SGD([*net.parameters(), unused], lr=1.0)
     optimizer = hvd.DistributedOptimizer(inner, [*net.named_parameters(), ("unused", unused)])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -245,6 +245,17 @@ def optimizers(rank: int, size: int) -> None:
         net(batch(0, rank)).mean().backward()
         with raises(KVError, "more than backward_passes_per_step=1 times"):
             net(batch(0, rank)).mean().backward()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(start(net), net.named_parameters())
+    optimizer.set_backward_passes_per_step(2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            net(batch(10 * step + part, rank)).square().mean().backward()
+        optimizer.step()
+    same_weights(net, one_process(size, 2), "passes that are set later")
+    with raises(UnsupportedError, "Adasum"):
+        hvd.DistributedOptimizer(start(net), net.named_parameters(), op=hvd.Adasum)
     with raises(ConfigError, "names twice: a"):
         hvd.DistributedOptimizer(start(net), [("a", p) for p in net.parameters()])
     with raises(ConfigError, "lacks 5"):
