@@ -2,6 +2,9 @@
 
 The same program is all of them: ALGORITHMS says which store type each needs, what the servers run, and what the loop
 does after ``loss.backward()``. Started with plain ``python`` it runs as a job of one worker.
+
+For gradients alone, two lines of a loop are enough: see ``train_digits.py``. Here they go through a Trainer, since that
+can ``skip`` the batches which a job that is started again, or resumed, has done before.
 """
 
 from __future__ import annotations

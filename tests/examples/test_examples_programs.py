@@ -11,7 +11,9 @@ from typing import Any
 
 import compare
 import pytest
+import train_digits
 import train_images
+from jobs import run_job
 
 EXAMPLES = Path(train_images.__file__).parent
 
@@ -119,6 +121,21 @@ def test_comparison_fails_with_its_runs(
     with pytest.raises(SystemExit):
         compare.main(["--algorithms", "mpi-sdg"])
     assert "unknown algorithm mpi-sdg" in capsys.readouterr().err
+
+
+def test_the_short_program_goes_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--checkpoint", str(tmp_path / "digits.pt")]
+    assert train_digits.main(["--epochs", "2", *options]) > 0.8
+    assert train_digits.main(["--epochs", "3", *options]) > 0.8
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 1", "epoch 2", "epoch 3"]
+
+
+def test_the_short_program_with_two_workers() -> None:
+    done = run_job("-n 2", EXAMPLES / "train_digits.py", "--epochs", 2, "--batch-size", 64, timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"[worker 0] epoch {epoch}" for epoch in (1, 2)]
+    assert float(lines[-1].split()[-1].rstrip("%")) > 50
 
 
 def test_comparison_knows_every_algorithm() -> None:
