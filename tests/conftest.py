@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+# Starting Python is most of what the tests take, and without bytecode it takes twice as long. Where nothing may be
+# written beside the sources, this and all processes of the tests keep it in a folder of its own. First of all imports.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / "build" / "bytecode")
 
 import pytest
 from jobs import run_job
