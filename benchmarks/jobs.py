@@ -114,7 +114,8 @@ class MpiSpec(JobSpec):
         num_ranks = self.plan.num_ranks
         # Not measured, but a program that is: with more threads than cores everything would be slow.
         env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}
-        env |= self.mpi.env(folder, "" if self.on_hosts else shm, crowded=num_ranks > cores)
+        shm = "" if self.on_hosts else shm
+        env |= self.mpi.env(folder, shm, crowded=num_ranks > cores, one_host=not self.on_hosts)
         merged: dict[str, str] = {**env, **users, **self.settings}
         for name in ("MPI4PY_LIBMPI",):  # each job has its own library
             if name in env:

@@ -279,7 +279,8 @@ def plan(
 
     mpi_env = {} if jsm is None else jsm.library_env(shm_dir)
     if mpi is not None:
-        mpi_env = mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores)
+        one_host = local and places is None
+        mpi_env = mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores, one_host=one_host)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
     processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
     if places is not None:

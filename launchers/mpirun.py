@@ -72,8 +72,14 @@ class MPI:
         here = ("--host", f"localhost:{size}", *_NO_ALLOCATION) if local else ()
         return (self.path, *here, "--oversubscribe", "--bind-to", "none", "-n", str(size))
 
-    def env(self, job_dir: str, shm_dir: str, *, crowded: bool) -> dict[str, str]:
-        """What mpirun and its ranks need in their environment; ``crowded``: more processes than cores."""
+    def env(self, job_dir: str, shm_dir: str, *, crowded: bool, one_host: bool) -> dict[str, str]:
+        """What mpirun and its ranks need in their environment.
+
+        Args:
+            job_dir, shm_dir: folders for MPI's own files; the second is for shared memory and may be empty.
+            crowded: there are more processes than cores.
+            one_host: the ranks of a client share a host.
+        """
         # A wheel of mpi4py finds the libmpi beside its interpreter; that of another MPI would not know its rank.
         soname = "libmpi.so.40" if self.kind == "openmpi" else "libmpi.so.12"
         libmpi = Path(self.path).absolute().parent.parent / "lib" / soname
@@ -92,6 +98,9 @@ class MPI:
         if shm_dir:
             for component in ("btl_sm", "osc_sm", "osc_rdma"):
                 env[f"OMPI_MCA_{component}_backing_directory"] = shm_dir
+        if one_host:
+            # It serves one-sided messages between hosts, and where it finds none to serve it sleeps for a second.
+            env["OMPI_MCA_btl"] = "^ofi"
         if crowded:
             env["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if hasattr(os, "geteuid") and os.geteuid() == 0:

@@ -58,7 +58,7 @@ def library(at: Surroundings, mpi: MPI | None) -> tuple[Finding, Found]:
     version = metadata.version("mpi4py")
     env = {}
     if mpi is not None and _LIBRARY not in at.environ:  # kvmpi run does the same
-        env = {name: value for name, value in mpi.env("", "", crowded=False).items() if name == _LIBRARY}
+        env = {name: value for name, value in mpi.env("", "", crowded=False, one_host=True).items() if name == _LIBRARY}
     answer = ask(at, (sys.executable, *PROGRAM, "version"), env=env)
     says = _lines(answer.out)
     if answer.status != 0 or not says:

@@ -36,7 +36,7 @@ def run(kind: str, size: int, program: str, *arguments: object, folder: Path, ti
     """Standard output and error of ``program`` on ``size`` ranks; it must end with status 0 in time."""
     mpi = installed()[kind]
     words = list(mpi.command(size, local=True))
-    env = {**mpirun.clean(os.environ), **mpi.env(str(folder), "", crowded=True), "OMP_NUM_THREADS": "1"}
+    env = {**mpirun.clean(os.environ), **mpi.env(str(folder), "", crowded=True, one_host=True), "OMP_NUM_THREADS": "1"}
     if Path(mpi.path).name == "prterun":
         words[1:1] = ["--personality", "ompi"]
         prefix = str(Path(mpi.path).parent.parent)

@@ -100,6 +100,13 @@ def test_ranks_yield_only_when_there_are_more_processes_than_cores():
     assert crowded["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
+def test_a_transport_between_hosts_is_left_out_where_all_ranks_share_one():
+    here, anywhere = (plan(2, 1, local=local).of_role("client")[0].env for local in (True, False))
+    assert here["OMPI_MCA_btl"] == "^ofi"
+    assert "OMPI_MCA_btl" not in anywhere
+    assert "OMPI_MCA_btl" not in plan(2, 1, local=True, environ={"OMPI_MCA_btl": "self"}).of_role("client")[0].env
+
+
 def test_settings_for_mpi_go_to_mpirun_only_and_the_users_win():
     planned = plan(3, 2, 1, environ={"OMPI_MCA_osc": "sm"})
     with_mpi = [process.label for process in planned.processes if "PRTE_MCA_prte_tmpdir_base" in process.env]
