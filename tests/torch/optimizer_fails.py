@@ -1,4 +1,4 @@
-"""Run by test_torch_optimizer_jobs: worker 1 alone is out of luck in the middle of training, or nobody ever ends."""
+"""Run by test_torch_interrupts: worker 1 alone is out of luck in the middle of training, or nobody ever ends."""
 
 from __future__ import annotations
 

@@ -1,23 +1,46 @@
-"""Trainer and averaging over real processes: one job that checks everything, since starting torch takes seconds."""
+"""``DistributedOptimizer``, ``Trainer`` and averaging in several processes: one job of each shape makes many checks."""
 
 from __future__ import annotations
 
-import os
+import functools
 import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+from jobs import run_job
 
-def test_four_workers_in_two_clients_with_two_servers() -> None:
-    program = Path(__file__).with_name("job_of_many_checks.py")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
-    job = subprocess.run(
-        [sys.executable, "-m", "kvmpi", "run", "-n", "4", "-c", "2", "-s", "2", str(program)],
-        env={**env, "KVMPI_TIMEOUT_S": "60"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert sorted(job.stdout.split("\n")) == ["", *(f"[worker {rank}] all checks passed" for rank in range(4))]
+HERE = Path(__file__).parent
+ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
+#: What each job checks, one after the other: starting torch takes seconds.
+JOBS = {
+    "-n 2": [
+        "mpi/gradients",
+        "mpi/weights=loops_of_people,layers_wait_for_their_own,first_layers_first,compiled,too_late,uneven_batches",
+        f"mpi/algorithms={ALGORITHMS}",
+    ],
+    "-n 4 -c 2 -s 2": [
+        "dist_sync_mpi/gradients=every_loop,graphs_that_change,images,order_of_the_first_worker,uneven_batches",
+        "dist_sync/gradients=graphs_that_change,half_types,resumed,forks",
+        "dist_sync_mpi/weights=loops_of_people,rule_of_the_user,graphs_that_change,resumed,uneven_batches",
+        "dist_sync/weights=layers_wait_for_their_own,first_layers_first",
+        "dist_async/weights=asynchronous",
+        "dist_async_mpi/weights=asynchronous",
+        "trainer",
+    ],
+}
+
+
+@functools.cache
+def job(options: str) -> subprocess.CompletedProcess[str]:
+    program = HERE / "job_of_many_checks.py"
+    return run_job(options, program, *JOBS[options], timeout_s=300.0, settings={"timeout_s": 60})
+
+
+@pytest.mark.parametrize(
+    ("options", "check"), [(options, check.partition("=")[0]) for options, checks in JOBS.items() for check in checks]
+)
+def test_workers_together_train_as_one_process_does(options: str, check: str) -> None:
+    done = job(options)
+    said = done.stdout + done.stderr
+    assert done.stdout.count(f"] {check} passed") == int(options.split()[1]), f"{check}, or what comes before\n{said}"
+    assert done.returncode == 0 or check != JOBS[options][-1].partition("=")[0], said

@@ -1,0 +1,225 @@
+"""Checks of ``Trainer``, the averaging algorithms and DDP over a store, with 4 workers in 2 clients and 2 servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import kvmpi
+from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer, ddp_comm_hook
+
+NUM_WORKERS, NUM_CLIENTS, BATCH, STEPS = 4, 2, 8, 4
+
+
+def make_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+
+
+def samples(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(BATCH, 5, generator=generator), torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+
+
+def plain_torch(batches: Sequence[int] = [STEPS] * NUM_WORKERS) -> nn.Module:
+    """One process with the samples of all workers, which have so many batches, from worker 0's first weights."""
+    model = make_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for step in range(max(batches)):
+        parts = [samples(step, rank) for rank in range(NUM_WORKERS) if batches[rank] > step]
+        backward(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        for p in model.parameters():
+            p.grad /= NUM_WORKERS * BATCH
+        optimizer.step()
+    return model
+
+
+def synchronous_training(store: str, update: bool) -> None:
+    with kvmpi.create(store) as kv:
+        assert kv.num_workers == NUM_WORKERS
+        model = make_model(seed=kv.rank)  # worker 0's count
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        trainer = Trainer(model.parameters(), optimizer, kv, update)
+        for step in range(STEPS):
+            backward(model, *samples(step, kv.rank))
+            trainer.step(NUM_WORKERS * BATCH)
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
+
+
+def uneven_batches(store: str, batches: Sequence[int]) -> None:
+    """Some workers join early; all end with the weights of one process that had the same samples."""
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        trainer = Trainer(model.parameters(), optimizer, kv, update_on_kvstore=True)
+        for step in range(batches[kv.rank]):
+            backward(model, *samples(step, kv.rank))
+            trainer.step(NUM_WORKERS * BATCH)
+        trainer.join()
+        if kv.client_rank == 0:  # the client with the most batches
+            difference = (flat(model.parameters()) - flat(plain_torch(batches).parameters())).abs().max()
+            assert difference < 1e-6, f"{store}, batches {batches}: {difference}"
+
+
+def gradient_of_one_worker(store: str) -> None:
+    """The others have None, and still take part."""
+    with kvmpi.create(store) as kv:
+        weight = nn.Parameter(torch.ones(3))
+        trainer = Trainer([weight], kvmpi.optim.SGD(lr=1.0), kv)
+        if kv.rank == 1:
+            weight.grad = torch.full((3,), 0.5)
+        trainer.step(1)
+        kv.barrier()
+        kv.pull(0, weight)
+        assert torch.equal(weight.detach(), torch.full((3,), 0.5)), f"{store}: {weight}"
+
+
+def sparse_training(store: str, update: bool) -> None:
+    """An embedding of which each worker uses other rows, and one worker none in some steps."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(40, 3, sparse=True), nn.Linear(3, 2))
+
+    def ids(step: int, rank: int) -> torch.Tensor:
+        return torch.randint(0, 36, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def loss(model: nn.Module, step: int, ranks: Sequence[int]) -> torch.Tensor:
+        return sum((model(ids(step, rank)) - rank).pow(2).sum() for rank in ranks)  # type: ignore[return-value]
+
+    with kvmpi.create(store) as kv:
+        plain, model = make(), make()
+        optimizer = kvmpi.optim.Adagrad(0.2) if update else torch.optim.Adagrad(model.parameters(), lr=0.2)
+        trainer = Trainer(model.parameters(), optimizer, kv, update)
+        reference = torch.optim.Adagrad(plain.parameters(), lr=0.2)
+        for step in range(STEPS):
+            workers = [rank for rank in range(NUM_WORKERS) if (rank, step) != (1, 2)]
+            for one, ranks in ((plain, workers), (model, [kv.rank] if kv.rank in workers else [])):
+                one.zero_grad()
+                if ranks:
+                    loss(one, step, ranks).backward()
+            for p in plain.parameters():
+                p.grad.mul_(1 / BATCH)
+            reference.step()
+            trainer.step(BATCH)
+        if update:
+            assert kv.mpi_rank != 0 or kv.stats()["phases"]["push"]["bytes"] < STEPS * (2 * 5 * 16 + 8 * 4) + 1
+        difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
+        assert difference < 1e-5, f"{store}, update_on_kvstore={update}: {difference}"
+
+
+def rows_of_others(store: str) -> None:
+    """In an asynchronous store what others have changed comes with pull_rows."""
+    with kvmpi.create(store) as kv:
+        table = nn.Embedding(8, 2, sparse=True)
+        nn.init.zeros_(table.weight)
+        trainer = Trainer(table.parameters(), torch.optim.SGD(table.parameters(), lr=1.0), kv)
+        table(torch.tensor([kv.rank, 7])).sum().backward()
+        trainer.step(1)
+        kv.barrier()
+        trainer.pull_rows(table.weight, torch.tensor([[0, 1], [2, 7]]))
+        expected = torch.zeros(8, 2)
+        expected[:4], expected[7] = -1.0, -4.0
+        assert torch.equal(table.weight.detach()[[0, 1, 2, 7]], expected[[0, 1, 2, 7]]), table.weight
+
+
+def client_store(store: str) -> None:
+    with kvmpi.create(store) as kv:
+        ranks = torch.zeros(NUM_WORKERS)
+        ranks[kv.rank] = 1.0
+        kv.client.init("ranks", ranks)
+        kv.client.pushpull("ranks", ranks)
+        mine = [2 * kv.client_rank, 2 * kv.client_rank + 1] if store.endswith("mpi") else [kv.rank]
+        assert ranks.nonzero().flatten().tolist() == mine, f"{store}: {ranks}"
+        assert (kv.client.rank, kv.client.num_workers) == (kv.mpi_rank, kv.mpi_size)
+        inside = kv.client
+    assert inside.closed
+
+
+def elastic_averaging(store: str) -> None:
+    """Servers and clients exchange in any order; the sum of the center and of every client's weights stays."""
+    with kvmpi.create(store) as kv, kvmpi.create("dist_sync") as total:
+        model = make_model(seed=0)
+        elastic = ElasticAveraging(model.parameters(), kv, alpha=0.3, interval=1)
+        for p in model.parameters():
+            p.data += kv.client_rank  # in place of local steps
+        start = flat(model.parameters())
+        count = kv.num_clients
+        expected = (count + 1) * (start - kv.client_rank) + sum(range(count))
+        for _ in range(5):
+            elastic.step()
+        kv.barrier()
+        weights = flat(model.parameters()) * (kv.mpi_rank == 0)
+        total.init(0, weights)
+        total.pushpull(0, weights)
+        found = weights + flat(elastic.pull_center())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        # Client 0 starts at the center, and stays there if it is through before any other begins.
+        moved = not torch.allclose(flat(model.parameters()), start)
+        assert moved or kv.client_rank == 0, "nothing was exchanged"
+
+
+def diloco_that_averages(store: str) -> None:
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        diloco = DiLoCo(model.parameters(), kv, interval=1, lr=1.0, momentum=0.0, nesterov=False)
+        start = flat(model.parameters())
+        assert torch.equal(start, flat(make_model(seed=0).parameters()))
+        for p in model.parameters():
+            p.data += kv.rank
+        diloco.step()
+        mean = sum(range(NUM_WORKERS)) / NUM_WORKERS
+        torch.testing.assert_close(flat(model.parameters()), start + mean, atol=1e-6, rtol=0)
+        assert torch.equal(flat(model.parameters()), flat(diloco.pull_center()))
+
+
+def unmodified_ddp_over_a_store(store: str) -> None:
+    """DDP's process group is the client; its gradients go through servers, to all clients."""
+    from kvmpi.torch import c10d
+
+    c10d.make_client_the_world()
+    torch.distributed.init_process_group("kvmpi")
+    with kvmpi.create(store) as kv:
+        assert torch.distributed.get_rank() == kv.mpi_rank
+        assert torch.distributed.get_world_size() == kv.mpi_size
+        # Clients begin alike, the workers of one need not.
+        model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank), bucket_cap_mb=1e-4)
+        model.register_comm_hook(None, ddp_comm_hook(kv))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / BATCH, momentum=0.9)
+        for step in range(STEPS):
+            backward(model, *samples(step, kv.rank))
+            optimizer.step()
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store} under DDP: {difference}"
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    for store in ("dist_sync", "dist_sync_mpi"):
+        synchronous_training(store, update=True)
+        synchronous_training(store, update=False)
+        sparse_training(store, update=True)
+        sparse_training(store, update=False)
+        diloco_that_averages(store)
+    uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
+    uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
+    for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):
+        gradient_of_one_worker(store)
+    for store in ("dist_async", "dist_async_mpi"):
+        client_store(store)
+        elastic_averaging(store)
+        rows_of_others(store)
+    unmodified_ddp_over_a_store("dist_sync_mpi")
