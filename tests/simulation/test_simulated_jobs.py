@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
 # ---- planted mistakes: each invariant can fail
 
 
-#: The first seeds that find a mistake, tried first to save time; a change of the scenario may move them.
+#: The first seeds that find a mistake, tried first to save time. A change of the scenario may move them: a warning
+#: says where to, since a search takes up to a minute.
 FOUND_BY = {
     "resurrected incarnation": 374, "resurrected client": 23, "open rounds forgotten": 902, "one snapshot kept": 53,
     "value of a head that was replaced": 125, "snapshot of several rounds": 7, "lost acknowledgement": 75,
@@ -62,8 +64,11 @@ def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
     """Within 1,000 seeds, and by the check that is meant for it."""
     plant, words = PLANTS[name]
     plant(monkeypatch)
-    seeds = [FOUND_BY.get(name, 0), *range(1000)]
-    assert any(words in (_violation_of(seed) or "nothing") for seed in seeds)
+    first = FOUND_BY.get(name, 0)
+    found = next((seed for seed in (first, *range(1000)) if words in (_violation_of(seed) or "nothing")), None)
+    assert found is not None, "no seed finds it"
+    if found not in range(first, first + 15):
+        warnings.warn(f"FOUND_BY: {name!r} is found by seed {found} now, not by {first}", stacklevel=1)
 
 
 def _violation_of(seed: int) -> str | None:
