@@ -83,6 +83,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         sources = on_host([buffer], "float32")
         collectives.allreduce(sources, out, "float32", Deadline(60.0), "first")
         assert (out == SIZE).all()
+        (folder / f"mapped{RANK}").write_text("\n".join(shared_files()))
         WORLD.Barrier()
         if RANK == SILENT:
             original = getattr(owner, method)
@@ -119,6 +120,19 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
     if RANK == 0:
         print(f"{len(names)} failures reported on {SIZE} ranks", flush=True)
     mpi_comm.end_job(0)  # messages of the failed calls are still on their way
+
+
+def shared_files() -> set[str]:
+    """Files in /dev/shm that this process has mapped or open."""
+    found = {
+        line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line
+    }
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            pass
+    return {path for path in found if path.startswith("/dev/shm/")}
 
 
 def wait_for(files: list[Path]) -> None:
