@@ -2,91 +2,154 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from jobs import run_job
 
 PROGRAMS = Path(__file__).parent / "programs"
+BOTH = "dist_sync dist_sync_mpi"
+#: What gives the same bits in every run: there is a second job for them.
+AGAIN = [f"KVMPI_ALLREDUCE={name} bits.py {BOTH}" for name in ("ring", "mpi", "naive")] + [f"sparse.py bits {BOTH}"]
+
+#: What is run in a job of each shape; FOLDER is one of its own. With seven workers in clients of 3, 2 and 2.
+SHAPES = {
+    "-n 1 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER local mpi"],
+    "-n 1 -c 1 -s 2": [f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync mpi"],
+    "-n 1 -c 1 -s 7": [f"sums.py {BOTH}"],
+    "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi"],
+    "-n 2 -c 1 -s 2": [f"sums.py {BOTH}"],
+    "-n 2 -c 1 -s 7": [f"sums.py {BOTH}"],
+    "-n 2 -c 2 -s 1": ["empty.py dist_sync_mpi", "lists.py FOLDER dist_sync"],
+    "-n 2 -c 2 -s 2": ["averaging.py alone"],
+    "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi"],
+    "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved"],
+    "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
+    "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi"],
+    "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
+    "-n 4 -c 2 -s 2": [
+        f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
+        "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi",
+    ],
+    "-n 4 -c 2 -s 7": [f"sums.py {BOTH}"],
+    "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync"],
+    "-n 5 -c 2 -s 2": ["training.py dist_sync_mpi dist_sync"],
+    "-n 7 -c 1 -s 2": ["sums.py mpi dist_sync_mpi"],
+    "-n 7 -c 3 -s 1": [f"sums.py {BOTH}"],
+    "-n 7 -c 3 -s 2": [f"sums.py {BOTH}"],
+    "-n 7 -c 3 -s 7": [f"sums.py {BOTH}"],
+    "-n 7 -c 7 -s 2": ["sums.py dist_sync_mpi"],
+}  # fmt: skip
 
 
-def lines(done, start):
-    return sorted({line.split("] ", 1)[1] for line in done.stdout.splitlines() if f"] {start}" in line})
+@functools.cache
+def output_of(options: str, *programs: str) -> subprocess.CompletedProcess[str]:
+    """A job in which each worker runs all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = " + ".join(programs).replace("FOLDER", folder).split()
+        return run_job(options, PROGRAMS / "in_turn.py", *words, timeout_s=240.0)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 7])
-@pytest.mark.parametrize("workers", [1, 2, 4, 7])
-def test_sums_are_exact(job, workers, servers):
-    """Each type in one job; with seven workers in clients of 3, 2 and 2."""
-    clients = {1: 1, 2: 1, 4: 2, 7: 3}[workers]
-    done = job(f"-n {workers} -c {clients} -s {servers}", PROGRAMS / "sums.py", "dist_sync", "dist_sync_mpi")
-    assert lines(done, "dist_sync") == [
-        f"dist_sync {workers} {workers} {servers} exact",
-        f"dist_sync_mpi {workers} {clients} {servers} exact",
+def lines(options: str, programs: Sequence[str], program: str) -> list[list[str]]:
+    """What each worker has said in one of the programs, in the order of ranks."""
+    done = output_of(options, *programs)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    by_rank: dict[str, list[str]] = {}
+    running: dict[str, str] = {}
+    for line in done.stdout.splitlines():
+        who, _, text = line.partition("] ")
+        if text.startswith("begins "):
+            running[who] = programs[int(text.split()[1])]
+        elif running.get(who) == program:
+            by_rank.setdefault(who, []).append(text)
+    found = [said for _, said in sorted(by_rank.items())]
+    assert len(found) == int(options.split()[1]), done.stdout
+    return found
+
+
+CASES = [(options, program) for options, programs in SHAPES.items() for program in programs]
+
+
+def of(name: str) -> pytest.MarkDecorator:
+    """The cases of one program."""
+    found = [(options, program) for options, program in CASES if f"{name}.py" in program]
+    return pytest.mark.parametrize(("options", "program"), found, ids=[" ".join(case) for case in found])
+
+
+def said(options: str, program: str) -> list[list[str]]:
+    return lines(options, SHAPES[options], program)
+
+
+def shape(options: str) -> tuple[int, int, int]:
+    """Workers, clients, servers."""
+    workers, clients, servers = map(int, options.split()[1::2])
+    return workers, clients, servers
+
+
+@of("sums")
+def test_sums_are_exact(options, program):
+    workers, clients, servers = shape(options)
+    expected = [
+        f"{name} {workers} {workers if name == 'dist_sync' else clients} {0 if name == 'mpi' else servers} exact"
+        for name in program.split()[1:]
     ]
+    assert said(options, program) == [expected] * workers
 
 
-@pytest.mark.parametrize(("workers", "clients", "servers"), [(4, 1, 0), (7, 1, 2), (7, 7, 2)])
-def test_sums_are_exact_at_both_ends(job, workers, clients, servers):
-    """Pure MPI, one client on servers, and the plain parameter server."""
-    names = ["mpi", "dist_sync_mpi"] if clients == 1 else ["dist_sync_mpi"]
-    done = job(f"-n {workers} -c {clients} -s {servers}", PROGRAMS / "sums.py", *names)
-    assert f"dist_sync_mpi {workers} {clients} {servers} exact" in lines(done, "dist_sync_mpi")
+@of("bits")
+def test_every_worker_gets_the_same_bits(options, program):
+    first, *others = said(options, program)
+    assert len(first) == 8, first  # one checksum for each type and key
+    assert others == [first] * 3
+    assert lines(options, AGAIN, program) == [first] * 4
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "mpi", "naive"])
-def test_every_worker_gets_the_same_bits(job, algorithm):
-    done = job("-n 4 -c 2 -s 2", PROGRAMS / "bits.py", "dist_sync", "dist_sync_mpi", allreduce=algorithm)
-    found = lines(done, "bits")
-    assert len(found) == 8, found  # one checksum for each type and key, from all four workers
-    again = job("-n 4 -c 2 -s 2", PROGRAMS / "bits.py", "dist_sync", "dist_sync_mpi", allreduce=algorithm)
-    assert lines(again, "bits") == found
+@of("sparse")
+def test_sums_of_rows_have_the_same_bits(options, program):
+    first, *others = said(options, program)
+    assert len(first) == 2, first
+    assert others == [first] * 3
+    assert lines(options, AGAIN, program) == [first] * 4
 
 
-@pytest.mark.parametrize(("options", "names"), [
-    ("-n 3 -c 1 -s 1", ["mpi", "dist_sync_mpi"]), ("-n 2 -c 2 -s 1", ["dist_sync_mpi"]),
-])  # fmt: skip
-def test_arrays_of_the_store(job, options, names):
-    done = job(options, PROGRAMS / "empty.py", *names)
-    for name in names:
-        assert done.stdout.count(f"empty {name} right") == int(options.split()[1])
+@of("empty")
+def test_arrays_of_the_store(options, program):
+    expected = [f"empty {name} right" for name in program.split()[1:]]
+    assert said(options, program) == [expected] * shape(options)[0]
 
 
-@pytest.mark.parametrize(("options", "names", "algorithm"), [
-    ("-n 1 -c 1 -s 1", ["local", "mpi"], "auto"), ("-n 2 -c 1 -s 1", ["mpi", "dist_sync_mpi"], "auto"),
-    ("-n 4 -c 1 -s 0", ["mpi"], "auto"), ("-n 3 -c 1 -s 0", ["mpi"], "multi_ring"),
-    ("-n 4 -c 2 -s 2", ["dist_sync_mpi"], "shared"), ("-n 2 -c 2 -s 1", ["dist_sync"], "auto"),
-])  # fmt: skip
-def test_lists_of_keys(job, tmp_path, options, names, algorithm):
-    done = job(options, PROGRAMS / "lists.py", tmp_path, *names, allreduce=algorithm)
-    for name in names:
-        assert done.stdout.count(f"lists {name} right") == int(options.split()[1])
+@of("lists")
+def test_lists_of_keys(options, program):
+    expected = [f"lists {name} right" for name in program.partition("FOLDER ")[2].split()]
+    assert said(options, program) == [expected] * shape(options)[0]
 
 
-@pytest.mark.parametrize("options", ["-n 1 -c 1 -s 2", "-n 3 -c 3 -s 2", "-n 4 -c 2 -s 2"])
-def test_a_push_fetches_the_value_for_the_pull_behind_it(job, tmp_path, options):
-    done = job(options, PROGRAMS / "ahead.py", tmp_path / "saved")
-    assert done.stdout.count("ahead dist_sync right") == int(options.split()[1])
-    assert done.stdout.count("ahead dist_sync_mpi right") == int(options.split()[1])
+@of("ahead")
+def test_a_push_fetches_the_value_for_the_pull_behind_it(options, program):
+    assert said(options, program) == [["ahead dist_sync right", "ahead dist_sync_mpi right"]] * shape(options)[0]
 
 
-@pytest.mark.parametrize(("workers", "clients"), [(1, 1), (4, 4), (4, 2), (4, 1), (5, 2)])
-def test_training_equals_one_process(job, workers, clients):
-    names = ["dist_sync_mpi", "dist_sync"] + (["mpi"] if clients == 1 else [])
-    done = job(f"-n {workers} -c {clients} -s 2", PROGRAMS / "training.py", *names)
-    assert len([line for line in done.stdout.splitlines() if " equal " in line]) == workers * len(names)
+@of("training")
+def test_training_equals_one_process(options, program):
+    for of_rank in said(options, program):
+        assert [line.split()[0] for line in of_rank] == program.split()[1:]
+        assert all(" equal " in line for line in of_rank)
 
 
-@pytest.mark.parametrize("options", ["-n 2 -c 2 -s 2", "-n 4 -c 2 -s 1"])
-def test_averaging_follows_the_oracle(job, options):
-    grouped = "grouped" if "-n 4" in options else "alone"
-    done = job(options, PROGRAMS / "averaging.py", grouped)
-    assert len(lines(done, "dist_")) == 3
+@of("averaging")
+def test_averaging_follows_the_oracle(options, program):
+    for of_rank in said(options, program):
+        assert [line.split()[-1] for line in of_rank] == ["elastic", "elastic", "averages"]
 
 
-def test_the_naive_engine_gives_the_same(job):
-    done = job("-n 4 -c 2 -s 2", PROGRAMS / "sums.py", "dist_sync_mpi", "dist_sync", engine="naive")
-    assert len(lines(done, "dist_sync")) == 2
+def test_the_naive_engine_gives_the_same():
+    done = run_job("-n 4 -c 2 -s 2", PROGRAMS / "sums.py", *BOTH.split(), settings={"engine": "naive"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" exact") == 4 * 2
 
 
 def test_servers_run_a_rule_of_the_users_own(job, monkeypatch):
