@@ -25,8 +25,8 @@ from kvmpi.launchers import mpirun
 pytest.importorskip("mpi4py")
 
 HERE = Path(__file__).parent
-SHORT = ("--sizes", "0,4,4099,64K", "--seconds", "0.02")
-COUNTS = [0, 1, 1024, 16384]
+SHORT = ("--sizes", "0,4,64K", "--seconds", "0.01")
+COUNTS = [0, 1, 16384]
 
 
 def lines_of(folder: Path, name: str = "rows.json") -> list[dict]:
@@ -42,7 +42,8 @@ def printed_rows(output: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_operation_is_verified_and_measured(bench, tmp_path, op):
-    done = bench(op, "-n", 2, *SHORT, "--json", "rows.json", "--plot", "picture.png")
+    plot = ("--plot", "picture.png") if op == "allreduce" else ()
+    done = bench(op, "-n", 2, *SHORT, "--json", "rows.json", *plot, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found = lines_of(tmp_path)
     shown = printed_rows(done.stdout)
@@ -65,11 +66,12 @@ def test_an_operation_is_verified_and_measured(bench, tmp_path, op):
     assert first["nic"] == "loopback/shared memory"
     about = ("host", "cores", "mpi", "thread_level", "binding", "python", "numpy", "torch", "kvmpi", "commit")
     assert set(about) <= set(first)
-    assert done.stdout.count("# auto took ") == 3  # nothing is chosen for no elements
+    assert done.stdout.count("# auto took ") == 2  # nothing is chosen for no elements
     assert all(row["best"] and row["choice"] for row in found if row["algo"] == "auto" and row["count"])
-    picture = (tmp_path / "picture.png").read_bytes()
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(picture) > 10_000
+    if plot:
+        picture = (tmp_path / "picture.png").read_bytes()
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        assert len(picture) > 10_000
 
 
 def test_modifiers_and_vectors(bench, tmp_path):

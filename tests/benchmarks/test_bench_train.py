@@ -19,6 +19,8 @@ def test_all_ways_train_alike(bench, tmp_path):
         1,
         "--steps",
         1,
+        "--batch-size",
+        1,
         "--json",
         "rows.json",
         timeout_s=240,
