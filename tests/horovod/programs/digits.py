@@ -4,10 +4,12 @@ Run by test_horovod on one rank and on several: the accuracy is printed, and whe
 """
 
 import argparse
+import importlib.util
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -84,9 +86,11 @@ if __name__ == "__main__":
         torch.cuda.manual_seed(args.seed)
     torch.set_num_threads(1)
 
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels)
+    # What sklearn.datasets.load_digits reads; importing that would take as long as importing torch.
+    folder = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0])
+    table = np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    images = torch.tensor(table[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(table[:, 64])
     train_dataset = TensorDataset(images[:1500], labels[:1500])
     train_sampler = DistributedSampler(train_dataset, num_replicas=hvd.size(), rank=hvd.rank())
     train_loader = DataLoader(train_dataset, batch_size=args.batch_size, sampler=train_sampler)
