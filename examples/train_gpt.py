@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import kvmpi
-from kvmpi.torch import DiLoCo, Trainer
+from kvmpi.torch import DiLoCo, DistributedOptimizer
 
 
 class Block(nn.Module):
@@ -132,21 +132,19 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
         sys.exit(f"train_gpt.py: {len(text)} bytes of text are too few for {kv.num_workers} workers")
     rng = np.random.default_rng([args.seed, kv.rank])
     model = ByteGPT(args.width, args.layers, args.heads, args.context)
+    # AdamW steps in every worker, on the mean of the gradients of its island; or of all, which the servers add up.
+    optimizer: torch.optim.Optimizer
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = DistributedOptimizer(optimizer, kv.client if args.algorithm == "diloco" else kv, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 
     diloco = None
-    if args.algorithm == "diloco":
-        # AdamW inside an island, on the sum of its gradients; the servers do the outer step on what islands push.
-        inside = Trainer(model.parameters(), optimizer, kv.client)
+    if args.algorithm == "diloco":  # the servers do the outer step on what islands push
         diloco = DiLoCo(
             model.parameters(), kv, args.interval, args.outer_lr, args.outer_momentum,
             fragments=dealt(model, args.fragments), overlap=args.overlap, mixing=args.mixing,
             pseudo_gradient_dtype=torch.bfloat16 if args.bfloat16 else None,
         )  # fmt: skip
-    else:  # the servers only add up gradients, and AdamW steps in every worker
-        inside = Trainer(model.parameters(), optimizer, kv, update_on_kvstore=False)
-    together = kv.mpi_size if diloco else kv.num_workers
 
     num_values = sum(p.numel() for p in model.parameters())
     deployed = copy.deepcopy(model)
@@ -164,7 +162,7 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
         optimizer.zero_grad()
         loss = loss_of(model, *batch_of(share, args.batch_size, args.context, rng))
         loss.backward()
-        inside.step(together)  # a mean over workers: each loss is a mean over its batch
+        optimizer.step()
         if diloco:
             diloco.step()
         schedule.step()

@@ -23,7 +23,7 @@ import image_models
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report
+from training_report import Report, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -159,11 +159,6 @@ def fill_in(args: argparse.Namespace, kv: kvmpi.KVStore, num_batches: int) -> No
         args.alpha = 0.9 / kv.num_clients
     if args.interval is None:
         args.interval = min(64, max(1, num_batches // 2))
-
-
-def count(number: int, what: str) -> str:
-    """ "1 client", "2 clients"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:

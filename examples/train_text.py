@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report
+from training_report import Report, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -132,7 +132,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--algorithm", choices=list(STORES), default="mpi-sgd", metavar="NAME", help=f"{', '.join(STORES)}")
+    add(
+        "--algorithm",
+        choices=list(STORES),
+        default="mpi-sgd",
+        metavar="NAME",
+        help=f"{', '.join(STORES)} (default mpi-sgd)",
+    )
     add(
         "--data", default="", metavar="DIR", help="folder of rt-polarity.pos and .neg; without it sentences are made up"
     )
@@ -158,7 +164,8 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     loop = (ElasticExchange if args.algorithm == "mpi-esgd" else GradientExchange)(kv, model, args)
     num_batches = len(sentences) // kv.num_workers // args.batch_size
     report.header(
-        f"{args.algorithm}: {kv.num_workers} workers, {kv.num_clients} clients, {kv.num_servers} servers ({kv.type}); "
+        f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
+        f"{count(kv.num_servers, 'server')} ({kv.type}); "
         f"{len(sentences)} sentences of {num_words} words, {num_batches} batches of {args.batch_size} per worker",
         {**vars(args), "workers": kv.num_workers, "clients": kv.num_clients, "store": kv.type},
     )

@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def count(number: int, what: str) -> str:
+    """ "1 client", "2 clients"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 class Report:
     """Of worker 0; the other workers make one with ``active=False``, which shows and writes nothing.
 

@@ -28,7 +28,7 @@ def train(kv: kvmpi.KVStore, how: str, folder: Path) -> None:
         loss_of(model, [shard(step, kv.rank)]).backward()
         optimizer.step()
         if how == "endless":
-            (folder / f"{os.getpid()}.training").touch()
+            (folder / f"{kv.rank}.{os.getpid()}.training").touch()
     print("went on to the end")
 
 
