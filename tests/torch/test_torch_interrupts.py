@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -98,7 +99,8 @@ def test_ctrl_c_ends_training(command, store, whom, status, tmp_path):
         said, errors = job.communicate(timeout=60)
     finally:
         for pid in [] if job.returncode is not None else environs_with(mark):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     assert job.returncode == status or (status is None and job.returncode > 0), errors
     wait_for(lambda: not environs_with(mark), "the end of all processes", 0 if first == "kvmpi" else 10)
     assert not [path for path in shared if os.path.exists(path)]
