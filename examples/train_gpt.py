@@ -118,7 +118,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bfloat16", action="store_true", help="push differences in half the bytes")
     add("--seed", type=int, default=0, help="default 0")
     add("--reports", type=int, default=8, help="lines to print (default 8)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.interval = min(args.interval, args.steps)  # or a short trial would exchange nothing
+    return args
 
 
 def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
