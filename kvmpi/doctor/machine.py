@@ -22,8 +22,8 @@ MIB = 1 << 20
 SHM_RANK_BYTES, SHM_ENOUGH_BYTES = 16 * MIB, 512 * MIB
 FILES_ENOUGH = 1024
 LOCKED_ENOUGH_BYTES = 64 * MIB
-#: Names of the job's folders: the launcher's, those on hosts of a batch system, and those of servers in a worker.
-_FOLDER = re.compile(r"kvmpi-(?:([0-9a-f]{16})(?:-(?:client|server|worker)-\d+)?|[a-z0-9_]{8})")
+#: Names of the job's folders: the launcher's, those of processes in a batch system, and of servers in a worker.
+_FOLDER = re.compile(r"kvmpi-(?:([0-9a-f]{16})(?:-(?:client|server|worker)-\d+(?:-\d+)?)?|[a-z0-9_]{8})")
 #: A folder is made before anything of its job runs.
 _YOUNG_S = 60.0
 

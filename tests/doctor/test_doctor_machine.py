@@ -75,7 +75,7 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
     dead, living, young, embedded, used = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3", "abcd1234", "efgh5678"
     here = at(tmp_path, files={
         f"dev/shm/kvmpi-{dead}/segment": "x" * 1000,
-        f"tmp/kvmpi-{dead}-client-0/keys": "",
+        f"tmp/kvmpi-{dead}-client-0-1/keys": "",
         f"dev/shm/kvmpi-{living}/segment": "",
         f"tmp/kvmpi-{young}/keys": "",
         f"tmp/kvmpi-{embedded}/server-0": "",
@@ -93,7 +93,7 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
         if young not in path.name:
             os.utime(path, (0, 0))
     expected = [
-        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0"
+        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1"
     ]  # fmt: skip
     found = machine.leftovers(here)
     assert found.level == "warning"
