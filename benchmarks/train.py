@@ -8,27 +8,31 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.benchmarks.report import complain
 from kvmpi.benchmarks.table import Table
+from kvmpi.config import Config
 from kvmpi.errors import KVError, UnsupportedError
-from kvmpi.trace import COMMUNICATION
+from kvmpi.trace import COMMUNICATION, parts, timeline
 
 #: What a step costs without any exchange; the others are compared with it.
 ALONE = "alone"
 _DDP = "ddp:gloo"
-WAYS = (ALONE, "kvmpi", "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
+_TRACED = "kvmpi:timeline"
+WAYS = (ALONE, "kvmpi", _TRACED, "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
 _DEFAULT_MODELS = ("resnet20", "gpt-small")
 MODELS = ("resnet50", "resnet20", "textcnn", "gpt-small")
 _CHECKED_STEPS, _WARM_UP_STEPS = 3, 4
 _COLUMNS = {
-    "model": 9, "ranks": 5, "row": 11, "samples/s": 9, "+-": 5, "total": 7, "step_ms": 8, "comm_ms": 8,
+    "model": 9, "ranks": 5, "row": 14, "samples/s": 9, "+-": 5, "total": 7, "step_ms": 8, "comm_ms": 8,
     "exposed_ms": 10, "of_ddp": 6, "MB": 6, "wrong": 5,
 }  # fmt: skip
 #: Phases of ``kv.stats()`` in which a worker exchanges something, and does not just wait for others to come.
@@ -39,6 +43,7 @@ Ranks train models on random data, with SGD and momentum. Rows:
   kvmpi         DistributedOptimizer: gradients leave during the backward pass and come back
   weights       the same where the store updates: weights come back, each layer's next forward waits for its own
   kvmpi:off, weights:off   by the same code, all after the backward pass
+  kvmpi:timeline   as kvmpi, while a timeline of every rank is written; if it is asked for
   trainer       kvmpi.torch.Trainer, after the backward pass
   ddp:gloo      torch's DistributedDataParallel
 All take turns. samples/s: of one rank, mean over rounds and 1.96 sigma; total: of all. step_ms: median over rounds.
@@ -92,7 +97,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--model", default=",".join(_DEFAULT_MODELS), metavar="NAME,...",
         help=f"of {', '.join(MODELS)} (default {','.join(_DEFAULT_MODELS)})")  # fmt: skip
     add("--synthetic", action="store_true", help="random data, as always")
-    add("--rows", default=",".join(WAYS), metavar="ROW,...", help="some of those above (default all)")
+    usual = ",".join(way for way in WAYS if way != _TRACED)
+    add("--rows", default=usual, metavar="ROW,...", help=f"some of those above (default all but {_TRACED})")
     add("--batch-size", type=int, metavar="B", help="samples of one rank in a step")
     add("--rounds", type=int, default=10, metavar="R", help="rounds (default 10)")
     add("--steps", type=int, default=10, metavar="S", help="steps of each row in a round (default 10)")
@@ -154,7 +160,8 @@ def _rank(args: argparse.Namespace) -> int:
                 if kv.rank == 0:
                     print(f"# {_DDP} left out: {error}")
         wrong = _verify(args, ways)
-        rows = _measure(args, kv, updating, ways)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = _measure(args, kv, updating, ways, folder)
         if kv.rank == 0:
             for row in rows:
                 print(json.dumps({**row, "wrong": wrong[row["row"]]}), flush=True)
@@ -224,8 +231,10 @@ class _Contestant:
         return float(sum(phases[name]["seconds"] for name in _COMMUNICATION if name in phases))
 
 
-def _measure(args: argparse.Namespace, kv: Any, updating: Any, ways: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each way."""
+def _measure(
+    args: argparse.Namespace, kv: Any, updating: Any, ways: Sequence[str], folder: str
+) -> list[dict[str, Any]]:
+    """A row for each way; a timeline's files go into ``folder``."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -240,9 +249,12 @@ def _measure(args: argparse.Namespace, kv: Any, updating: Any, ways: Sequence[st
         contestant.end()
     times_s: dict[str, list[float]] = {way: [] for way in ways}
     comm_s: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(args.rounds):
-        for way in ways:
+    config = Config(timeline=os.path.join(folder, "t.json"), role="worker", rank=kv.rank)
+    for number in range(args.rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):  # what drifts hits neighbours alike
             contestant = made[way]
+            if way == _TRACED:
+                timeline.begin(config)
             before_s = contestant.communicating_s()
             world.Barrier()
             start_s = time.perf_counter()
@@ -251,6 +263,13 @@ def _measure(args: argparse.Namespace, kv: Any, updating: Any, ways: Sequence[st
             contestant.end()
             times_s[way].append(world.allreduce(time.perf_counter() - start_s, MPI.MAX) / args.steps)
             comm_s[way].append((contestant.communicating_s() - before_s) / args.steps)
+            if way == _TRACED:
+                timeline.end()
+    if _TRACED in ways and "kvmpi" in ways and kv.rank == 0:
+        pairs = zip(times_s["kvmpi"], times_s[_TRACED], strict=True)
+        longer = statistics.median(100 * (on / off - 1) for off, on in pairs)
+        spans = sum(parts.read(path).num_spans for path in Path(folder).glob("*/*.part")) / (args.rounds * args.steps)
+        print(f"# {args.model}: {spans:.0f} spans a step of rank 0, {longer:+.2f} % (median over pairs of rounds)")
     alone_s = statistics.median(times_s[ALONE])
     exposed_s = {way: statistics.median(found) - alone_s for way, found in times_s.items()}
     rows = []

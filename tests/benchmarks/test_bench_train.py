@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -21,14 +22,19 @@ def test_all_ways_train_alike(bench, tmp_path):
         1,
         "--batch-size",
         1,
+        "--rows",
+        "alone,kvmpi,kvmpi:timeline,kvmpi:off,weights,weights:off,trainer,ddp:gloo",
         "--json",
         "rows.json",
         timeout_s=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    header, *lines = [line.split() for line in done.stdout.splitlines()]
+    (traced,) = [line for line in done.stdout.splitlines() if line.startswith("# gpt-small: ")]
+    spans = re.fullmatch(r"# gpt-small: (\d+) spans a step of rank 0, [+-]\d+\.\d\d % \(median .*", traced)[1]
+    assert int(spans) > 0, "it was on"
+    header, *lines = [line.split() for line in done.stdout.splitlines() if line != traced]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
-    names = ["alone", "kvmpi", "kvmpi:off", "weights", "weights:off", "trainer", "ddp:gloo"]
+    names = ["alone", "kvmpi", "kvmpi:timeline", "kvmpi:off", "weights", "weights:off", "trainer", "ddp:gloo"]
     assert [row["row"] for row in rows] == names
     assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("gpt-small", "2", "0")}
     assert all(float(row["step_ms"]) > 0 for row in rows)
