@@ -115,7 +115,8 @@ def test_a_client_is_killed_and_training_ends_as_if_nothing_had_happened(
             # The whole of an MPI client: its mpirun, what that has on other hosts, and the ranks.
             killed = members(mark, CLIENT_RANK="0")
             for pid in killed:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended with those before it
+                    os.kill(pid, signal.SIGKILL)
             status = job.wait(TIMEOUT_S)
         finally:
             job.kill()
