@@ -289,6 +289,7 @@ def test_a_signal_to_the_owner_leaves_nothing(number):
             wait_until(lambda: traces.processes().keys() <= {child}, lambda: str(traces.processes()))
         finally:
             os.kill(child, signal.SIGKILL)
+            owner.kill()
     traces.assert_none()
 
 
