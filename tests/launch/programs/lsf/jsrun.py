@@ -91,7 +91,7 @@ def take(given: dict[str, str]) -> list[tuple[str, list[int]]]:
 
 def task(words: list[str]) -> None:
     """Under the mpirun: what jsrun would have set."""
-    sets, tasks, env, own = json.loads(words[0])
+    sets, tasks, env, own, step = json.loads(words[0])
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     host, devices = sets[rank // tasks]
     local = sum(1 for i in range(rank) if sets[i // tasks][0] == host)
@@ -101,6 +101,8 @@ def task(words: list[str]) -> None:
     })  # fmt: skip
     for name in own:
         os.environ.pop(name, None)
+    if rank == 0:  # an mpirun loses input that comes before the rank is there
+        os.dup2(os.open(f"/proc/{step}/fd/0", os.O_RDONLY), 0)
     os.execvp(words[1], words[1:])
 
 
@@ -138,9 +140,10 @@ def main(words: list[str]) -> int:
             os.environ["LSF_NETWORK"],
         ]
         command += ["--mca", "btl_tcp_if_include", os.environ["LSF_NETWORK"], "--mca", "mpi_yield_when_idle", "1"]
-        told = json.dumps([sets, tasks, env, list(own)])
+        told = json.dumps([sets, tasks, env, list(own), os.getpid()])
         command += [sys.executable, "-IS", os.path.abspath(__file__), "task", told, *program]
-    child = subprocess.Popen(command, env=given_env, cwd=given.get("--chdir"), preexec_fn=die_with_us)
+    with_input = None if given.get("--smpiargs") == "off" else subprocess.DEVNULL
+    child = subprocess.Popen(command, env=given_env, cwd=given.get("--chdir"), stdin=with_input, preexec_fn=die_with_us)
     for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(which, lambda received, _: child.send_signal(received))
     code = child.wait()
