@@ -28,6 +28,7 @@ from kvmpi.collectives.host_sum import BLOCK_BYTES, ONE_OF_EACH, HostSum, Posted
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
@@ -122,7 +123,11 @@ class Shared:
                         total = np.add(total, group.fetch(peer, term, part, views.block[: target.size]), out=target)
                     for peer, theirs in targets:
                         group.deliver(peer, theirs, part, target)
+            start_ns = timeline.now() if timeline.on else 0
             group.finish(group.others, deadline, what)
+            if start_ns:
+                own = sum(part.stop - part.start for part in views.parts[group.index])
+                timeline.span("exchange", start_ns, nbytes=out.nbytes - own * out.itemsize)
         except BaseException:
             group.give_up([vector, out])
             raise
@@ -210,7 +215,11 @@ class Shared:
                     sums[number] = HostSum(group, posted, number, tensors[number].vectors, dtype, block)
                 sums[number].finish(None, start, stop, posted.results[number][start:stop])
                 posted.deliver(number, slice(start, stop))
+            start_ns = timeline.now() if timeline.on else 0
             group.finish(group.others, act.deadline, act.describe)
+            if start_ns:
+                own = sum(stop - start for _, start, stop in pieces[group.index])
+                timeline.span("exchange", start_ns, nbytes=nbytes - own * tensors[0].out.itemsize)
         posted.settle()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from kvmpi.trace.board import Board
 #: Key in the picture, name, kind, meaning.
 _OF_WORKERS = (
     ("steps", "steps", "counter", "Steps done."),
-    ("bytes", "communication_bytes", "counter", "Bytes summed, pushed, pulled, broadcast; of a pushpull, one way."),
+    ("bytes", "communication_bytes", "counter", "Bytes summed, pushed, pulled, broadcast; of a pushpull, both ways."),
     ("compute_s", "compute_seconds", "counter", "Seconds of the program outside of calls of the store."),
     ("blocked_s", "blocked_seconds", "counter", "Seconds of the program in calls of the store."),
     ("communication_s", "communication_seconds", "counter", "Seconds in which something was under way."),

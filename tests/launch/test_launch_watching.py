@@ -126,8 +126,8 @@ def test_top_shows_what_the_job_does(job: Watched) -> None:
         assert worker["newest"]["accuracy"] == 0.25
         # The newest point may stand for a few steps.
         assert rank < worker["newest"]["loss"] <= rank + 1.0 / max(1, step - 16)
-        # What it has pushed and got back, which counts once; at the most one step more than it has told.
-        assert step * 200_000 <= worker["bytes"] <= (step + 1) * 200_008
+        # What it has pushed and got back, both ways; at the most one step more than it has told.
+        assert step * 400_000 <= worker["bytes"] <= (step + 1) * 400_016
         assert 0 < worker["blocked_s"] < worker["elapsed_s"]
     # Worker 1 sleeps for 50 ms in each step, worker 0 for 10 ms and waits for the rest.
     assert picture["slowest"] == 1
@@ -281,7 +281,7 @@ def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:
         assert worker["steps"] == steps
         assert slept_s <= worker["compute_s"] < worker["elapsed_s"]
         assert worker["compute_s"] + worker["blocked_s"] == pytest.approx(worker["elapsed_s"])
-        assert worker["bytes"] == pytest.approx(steps * 200_008)
+        assert worker["bytes"] == pytest.approx(steps * 400_016)
     points = kept["curves"]["loss"]["workers"]["1"]
     assert points[-1][0] == steps
     assert not list(job.jobs.iterdir())
