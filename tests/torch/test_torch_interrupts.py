@@ -110,8 +110,8 @@ def test_ctrl_c_ends_training(command, store, whom, status, tmp_path):
         assert "KeyboardInterrupt" in errors
         assert errors.count("Traceback") <= size
     else:
-        # A rank that hears of it before the launcher has stopped it may say where it was.
-        assert errors.count("Traceback") <= errors.count("KeyboardInterrupt") <= size
+        # A rank that hears of it, or of a server's end, before the launcher has stopped it may say so.
+        assert errors.count("Traceback") <= size
     if first == "kvmpi":
         assert "MPI_ABORT" not in errors
         (last,) = [line for line in errors.splitlines() if line.startswith("kvmpi run:")]
