@@ -56,9 +56,7 @@ class Disturbances:
         if choose.random() < 0.1:
             self._cluster.kill_scheduler()
             return
-        # Most of all where rounds are open; but also, where it takes so long, before anybody has begun.
-        begun = self._has_begun() or self._network.now_s > 3.0
-        if self._adds_server and begun and chains is not None and chains.settled:
+        if self._adds_server and chains is not None and chains.settled:
             self._adds_server = False
             self._network.faults.count("add")
             self._cluster.start_server(self._cluster.config.num_servers)

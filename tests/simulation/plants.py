@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvmpi.ps import consistency, part
-from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.part import Part
 from kvmpi.ps.rounds import Rounds
@@ -202,12 +201,6 @@ def _goes_on_while_somebody_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "enter", enter)
 
 
-def _counts_barriers_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        PsClient, "_misses_barriers", property(lambda self: False, lambda self, value: None), raising=False
-    )
-
-
 #: By name: what plants it, and words of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -227,7 +220,6 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "steps of the job before": (_knows_pushes_of_the_job_before, "must be there"),
     "resumed too far": (_goes_on_where_the_furthest_is, "steps before"),
     "snapshot not copied": (_writes_what_is_there_by_then, "were begun"),
-    "barriers counted from 1": (_counts_barriers_from_1, "still waiting"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),
