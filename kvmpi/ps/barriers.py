@@ -40,8 +40,8 @@ class Barriers:
         waiting: who has come to the open one.
         dead: clients that are gone, and how.
         finished: clients that nobody waits for because they have joined.
-        returning: clients that are back, and the step after which they enter, or go on. Nobody waits for them at what
-            comes before.
+        returning: clients that are back, and the step after which they enter. They pass at once what comes before, and
+            nobody waits for them there.
         left: clients that have left in good order, and the last process of each.
     """
 
@@ -53,21 +53,18 @@ class Barriers:
         self.finished: set[int] = set()
         self.returning: dict[int, int] = {}
         self.left: dict[int, int] = {}
-        self._last_step = 0  # of those that have met at the last barrier
         # When the first came to the open barrier; also as the timeline has it.
         self._opened_s, self._opened_ns = 0.0, 0
 
     def save(self, number: int) -> SavedStore:
         """What another process needs to go on. Who waits asks that one again."""
         finished = sorted(self.finished)
-        return SavedStore(
-            number, self.num_clients, self.done, self.dead, finished, self.returning, self.left, self._last_step
-        )
+        return SavedStore(number, self.num_clients, self.done, self.dead, finished, self.returning, self.left)
 
     def restore(self, saved: SavedStore) -> None:
         """Be as ``save`` has described it."""
         self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
-        self.returning, self.left, self._last_step = saved.returning, saved.left, saved.last_step
+        self.returning, self.left = saved.returning, saved.left
 
     # ---- who is at the open barrier
 
@@ -95,17 +92,6 @@ class Barriers:
             if rank not in self.waiting and not gone and not self._is_before_entry(rank):
                 yield rank
 
-    def _is_over_for(self, client: int, message: m.Barrier) -> bool:
-        """Whether a client asks for a barrier that it need not wait at."""
-        before = self.returning.get(client)
-        if before is not None and self._on_loss == "shrink":
-            # It does not know how many barriers there were; those before it enters are over for it.
-            return message.step <= before
-        if message.ordinal == m.NEXT_BARRIER:
-            # It has pushed since it is back: nobody has met after that step but with it.
-            return message.step <= self._last_step
-        return message.ordinal <= self.done
-
     def arrive(self, client: int, route: bytes, message: m.Barrier, now_s: float, silence_of: SilenceOf) -> list[Reply]:
         """A client has come to a barrier.
 
@@ -113,10 +99,11 @@ class Barriers:
             ProtocolError: not to the next one.
             ClientLostError: somebody will never come.
         """
-        if self._is_over_for(client, message):
+        # One that is back does not know how many barriers there were; those before it enters are over for it.
+        before = self.returning.get(client)
+        if message.ordinal <= self.done if before is None else message.step <= before:
             return [Reply(route, m.Ack(message.request, self.done))]
-        counts = client not in self.returning if self._on_loss == "shrink" else message.ordinal != m.NEXT_BARRIER
-        if counts and message.ordinal != self.done + 1:
+        if message.ordinal != self.done + 1 and before is None:
             raise ProtocolError(
                 f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {self.done}"
             )
@@ -139,13 +126,9 @@ class Barriers:
         """Let all go that have come to the open barrier, if nobody is missing."""
         if not self.waiting or next(self._missing(), None) is not None:
             return []
-        shrinks = self._on_loss == "shrink"  # else who is back waits as well, if it has come
-        come = {
-            rank: arrival for rank, arrival in self.waiting.items() if not (shrinks and self._is_before_entry(rank))
-        }
+        come = {rank: arrival for rank, arrival in self.waiting.items() if not self._is_before_entry(rank)}
         self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank not in come}
         self.done += 1
-        self._last_step = max(arrival.step for arrival in come.values())
         self._changed()
         if timeline.on and self._opened_ns:
             timeline.span("barrier", self._opened_ns, step=self.done)
@@ -168,8 +151,8 @@ class Barriers:
     # ---- clients that come and go
 
     def bring_back(self, rank: int) -> None:
-        """Another process of a client is here. Where others go on without it, they do until it has entered."""
-        self.returning[rank] = _NEVER if self._on_loss == "shrink" else -1
+        """Another process of a client that others go on without is here; they do until it has entered."""
+        self.returning[rank] = _NEVER
         self.waiting.pop(rank, None)
 
     def enter(self, rank: int, step: int) -> list[Reply]:
@@ -193,8 +176,7 @@ class Barriers:
         """A client is gone; what those hear that have come to the open barrier."""
         self.dead.pop(rank, None)  # its place among them is that of its last end
         self.dead[rank] = why
-        if self.returning.pop(rank, -1) >= 0 and why == CLOSED and self._on_loss == "wait":
-            self.finished.add(rank)  # it came back to nothing that was left to do, and does not know of barriers there
+        self.returning.pop(rank, None)
         self._changed()
         if not self._ends(rank, why):
             self.waiting.pop(rank, None)

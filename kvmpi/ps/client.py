@@ -130,19 +130,15 @@ class PsClient(Participant):
             self._before_last_keys = None
 
     def enter(self, deadline: Deadline) -> Work:
-        """Take part in rounds if they have gone on without the process before this one. If they have waited, the
-        scheduler is told where this one goes on; else it is done at once.
+        """Take part in rounds if they have gone on without the process before this one; else it is done at once.
 
         To be called when keys have their ``init``, before anything else is done with them. When it is done, all rounds
         after ``position`` have this client, and wait for it.
         """
         work = Work(f"client {self._client} enters rounds")
         if not self.left_out:
-            if self._config.on_client_loss != "wait" or self._position is not None or self.position == 0:
-                work.finish()
-                return work
-            self._misses_barriers = True
-            return self._start(work.name, [Ask(SCHEDULER, m.Enter, (self.position,))], deadline)
+            work.finish()
+            return work
         passed = 0
 
         def hear(message: Message, payloads: list[memoryview]) -> None:

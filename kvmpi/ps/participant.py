@@ -54,7 +54,6 @@ class Participant(ABC):
         self._num_parts = 0
         self._position: int | None = None
         self.left_out = self._has_entered = False
-        self._misses_barriers = False  # it goes on where another process was, and does not know how many there were
         self.clock = 0
         self.resumed_step = 0
 
@@ -170,17 +169,11 @@ class Participant(ABC):
         """Done when every client of the store has reached it."""
         ordinal, settle = self._next_ordinal("barrier")
 
-        step, position = self._furthest_step(), self._position or 0
-        # Before its first push, its program meets those barriers again that it does not skip: they are over, or open.
-        unknown = self._misses_barriers and step > position
-
         def hear(message: Message, payloads: list[memoryview]) -> None:
-            if isinstance(message, m.Ack) and (self._has_entered or unknown):
+            if isinstance(message, m.Ack) and self._has_entered:
                 self._ordinals["barrier"] = message.version
-                self._misses_barriers = False
 
-        fields = (m.NEXT_BARRIER if unknown else ordinal, max(step, position))
-        ask = Ask(SCHEDULER, m.Barrier, fields, on_reply=hear)
+        ask = Ask(SCHEDULER, m.Barrier, (ordinal, max(self._furthest_step(), self._position or 0)), on_reply=hear)
         return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:

@@ -230,7 +230,8 @@ class SchedulerState:
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
                     f"{store.num_clients}; all workers must create the same stores in the same order"
                 )
-            self._note_return(store, message, store.dead.pop(message.rank, ""), old)
+            why = store.dead.pop(message.rank, "was lost and started again")
+            self._note_return(store, message, why, old)
         if old is not None:
             self._remove(name)
         self.changes += 1
@@ -247,19 +248,11 @@ class SchedulerState:
         self.changes += 1
 
     def _note_return(self, store: Barriers, message: m.Register, why: str, old: Member | None) -> None:
-        """Where others go on without a client that is gone, all have to know that until its new process has entered.
-
-        Args:
-            why: it was gone, if that is known.
-        """
+        """Where others go on without a client that is gone, all have to know that until its new process has entered."""
         where = (message.store, message.rank)
-        replaces = old is not None and old.incarnation < message.incarnation
         if self._on_client_loss != "shrink":
             self._lost.pop(where, None)
-            if self._on_client_loss == "wait" and (why or replaces):
-                store.bring_back(message.rank)
-        elif old is None or replaces:
-            why = why or "was lost and started again"
+        elif old is None or old.incarnation < message.incarnation:
             gone = store.left.pop(message.rank, None) if old is None else old.incarnation
             if gone is not None:
                 self._lost[where] = m.Lost(message.rank, message.store, gone, why)

@@ -33,7 +33,6 @@ class SavedStore(msgspec.Struct, array_like=True):
     finished: list[int]
     returning: dict[int, int] = {}
     left: dict[int, int] = {}
-    last_step: int = 0
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

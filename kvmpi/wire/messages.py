@@ -348,15 +348,10 @@ class Report(Message, tag="report"):
     answer: bool = False
 
 
-#: The number of a barrier for a client that is back and does not know how many there were.
-NEXT_BARRIER = 0
-
-
 class Barrier(Message, tag="barrier"):
     """A master has reached its ``ordinal``-th barrier of its store, after its step ``step`` with the furthest key.
 
-    ``ordinal`` 0: the first one after that step, whatever its number; for a client that is back. The `Ack` says the
-    number.
+    The `Ack` says the barrier's number: to a client that is back, another one than its own.
     """
 
     request: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +96,6 @@ class Job:
             self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
             past=past,
         )  # fmt: skip
-        # Whether clients meet after some steps, which is where one that was away has missed barriers.
-        self._meets = self.mode == "sync" and random.Random(f"{seed} barriers").random() < 0.3
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
         self._closing: set[int] = set()
@@ -229,8 +226,6 @@ class Job:
             yield from self._exchange(ps, rank, step)
             if rank in self._slow:
                 yield [self.network.pause(self.network.random.uniform(0.0, 2.0))]
-            if self._meets and step % 2:
-                yield [ps.barrier(deadline())]
         if incarnation < self._incarnations[rank]:
             self.network.detach(f"client {rank}.{incarnation}")
             return  # another is about to take its place: if it left in good order now, that one would be alone
