@@ -52,7 +52,7 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
 #: The first seeds that find a mistake, tried first to save time. A change of the scenario may move them: a warning
 #: says where to, since a search takes up to a minute.
 FOUND_BY = {
-    "resurrected incarnation": 374, "resurrected client": 23, "open rounds forgotten": 902, "one snapshot kept": 53,
+    "resurrected incarnation": 374, "resurrected client": 23, "open rounds forgotten": 2215, "one snapshot kept": 53,
     "value of a head that was replaced": 125, "snapshot of several rounds": 7, "lost acknowledgement": 75,
     "returned client left out": 24, "rounds pass who enters": 24, "snapshot counted twice": 35, "resumed too far": 53,
     "snapshot not copied": 30,
