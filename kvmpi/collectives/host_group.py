@@ -80,7 +80,6 @@ class HostGroup:
         self._mine = self._words[index]
         self._call = self._blocks = 0
         self._order = threading.Lock()
-        self._common: list[tuple[int, int]] = []  # places of what was shared
         self._kept: list[Buffer] = [peers[index].slots]
         weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
 
@@ -99,14 +98,10 @@ class HostGroup:
                 return mark | address - start
         return None
 
-    def is_common(self, buffer: Buffer) -> bool:
-        """Whether ``buffer`` was made by ``share``, so that it is the same memory on every rank."""
-        place = self.place_of(buffer)
-        return place is not None and self.is_common_place(place)
-
-    def is_common_place(self, place: int) -> bool:
-        """As ``is_common``, of a place."""
-        return any(low <= place < high for low, high in self._common)
+    @staticmethod
+    def are_one(place: int, other: int) -> bool:
+        """Whether two ranks' places are the same memory: private memory never is."""
+        return place == other and bool(place & IN_ARENA)
 
     def fetch(self, rank: int, place: int, part: slice, into: Buffer) -> Buffer:
         """The elements ``part`` of what ``rank`` has posted at ``place``: where they are, or copied to ``into``."""
@@ -135,9 +130,7 @@ class HostGroup:
         if self._words[rank][_GIVEN_UP]:
             raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
         if place & IN_ARENA:
-            arena = self._peers[(place & ~IN_ARENA) >> _OWNER_SHIFT].arena
-            first = (place & _OFFSET_MASK) + part.start * block.itemsize
-            np.copyto(arena[first : first + block.nbytes].view(block.dtype), block)
+            np.copyto(self.fetch(rank, place, part, block), block)
             return
         memory = self._peers[rank].memory
         assert memory is not None, "a private result was posted where ranks cannot write to each other's memory"
@@ -217,13 +210,13 @@ class HostGroup:
             assert deadline is not None
             self._await(_FINISHED, wait_for, self._call, deadline, what, "did not finish")
 
-    def give_up(self, buffers: Sequence[Buffer]) -> None:
-        """This rank has failed. Nothing more is to be delivered to ``buffers``, which are kept.
+    def give_up(self, *exposed: Any) -> None:
+        """This rank has failed. Nothing more is to be delivered to what it has ``exposed``, which is kept.
 
         A rank that was stopped in the middle of a copy goes on with it when it is continued: then it must not find
         there what the system has given to somebody else.
         """
-        _kept_for_late_ranks.extend(buffers)
+        _kept_for_late_ranks.extend(exposed)
         self._mine[_GIVEN_UP] = 1
 
     def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: What) -> Buffer | None:
@@ -241,7 +234,6 @@ class HostGroup:
         self.finish(self.others, deadline, what)
         if not place:
             return None
-        self._common.append((place, place + nbytes))
         return self.fetch(0, place, slice(0, nbytes), np.empty(0, np.uint8))
 
     def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: What, problem: str) -> None:
@@ -266,7 +258,8 @@ class HostGroup:
             self._fence()
 
 
-_kept_for_late_ranks: list[Buffer] = []
+#: Of calls that have failed: where ranks that were stopped may still write.
+_kept_for_late_ranks: list[Any] = []
 
 #: Of groups that are no more: what others may still read, until their pages say that they are through.
 _retired: dict[int, tuple[list[Words], int, list[Buffer]]] = {}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.cross_memory import address_of
-from kvmpi.collectives.host_group import IN_ARENA, MAX_PLACES, HostGroup
+from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.ring import Range, segment_bounds
 from kvmpi.kernels import host
 
@@ -71,7 +71,8 @@ class Posted:
     ) -> None:  # fmt: skip
         self._group, self._attaches = group, group.attaches and not staged
         self._stand_ins: dict[tuple[int, int], Buffer] = {}  # by address and length
-        #: Where this rank puts its part of each result, and what gets it from there: first what others deliver to.
+        #: By tensor: where this rank puts its part of the result. Others deliver theirs there, which is the first of
+        #: the targets, and to the others; the rest is copied at last.
         self.results: list[Buffer] = []
         self._targets: list[list[Buffer]] = []
         self._late: list[list[Buffer]] = []
@@ -125,8 +126,7 @@ class Posted:
             np.copyto(target[part], done)
         for peer in group.others:
             for place in self.places[peer][tensor][0]:
-                # What lies at the same place of the same arena is common to both.
-                if place != mine[0] or not place & IN_ARENA:
+                if not group.are_one(place, mine[0]):
                     group.deliver(peer, place, part, done)
 
     def settle(self) -> None:
@@ -138,7 +138,7 @@ class Posted:
     def copy_result(self, rank: int, tensor: int, part: slice, out: Buffer) -> None:
         """``out[part]`` becomes ``rank``'s result there."""
         place = self.places[rank][tensor][0][0]
-        if place != self.places[self._group.index][tensor][0][0] or not place & IN_ARENA:
+        if not self._group.are_one(place, self.places[self._group.index][tensor][0][0]):
             self._group.read(rank, place, part, out[part])
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
 from kvmpi.collectives.cross_memory import address_of
-from kvmpi.collectives.host_group import IN_ARENA, SLOT_BYTES, HostGroup
+from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, ONE_OF_EACH, HostSum, Posted, block_for, fits, pieces_of, places_of
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
@@ -113,8 +113,7 @@ class Shared:
             for peer in group.others:
                 head, theirs, term = group.places_of(peer, 0, 3)
                 results, vectors = ((theirs,), (term,)) if head == ONE_OF_EACH else places_of(group, peer, 1)[0]
-                # What lies at the same place of the same arena is common to both.
-                targets += [(peer, theirs) for theirs in results if theirs != place or not place & IN_ARENA]
+                targets += [(peer, theirs) for theirs in results if not group.are_one(theirs, place)]
                 terms += [(peer, term) for term in vectors]
             with np.errstate(all="ignore"):
                 for part in views.parts[group.index]:
@@ -129,7 +128,7 @@ class Shared:
                 own = sum(part.stop - part.start for part in views.parts[group.index])
                 timeline.span("exchange", start_ns, nbytes=out.nbytes - own * out.itemsize)
         except BaseException:
-            group.give_up([vector, out])
+            group.give_up(vector, out, stage)
             raise
         if late is not None:
             for peer in group.others:
@@ -206,7 +205,7 @@ class Shared:
         group = self._group
         block = block_for(dtype, self._block_bytes, act)
         nbytes = sum(tensor.out.nbytes for tensor in tensors)
-        with self._exposed([buffer for tensor in tensors for buffer in (tensor.out, *tensor.copies)]):
+        with self._exposed(*tensors, act.scratch):
             posted = Posted(group, tensors, act, with_copies=True, staged=nbytes <= self._stage_bytes)
             pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)
             sums: dict[int, HostSum] = {}
@@ -223,12 +222,12 @@ class Shared:
         posted.settle()
 
     @contextlib.contextmanager
-    def _exposed(self, buffers: Sequence[Buffer]) -> Iterator[None]:
-        """Other ranks write to ``buffers`` inside; if that does not end well, they had better stay where they are."""
+    def _exposed(self, *memory: Any) -> Iterator[None]:
+        """Other ranks write to ``memory`` inside; if that does not end well, it had better stay where it is."""
         try:
             yield
         except BaseException:
-            self._group.give_up(buffers)
+            self._group.give_up(*memory)
             raise
 
     # ---- the others
@@ -253,7 +252,7 @@ class Shared:
                 np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype, call))
             group.finish()
             return
-        with self._exposed([out]):
+        with self._exposed(out, act.scratch):
             posted = Posted(group, [Tensor((), out)], act, with_copies=True, own=slice(start, stop))
             block_count = max(1, self._block_bytes // out.itemsize)
             for first in range(start, stop, block_count):

@@ -169,9 +169,8 @@ def keep_apart(parts: Sequence[Part]) -> None:
     same key's if that does not lie exactly there.
     """
     sources = [
-        (number, i, start, start + vector.nbytes)
-        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors)
-        if vector.on_host for start in (vector.address,)
+        (number, i, start := vector.address, start + vector.nbytes)
+        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors) if vector.on_host
     ]  # fmt: skip
     targets = [(number, *arrays.span_of(out)) for number, part in enumerate(parts) for out in part.outs]
     low, high = min((s[2] for s in sources), default=0), max((s[3] for s in sources), default=0)

@@ -50,8 +50,6 @@ INLINE_BYTES = 8 << 20
 class StoreCore:
     """Keys, lanes and agreement; subclasses add the public API and the operations of a store type."""
 
-    _sums_alone = False  # whether a sum needs nobody but the workers
-
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         self._type, self._config = type_name, config
         comm = comm or SoloComm()
@@ -307,11 +305,6 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
-        if op == "allreduce" and not self._sums_alone:
-            raise UnsupportedError(
-                f"allreduce of key {state.key!r}: the servers of a {self._type} store keep what they sum; call "
-                "pushpull, or kv.client.allreduce for a sum among the workers of this client"
-            )
 
     def _part_of_rows(self, group: Group, state: KeyState, call: Invocation, in_place: bool) -> Part:
         """What a call pushes to a key of which it has some rows; see ``row_sparse``."""

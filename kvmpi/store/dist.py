@@ -151,6 +151,11 @@ class DistStore(KVStore):
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         super()._check_pushable(op, state)
+        if op == "allreduce":
+            raise UnsupportedError(
+                f"allreduce of key {state.key!r}: the servers of a {self._type} store keep what they sum; call "
+                "pushpull, or kv.client.allreduce for a sum among the workers of this client"
+            )
         if self._mode == "async" and self._rule is None:
             raise UnsupportedError(
                 f"{op} of key {state.key!r} on worker {self.rank}: an asynchronous store needs an update rule; "

@@ -47,7 +47,6 @@ class ReplicatedStore(KVStore):
     _capabilities = {  # noqa: RUF012 - read only
         **KVStore._capabilities, "allreduce": True, "updater": True, "view": True,
     }  # fmt: skip
-    _sums_alone = True
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
