@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 #: The way back for NumPy and CuPy, by dtype: names may lie (">f4", or a package that adds a "bfloat16" to NumPy).
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "bfloat16"}
 
+#: By type and by dtype, as they come: every array of every call is asked.
+_LIBRARIES: dict[type, str] = {}
+_TORCH_NAMES: dict[Any, str] = {}
+
 Buffer = npt.NDArray[Any]
 
 
@@ -59,17 +64,31 @@ class Vector:
     @property
     def address(self) -> int:
         """Where host memory begins."""
-        return int(self.buffer.__array_interface__["data"][0])
+        return address_of(self.buffer)
 
     @property
     def on_host(self) -> bool:
         return self.device == "cpu"
 
 
+def address_of(buffer: Buffer) -> int:
+    """Where a contiguous host array begins."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # it is read-only, or has no elements
+        return int(buffer.__array_interface__["data"][0])
+
+
 def _library(array: Any) -> str:
     """ "numpy", "torch" or "cupy"; anything else is an error."""
-    if type(array) is np.ndarray:
-        return "numpy"
+    kind = type(array)
+    found = _LIBRARIES.get(kind)
+    if found is None:
+        found = _LIBRARIES[kind] = _library_of_kind(array)
+    return found
+
+
+def _library_of_kind(array: Any) -> str:
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         return "numpy"
     torch = sys.modules.get("torch")
@@ -113,8 +132,9 @@ def dtype_of(array: Any) -> str:
     library = _library(array)
     if library == "torch":
         _check_torch(array)
-        name = str(array.dtype).removeprefix("torch.")
-        found = name if name in DTYPES else None
+        found = _TORCH_NAMES.get(array.dtype)
+        if found is None and (name := str(array.dtype).removeprefix("torch.")) in DTYPES:
+            found = _TORCH_NAMES[array.dtype] = name
     else:
         found = _NAMES.get(array.dtype)
     if found is None:
@@ -128,7 +148,7 @@ def dtype_of(array: Any) -> str:
 def _check_torch(tensor: Any) -> None:
     if tensor.layout is not sys.modules["torch"].strided:
         raise UnsupportedError(f"torch layout {tensor.layout} is not carried; call to_dense() first")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise UnsupportedError(f"torch device {tensor.device} is not carried; use cpu or cuda")
 
 
@@ -139,7 +159,9 @@ def read(array: Any) -> Vector:
         return _read_torch(array, dtype)
     contiguous = bool(array.flags.c_contiguous)
     if library == "numpy":
-        plain = array.view(np.ndarray)  # a matrix stays two-dimensional, whatever one asks of it
+        plain = (
+            array if type(array) is np.ndarray else array.view(np.ndarray)
+        )  # a matrix stays two-dimensional, whatever one asks of it
         flat = plain.reshape(-1) if contiguous else np.ascontiguousarray(plain).reshape(-1)
         return Vector(flat, dtype, "cpu", contiguous and bool(array.flags.writeable))
     with array.device:
@@ -155,17 +177,17 @@ def memory_of(array: Any) -> Vector | None:
     if library == "numpy":
         plain = bool(array.flags.c_contiguous and array.flags.writeable)
     else:
-        plain = library == "torch" and array.device.type == "cpu" and array.is_contiguous() and not array.is_neg()
+        plain = library == "torch" and array.is_cpu and array.is_contiguous() and not array.is_neg()
     return read(array) if plain else None
 
 
 def span_of(array: Any) -> tuple[int, int]:
     """Addresses between which an array's host memory lies; (0, 0) for none."""
     library = _library(array)
-    if not all(array.shape) or library == "cupy" or (library == "torch" and array.device.type != "cpu"):
+    if not all(array.shape) or library == "cupy" or (library == "torch" and not array.is_cpu):
         return 0, 0
     if library == "numpy":
-        start, strides, itemsize = int(array.__array_interface__["data"][0]), array.strides, array.itemsize
+        start, strides, itemsize = array.__array_interface__["data"][0], array.strides, array.itemsize
     else:
         itemsize = array.element_size()
         start, strides = int(array.data_ptr()), [stride * itemsize for stride in array.stride()]
@@ -175,18 +197,20 @@ def span_of(array: Any) -> tuple[int, int]:
 
 def _read_torch(tensor: Any, dtype: str) -> Vector:
     torch = sys.modules["torch"]
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     contiguous = tensor.is_contiguous() and not tensor.is_neg()
-    flat = tensor.resolve_neg().contiguous().reshape(-1)  # copies only where it must
+    if not contiguous:
+        tensor = tensor.resolve_neg().contiguous()
     if dtype == "bfloat16":
-        flat = flat.view(torch.int16)
-    if tensor.device.type == "cpu":
-        buffer = flat.numpy()
+        tensor = tensor.view(torch.int16)
+    if tensor.is_cpu:
+        buffer = tensor.numpy().reshape(-1)
         return Vector(buffer.view(np.uint16) if dtype == "bfloat16" else buffer, dtype, "cpu", contiguous)
     import cupy
 
     torch.cuda.current_stream(tensor.device).synchronize()  # the lane that sums it knows nothing of this stream
-    buffer = cupy.asarray(flat)
+    buffer = cupy.asarray(tensor.reshape(-1))
     return Vector(buffer.view(cupy.uint16) if dtype == "bfloat16" else buffer, dtype, str(tensor.device), contiguous)
 
 
@@ -199,6 +223,7 @@ def check_writable(array: Any) -> None:
         raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
     if (
         library == "torch"
+        and not array.is_contiguous()
         and array.numel()
         and any(step == 0 and n > 1 for n, step in zip(array.shape, array.stride(), strict=True))
     ):
@@ -211,7 +236,7 @@ def write(array: Any, flat: Buffer) -> None:
     if library == "numpy":
         np.copyto(array, flat.reshape(array.shape))
     elif library == "torch":
-        if array.device.type == "cpu" and array.is_contiguous() and not array.is_neg():
+        if array.is_cpu and array.is_contiguous() and not array.is_neg():
             np.copyto(_read_torch(array, dtype_of(array)).buffer, flat)
         else:
             array.detach().copy_(wrap(flat, shape_of(array), dtype_of(array), "torch"))
@@ -250,11 +275,6 @@ def empty(
         with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
             return cupy.empty(shape, dtype=DTYPES[name])
     return np.empty(shape, dtype=DTYPES[name])
-
-
-def is_plain(value: Any) -> bool:
-    """Whether ``value``, or each element of a list, is a NumPy array: for what is asked of every push."""
-    return type(value) is np.ndarray or (type(value) is list and all(type(one) is np.ndarray for one in value))
 
 
 def is_sparse(array: Any) -> bool:

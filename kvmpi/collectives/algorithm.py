@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives import arena
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.ring import Range, segment_bounds
@@ -125,7 +126,7 @@ def unpack(tensors: Sequence[Tensor], packed: Tensor) -> None:
         found = packed.out[start : start + tensor.out.size]
         start += tensor.out.size
         for target in (tensor.out, *tensor.copies):
-            if target.ctypes.data != found.ctypes.data:
+            if address_of(target) != address_of(found):
                 np.copyto(target, found)
 
 
@@ -134,9 +135,9 @@ def _adjacent(parts: Sequence[Buffer | None], total: int) -> Buffer | None:
     first = parts[0]
     if first is None:
         return None
-    address = first.ctypes.data
+    address = address_of(first)
     for part in parts:
-        if part is None or part.ctypes.data != address:
+        if part is None or address_of(part) != address:
             return None
         address += part.nbytes
     # The parts are alive for as long as the call, which is all that the view is used for.

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
+
 Buffer = npt.NDArray[Any]
 
 TOKEN_BYTES = 16
@@ -45,7 +47,7 @@ class Arena:
             raise
         self.pid = os.getpid()
         self.bytes = np.frombuffer(self._map, np.uint8)
-        self.address = int(self.bytes.__array_interface__["data"][0])
+        self.address = address_of(self.bytes)
         #: At the beginning of the arena, by which another process knows that it has mapped the right one.
         self.token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint64)
         self.bytes[:TOKEN_BYTES] = self.token.view(np.uint8)
@@ -65,7 +67,7 @@ class Arena:
 
     def offset_of(self, buffer: Buffer) -> int | None:
         """Where in the arena a contiguous buffer begins; None if it lies elsewhere."""
-        offset = int(buffer.__array_interface__["data"][0]) - self.address
+        offset = address_of(buffer) - self.address
         return offset if offset >= 0 and offset + buffer.nbytes <= self.size_bytes else None
 
     def _take(self, nbytes: int) -> int | None:

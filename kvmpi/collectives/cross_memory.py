@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
 from kvmpi.errors import PeerLostError
 
 Buffer = npt.NDArray[Any]
@@ -53,11 +54,6 @@ def admit_peers() -> None:
         return
     if scope == "1":
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-
-
-def address_of(buffer: Buffer) -> int:
-    """Where a contiguous buffer begins."""
-    return int(buffer.__array_interface__["data"][0])
 
 
 class CrossMemory:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.arrays import Vector
+from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.collectives.tensor import Collectives
@@ -53,7 +53,7 @@ def exchange(
         part = sends[rank]
         if part is not None:
             requests += [(rank, comm.isend(piece, rank, _TAG)) for piece in pieces(part)]
-    if own is not None and target is not None and own.ctypes.data != target.ctypes.data:
+    if own is not None and target is not None and address_of(own) != address_of(target):
         np.copyto(target, own)
 
     def late() -> str:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.cross_memory import CrossMemory, address_of
+from kvmpi.arrays import address_of
+from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.waiting import Patience
 from kvmpi.deadline import Deadline
 from kvmpi.errors import PeerLostError
@@ -92,7 +93,10 @@ class HostGroup:
 
     def place_of(self, buffer: Buffer) -> int | None:
         """Where a contiguous buffer lies, the same number on every rank; None if it lies in no rank's arena."""
-        address = address_of(buffer)
+        return self.place_at(address_of(buffer))
+
+    def place_at(self, address: int) -> int | None:
+        """As ``place_of``, for what begins there."""
         for start, stop, mark in self._arenas:
             if start <= address < stop:
                 return mark | address - start

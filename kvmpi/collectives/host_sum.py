@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
-from kvmpi.collectives.cross_memory import address_of
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.ring import Range, segment_bounds
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
+#: Of one tensor of one rank: where its result goes, and where its vectors are.
+Places = tuple[list[int], list[int]]
 
 #: A block and what is added to it stay in a core's cache.
 BLOCK_BYTES = 1 << 20
@@ -50,14 +52,23 @@ def pieces_of(counts: tuple[int, ...], num_ranks: int, block_count: int) -> list
     return found
 
 
+def parts_of(pieces: Sequence[Piece], num_tensors: int) -> list[slice]:
+    """By tensor: what one rank's pieces of it are together; they follow each other."""
+    found = [slice(0, 0)] * num_tensors
+    for number, start, stop in pieces:
+        first = found[number]
+        found[number] = slice(first.start if first.stop == start != 0 else start, stop)
+    return found
+
+
 class Posted:
-    """What the ranks of a host have posted for a call: of each tensor, places of its vectors and for its result.
+    """What the ranks of a host have posted for a call: of each tensor, places of its vectors and of its result.
+
+    Others read at both. Where they cannot reach private memory, scratch stands in for what is posted.
 
     Args:
-        tensors: this rank's; where others cannot reach private memory, scratch stands in for what is posted.
+        tensors: this rank's.
         with_results: whether others have to do with results where this rank puts them.
-        with_copies: whether others deliver, so that they are to know about ``Tensor.copies``.
-        staged: whether scratch stands in for private memory anyway.
         own: which elements of results are there already.
         wait_for: the ranks of which that is to be known; by default all.
     Raises:
@@ -66,74 +77,30 @@ class Posted:
 
     def __init__(
         self, group: HostGroup, tensors: Sequence[Tensor], act: Act, *, with_results: bool = True,
-        with_copies: bool = False, staged: bool = False, own: slice = slice(0, 0),
-        wait_for: Sequence[int] | None = None,
+        own: slice = slice(0, 0), wait_for: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self._group, self._attaches = group, group.attaches and not staged
-        self._stand_ins: dict[tuple[int, int], Buffer] = {}  # by address and length
-        #: By tensor: where this rank puts its part of the result. Others deliver theirs there, which is the first of
-        #: the targets, and to the others; the rest is copied at last.
+        self._group = group
+        #: By tensor: where this rank puts the result.
         self.results: list[Buffer] = []
-        self._targets: list[list[Buffer]] = []
-        self._late: list[list[Buffer]] = []
-        mine: list[tuple[list[int], list[int]]] = []
-        room = MAX_PLACES - sum(2 + len(tensor.vectors) for tensor in tensors)
+        mine: list[Places] = []
         for tensor in tensors:
             vectors = [self._reachable(vector, act, slice(None))[1] for vector in tensor.vectors]
             result, place = self._reachable(tensor.out, act, own) if with_results else (tensor.out, 0)
-            places, targets, late = [place], [result], [] if result is tensor.out else [tensor.out]
-            for copy in tensor.copies if with_copies else ():
-                known = group.place_of(copy)
-                if room > 0 and (known is not None or self._attaches):
-                    places.append(address_of(copy) if known is None else known)
-                    targets.append(copy)
-                    room -= 1
-                else:
-                    late.append(copy)
             self.results.append(result)
-            self._targets.append(targets)
-            self._late.append(late)
-            mine.append((places, vectors))
-        group.begin(act.deadline, act.describe)
-        heads = [len(places) << _HEAD_BITS | len(vectors) for places, vectors in mine]
-        group.post([*heads, *(place for places, vectors in mine for place in (*places, *vectors))])
-        awaited = group.others if wait_for is None else wait_for
-        group.await_posts(awaited, act.deadline, act.describe)
-        #: By rank and tensor: the places for its result, those of its vectors.
-        self.places = {group.index: mine, **{rank: places_of(group, rank, len(tensors)) for rank in awaited}}
+            mine.append(([place], vectors))
+        #: By rank and tensor.
+        self.places = exchange_places(group, mine, act, group.others if wait_for is None else wait_for)
 
     def _reachable(self, buffer: Buffer, act: Act, present: slice) -> tuple[Buffer, int]:
         """``buffer`` and the place to post; or what stands in for it, with a copy of the elements ``present``."""
         place = self._group.place_of(buffer)
         if place is not None:
             return buffer, place
-        name = address_of(buffer), buffer.size
-        if self._attaches:
-            return buffer, name[0]
-        stand_in = self._stand_ins.get(name)
-        if stand_in is None:
-            stand_in = self._stand_ins[name] = act.scratch(buffer.size, buffer.dtype)
-            np.copyto(stand_in[present], buffer[present])
-        place = self._group.place_of(stand_in)
-        assert place is not None, "no room in the arena for data that has to be staged"
+        if self._group.attaches:
+            return buffer, address_of(buffer)
+        stand_in, place = _stand_in(self._group, buffer, act)
+        np.copyto(stand_in[present], buffer[present])
         return stand_in, place
-
-    def deliver(self, tensor: int, part: slice) -> None:
-        """This rank's part of a result is there: it goes to all that asked for it, on every rank."""
-        group, mine = self._group, self.places[self._group.index][tensor][0]
-        done = self.results[tensor][part]
-        for target in self._targets[tensor][1:]:
-            np.copyto(target[part], done)
-        for peer in group.others:
-            for place in self.places[peer][tensor][0]:
-                if not group.are_one(place, mine[0]):
-                    group.deliver(peer, place, part, done)
-
-    def settle(self) -> None:
-        """All have delivered: what this rank has to copy by itself."""
-        for result, late in zip(self.results, self._late, strict=True):
-            for target in late:
-                np.copyto(target, result)
 
     def copy_result(self, rank: int, tensor: int, part: slice, out: Buffer) -> None:
         """``out[part]`` becomes ``rank``'s result there."""
@@ -142,16 +109,123 @@ class Posted:
             self._group.read(rank, place, part, out[part])
 
 
+class Delivery:
+    """Results of which each rank of a host makes a part, which it delivers to all: what has been posted, and where to.
+
+    Args:
+        tensors: this rank's.
+        parts: of each, what this rank makes of the result.
+        stage_bytes: private memory of tensors up to this size is staged: scratch stands in for what others make and
+            read. So it is with all private memory where ranks cannot attach.
+    Raises:
+        KVTimeoutError: a rank did not begin this call.
+    """
+
+    def __init__(
+        self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0
+    ) -> None:
+        self._group, self._tensors = group, tensors
+        self._staged: list[tuple[Buffer, Buffer, slice]] = []
+        self._copies: list[list[Buffer]] = []  # by tensor: to which others deliver as well
+        self._late: list[tuple[Buffer, Buffer]] = []
+        mine: list[Places] = []
+        room = MAX_PLACES - sum(2 + len(tensor.vectors) for tensor in tensors)
+        for tensor, part in zip(tensors, parts, strict=True):
+            attaches = group.attaches and tensor.out.nbytes > stage_bytes
+            staged: dict[int, tuple[Buffer, int]] = {}  # by address
+            vectors = [self._place(vector, attaches, staged, part, act) for vector in tensor.vectors]
+            places = [self._place(tensor.out, attaches, staged, None, act)]
+            copies = []
+            for copy in tensor.copies:
+                place = group.place_of(copy)
+                if room > 0 and (place is not None or attaches):
+                    places.append(address_of(copy) if place is None else place)
+                    copies.append(copy)
+                    room -= 1
+                else:
+                    self._late.append((tensor.out, copy))
+            self._copies.append(copies)
+            if staged and (found := staged.get(address_of(tensor.out))) is not None:
+                self._staged.append((tensor.out, found[0], part))
+            mine.append((places, vectors))
+        #: By rank and tensor.
+        self.places = exchange_places(group, mine, act, group.others)
+
+    def _place(
+        self, buffer: Buffer, attaches: bool, staged: dict[int, tuple[Buffer, int]], own: slice | None, act: Act
+    ) -> int:
+        """What to post; with ``own``, others read all but that there."""
+        address = address_of(buffer)
+        place = self._group.place_at(address)
+        if place is not None or attaches:
+            return address if place is None else place
+        if address not in staged:
+            staged[address] = stand_in, _ = _stand_in(self._group, buffer, act)
+            if own is not None:
+                _copy_others(buffer, stand_in, own)
+        return staged[address][1]
+
+    def deliver(self, tensor: int, part: slice) -> None:
+        """This rank's part of a result is there: it goes to all that asked for it, on every rank."""
+        group, done = self._group, self._tensors[tensor].out[part]
+        mine = self.places[group.index][tensor][0][0]
+        for copy in self._copies[tensor]:
+            np.copyto(copy[part], done)
+        for peer in group.others:
+            for place in self.places[peer][tensor][0]:
+                if not group.are_one(place, mine):
+                    group.deliver(peer, place, part, done)
+
+    def settle(self) -> None:
+        """All have delivered: what this rank has to copy by itself."""
+        for out, stand_in, own in self._staged:
+            _copy_others(stand_in, out, own)
+        for out, copy in self._late:
+            np.copyto(copy, out)
+
+
+def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int]:
+    """As much memory that others can reach, and its place."""
+    found = act.scratch(buffer.size, buffer.dtype)
+    place = group.place_of(found)
+    assert place is not None, "no room in the arena for data that has to be staged"
+    return found, place
+
+
+def _copy_others(source: Buffer, target: Buffer, own: slice) -> None:
+    """Copy all but the elements ``own``."""
+    if own.start > 0:
+        np.copyto(target[: own.start], source[: own.start])
+    if own.stop < source.size:
+        np.copyto(target[own.stop :], source[own.stop :])
+
+
+def exchange_places(group: HostGroup, mine: list[Places], act: Act, awaited: Sequence[int]) -> dict[int, list[Places]]:
+    """Begin the call, post this rank's places, and wait for those of ``awaited``; by rank and tensor."""
+    group.begin(act.deadline, act.describe)
+    words = [len(places) << _HEAD_BITS | len(vectors) for places, vectors in mine]
+    for places, vectors in mine:
+        words += places
+        words += vectors
+    group.post(words)
+    group.await_posts(awaited, act.deadline, act.describe)
+    return {group.index: mine, **{rank: places_of(group, rank, len(mine)) for rank in awaited}}
+
+
 def fits(tensors: Sequence[Tensor]) -> bool:
     """Whether there is room to post so many."""
     return sum(2 + len(tensor.vectors) for tensor in tensors) <= MAX_PLACES
 
 
-def places_of(group: HostGroup, rank: int, num_tensors: int) -> list[tuple[list[int], list[int]]]:
-    """By tensor: the places that ``rank`` has posted for its result, and those of its vectors."""
+def places_of(group: HostGroup, rank: int, num_tensors: int) -> list[Places]:
+    """By tensor: what ``rank`` has posted."""
     numbers = [divmod(head, 1 << _HEAD_BITS) for head in group.places_of(rank, 0, num_tensors)]
-    words = iter(group.places_of(rank, num_tensors, sum(map(sum, numbers))))
-    return [([next(words) for _ in range(a)], [next(words) for _ in range(b)]) for a, b in numbers]
+    words, found, start = group.places_of(rank, num_tensors, sum(map(sum, numbers))), [], 0
+    for num_results, num_vectors in numbers:
+        middle, stop = start + num_results, start + num_results + num_vectors
+        found.append((words[start:middle], words[middle:stop]))
+        start = stop
+    return found
 
 
 class HostSum:
@@ -163,7 +237,7 @@ class HostSum:
     """
 
     def __init__(
-        self, group: HostGroup, posted: Posted, number: int, vectors: Sequence[Buffer], dtype: str,
+        self, group: HostGroup, posted: Posted | Delivery, number: int, vectors: Sequence[Buffer], dtype: str,
         block: tuple[Buffer, Buffer],
     ) -> None:  # fmt: skip
         self._group, self._vectors, self._dtype = group, vectors, dtype

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.naive import MAX_PIECE_COUNT
@@ -73,7 +74,7 @@ class Library:
             if len(vectors) > 1:
                 own = act.scratch(total.size, own.dtype)
                 host.sum_vectors(own, vectors, dtype)
-        if own.ctypes.data != total.ctypes.data:
+        if address_of(own) != address_of(total):
             np.copyto(total, own)
 
     @staticmethod

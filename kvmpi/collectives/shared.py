@@ -21,10 +21,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
-from kvmpi.collectives.cross_memory import address_of
 from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup
-from kvmpi.collectives.host_sum import BLOCK_BYTES, ONE_OF_EACH, HostSum, Posted, block_for, fits, pieces_of, places_of
+from kvmpi.collectives.host_sum import (
+    BLOCK_BYTES,
+    ONE_OF_EACH,
+    Delivery,
+    HostSum,
+    Posted,
+    block_for,
+    fits,
+    parts_of,
+    pieces_of,
+    places_of,
+)
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
@@ -206,20 +217,20 @@ class Shared:
         block = block_for(dtype, self._block_bytes, act)
         nbytes = sum(tensor.out.nbytes for tensor in tensors)
         with self._exposed(*tensors, act.scratch):
-            posted = Posted(group, tensors, act, with_copies=True, staged=nbytes <= self._stage_bytes)
-            pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)
+            pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)[group.index]
+            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes)
             sums: dict[int, HostSum] = {}
-            for number, start, stop in pieces[group.index]:
+            for number, start, stop in pieces:
                 if number not in sums:
-                    sums[number] = HostSum(group, posted, number, tensors[number].vectors, dtype, block)
-                sums[number].finish(None, start, stop, posted.results[number][start:stop])
-                posted.deliver(number, slice(start, stop))
+                    sums[number] = HostSum(group, delivery, number, tensors[number].vectors, dtype, block)
+                sums[number].finish(None, start, stop, tensors[number].out[start:stop])
+                delivery.deliver(number, slice(start, stop))
             start_ns = timeline.now() if timeline.on else 0
             group.finish(group.others, act.deadline, act.describe)
             if start_ns:
-                own = sum(stop - start for _, start, stop in pieces[group.index])
+                own = sum(stop - start for _, start, stop in pieces)
                 timeline.span("exchange", start_ns, nbytes=nbytes - own * tensors[0].out.itemsize)
-        posted.settle()
+        delivery.settle()
 
     @contextlib.contextmanager
     def _exposed(self, *memory: Any) -> Iterator[None]:
@@ -253,12 +264,12 @@ class Shared:
             group.finish()
             return
         with self._exposed(out, act.scratch):
-            posted = Posted(group, [Tensor((), out)], act, with_copies=True, own=slice(start, stop))
+            delivery = Delivery(group, [Tensor((), out)], [slice(start, stop)], act)
             block_count = max(1, self._block_bytes // out.itemsize)
             for first in range(start, stop, block_count):
-                posted.deliver(0, slice(first, min(first + block_count, stop)))
+                delivery.deliver(0, slice(first, min(first + block_count, stop)))
             group.finish(group.others, act.deadline, act.describe)
-        posted.settle()
+        delivery.settle()
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         group = self._group

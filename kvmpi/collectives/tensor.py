@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.arrays import Vector
+from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, Verdict, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
@@ -242,7 +242,7 @@ class Collectives:
             self._scratch.begin()
             algorithm, act = self._begin("allgather", out.nbytes, deadline, label)
             own = out[slice(*act.segments(out.size)[self.rank])]
-            if own.ctypes.data != source.ctypes.data:
+            if address_of(own) != address_of(source):
                 np.copyto(own, source)
             if self.size > 1 and out.size:
                 self._guarded(lambda: algorithm.allgather(out, act), deadline)
@@ -400,5 +400,5 @@ class Collectives:
 
 
 def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str) -> None:
-    if len(vectors) > 1 or vectors[0].ctypes.data != out.ctypes.data:
+    if len(vectors) > 1 or address_of(vectors[0]) != address_of(out):
         host.sum_vectors(out, vectors, dtype)

@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives import cross_memory
 
 COUNT = 8_000_000
@@ -24,7 +25,7 @@ def show() -> int:
     """Bytes that a process of the same host may read."""
     cross_memory.admit_peers()
     shown = np.arange(256, dtype=np.uint8)
-    print(f"{os.getpid()} {cross_memory.address_of(shown)}", flush=True)
+    print(f"{os.getpid()} {address_of(shown)}", flush=True)
     sys.stdin.read()
     return int(shown[0])
 

@@ -46,10 +46,14 @@ class KeyState:
     pushes: int = 0
     buffer: Buffer | None = None
     empty: Callable[[int, str], Buffer] = host.empty
+    count: int = field(init=False)
+    nbytes: int = field(init=False)
+    entry: Entry = field(init=False)
 
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        self.count = math.prod(self.shape)
+        self.nbytes = self.count * host.STORAGE[self.dtype].itemsize
+        self.entry = Entry(self.key, self.shape, self.dtype)
 
     @property
     def width(self) -> int:
@@ -67,6 +71,7 @@ class KeyState:
 class Part:
     """What one call does with one key: ``vectors`` or ``rows`` to push, arrays ``outs`` to pull into.
 
+    ``in_place``: ``outs`` are the arrays that ``vectors`` have been read from.
     ``direct`` is, by identity, the memory of those arrays that a collective copies its result into by itself.
     ``row_outs`` get rows; ``whole``: ``rows`` are pushed, and the whole value is pulled.
     """
@@ -74,6 +79,7 @@ class Part:
     state: KeyState
     vectors: list[Vector]
     outs: list[Any] = field(default_factory=list)
+    in_place: bool = False
     direct: dict[int, Buffer] = field(default_factory=dict)
     rows: Rows | None = None
     row_outs: list[RowOut] = field(default_factory=list)
@@ -157,7 +163,7 @@ def processing_order(state: KeyState) -> tuple[int, int]:
 def entries_of(parts: Sequence[Part]) -> list[Entry]:
     """What has to be equal on all workers of a client."""
     return [
-        Entry(part.state.key, part.state.shape, part.state.dtype)
+        part.state.entry
         if part.rows is None
         else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
         for part in parts

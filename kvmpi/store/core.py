@@ -215,8 +215,8 @@ class StoreCore:
                         raise UnsupportedError(f"allreduce of key {group.key!r}: rows of it are summed by pushpull")
                     parts[group.key] = self._part_of_rows(group, state, call, in_place)
                     continue
-                parts[group.key] = Part(state, [arrays.read(array) for array in group.arrays])
-                parts[group.key].outs = group.arrays if in_place else []
+                vectors = [arrays.read(array) for array in group.arrays]
+                parts[group.key] = Part(state, vectors, group.arrays if in_place else [], in_place)
             for group in groups(key, out, call.op, by_rows=pushes) if pulls and not in_place else []:
                 state = self._match(group, call.op)
                 part = parts.setdefault(group.key, Part(state, []))
@@ -243,9 +243,9 @@ class StoreCore:
         self._engine.raise_pending(state.value)
 
     def _match(self, group: Group, op: str) -> KeyState:
-        self._check_kind([group], op)
         state = self._keys.get(group.key)
         if state is None:
+            self._check_kind([group], op)
             raise KeyNotInitializedError(
                 f"{op} of key {group.key!r} on worker {self.rank}: the key was never initialised; "
                 "call kv.init on all workers first"
@@ -323,12 +323,12 @@ class StoreCore:
         found: list[list[Part]] = []
         room = 0
         for part in parts:
-            nbytes = part.state.count * host.STORAGE[part.state.dtype].itemsize
-            if not found or nbytes > room or part.state.dtype != found[-1][0].state.dtype:
+            state = part.state
+            if not found or state.nbytes > room or state.dtype != found[-1][0].state.dtype:
                 found.append([])
                 room = self._config.bucket_bytes
             found[-1].append(part)
-            room -= nbytes
+            room -= state.nbytes
         return found
 
     def _reduce_op(

@@ -38,6 +38,8 @@ def normal_key(key: Any) -> Key:
     Raises:
         KeyKindError: it is neither.
     """
+    if type(key) is int and -(2**63) <= key < 2**63:  # which most are
+        return key
     if isinstance(key, str):
         if len(key) > _MAX_KEY_CHARS:
             raise ConfigError(f"a key of {len(key)} characters is longer than {_MAX_KEY_CHARS}")
@@ -97,7 +99,9 @@ def _is_pair(value: Any) -> bool:
 
 
 def _group(key: Key, value: Any, what: str, by_rows: bool) -> Group:
-    if by_rows and not arrays.is_plain(value):
+    if arrays.is_array(value) and not (by_rows and arrays.is_sparse(value)):
+        return Group(key, [value])
+    if by_rows:
         several = isinstance(value, list | tuple) and not _is_pair(value)
         given = [Pair(*one) if _is_pair(one) else one for one in (value if several else [value])]
         sparse = [isinstance(one, Pair) or arrays.is_sparse(one) for one in given]

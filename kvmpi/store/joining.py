@@ -166,12 +166,11 @@ class Follower:
 
     def _nothing(self, state: KeyState) -> Vector:
         """Zeros: pages that nobody writes to take no memory."""
-        dtype = host.STORAGE[state.dtype]
-        nbytes = state.count * dtype.itemsize
-        if nbytes > self._zeros.size:
-            self._zeros = np.zeros(nbytes, np.uint8)
+        if state.nbytes > self._zeros.size:
+            self._zeros = np.zeros(state.nbytes, np.uint8)
             self._zeros.flags.writeable = False
-        return Vector(self._zeros[:nbytes].view(dtype), state.dtype, "cpu", shared=False)
+        zeros = self._zeros[: state.nbytes].view(host.STORAGE[state.dtype])
+        return Vector(zeros, state.dtype, "cpu", shared=False)
 
     def _command(self, op: str, details: Any) -> None:
         store, make = self._store, _COMMANDS.get(op)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays, optim
-from kvmpi.arrays import Vector
+from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -180,7 +180,7 @@ class ReplicatedStore(KVStore):
             # The first vector may be replaced by partial sums, others are still to be added by then.
             later = {vector.address for vector in part.vectors[1:]}
             direct = list(part.direct.values())
-            first = next((i for i, memory in enumerate(direct) if memory.ctypes.data not in later), None)
+            first = next((i for i, memory in enumerate(direct) if not later or address_of(memory) not in later), None)
             return (part.state.host_buffer() if first is None else direct.pop(first)), direct
 
         def finish(part: Part) -> None:
@@ -324,6 +324,11 @@ def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
 def _choose_direct(bucket: Sequence[Part]) -> None:
     """Set each part's ``direct``."""
     for part in bucket:
+        if part.in_place:
+            for out, vector in zip(part.outs, part.vectors, strict=True):
+                if vector.shared and vector.on_host:
+                    part.direct[id(out)] = vector.buffer
+            continue
         for out in part.outs:
             if (memory := arrays.memory_of(out)) is not None:
                 part.direct[id(out)] = memory.buffer

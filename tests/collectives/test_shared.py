@@ -13,10 +13,11 @@ from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmpi.arrays import address_of
 from kvmpi.collectives import Collectives, arena, cross_memory, forming
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
 from kvmpi.collectives.cost import Choice
-from kvmpi.collectives.cross_memory import CrossMemory, address_of
+from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.forming import form
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.host_sum import ONE_OF_EACH

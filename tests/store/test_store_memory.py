@@ -9,7 +9,8 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "memory.py"
 KEYS_MIB = 256
-SLACK_MIB = 64  # the interpreter with its libraries on a server, buffers of chunks
+SLACK_MIB = 64  # the interpreter with its libraries, buffers of chunks
+BUSY_MIB = 80  # on a busy machine clients are late to let go of values: a third one of some keys
 # What a process maps of others' memory counts in the peak of each of them: two values of a key, which take turns on
 # its server, the blocks in which a client hands over what it pushes, 16 MiB for each server, and on the servers what a
 # client with one worker pushes from memory that they read where it is. A server does not write to a value that a client
@@ -44,6 +45,6 @@ def test_memory_is_bounded(job, options, store, rule, servers, state, shared):
     read_in_place = clients * shard if maps and clients == workers else 0
     blocks = maps * clients * servers * MAPPED_MIB
     for mib in peak_of_servers:
-        assert shard < mib <= (2 + state + maps) * shard + blocks + read_in_place + SLACK_MIB, peaks
-    whole = workers * KEYS_MIB + servers * ((2 + state) * shard + SLACK_MIB) + blocks
+        assert shard < mib <= (2 + state + maps) * shard + blocks + read_in_place + SLACK_MIB + maps * BUSY_MIB, peaks
+    whole = workers * (KEYS_MIB + SLACK_MIB // 2) + servers * ((2 + state) * shard + SLACK_MIB) + blocks
     assert sum(mib for _, mib in shares) <= whole, shares
