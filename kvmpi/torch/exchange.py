@@ -21,6 +21,8 @@ from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key, summ
 
 #: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
 _TIMED, _LAST_PLANNED = 1, 3
+#: Larger tensors are scaled while they are copied, in one pass over memory.
+_SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
 
 
@@ -240,7 +242,6 @@ class Exchange:
                 )
             if not self._trained[index]:
                 return
-            self._take(index)
             self._note_filled(index)
             for number in self._progress.arrive(index):
                 self._send(number)
@@ -265,32 +266,43 @@ class Exchange:
         self.release()
         self._open = True
 
-    def _take(self, index: int) -> None:
-        """Bring a gradient, scaled, to where it leaves from, and let the parameter show it there."""
-        tensor = self._tensors[index]
-        grad, place = tensor.grad, self._bucket_of[index].grads[index]
-        if index in self._flights:
-            self.wait([index])  # a layer that was not used since
-        if grad is None:
-            place.zero_()
-            return
-        self._used[index] = 1.0
-        if grad is place:
+    def _gather(self, bucket: _Bucket) -> None:
+        """Bring gradients, scaled, to where they leave from, and let the parameters show them there.
+
+        Bucket by bucket: torch copies many small tensors in a quarter of the time that it takes one by one.
+        """
+        places: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for i in bucket.indices:
+            tensor, place = self._tensors[i], bucket.grads[i]
+            grad = tensor.grad
+            if i in self._flights:
+                self.wait([i])  # a layer that was not used since
+            if grad is None:
+                place.zero_()
+                continue
+            self._used[i] = 1.0
+            if grad is place:
+                if self._scale != 1.0:
+                    place.mul_(self._scale)
+                continue
+            if grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"the gradient of {self._params.names[i]} is sparse, which stores do not carry; "
+                    "make it dense (torch.nn.Embedding(..., sparse=False))"
+                )
+            if self._scale == 1.0 or grad.numel() <= _SMALL_COUNT:
+                places.append(place)
+                grads.append(grad)
+            else:
+                torch.mul(grad, self._scale, out=place)
+            tensor.grad = place
+            if grad.device.type == "cpu":
+                self._made.append(grad)
+        if places:
+            torch._foreach_copy_(places, grads)
             if self._scale != 1.0:
-                place.mul_(self._scale)
-            return
-        if grad.layout is not torch.strided:
-            raise ConfigError(
-                f"the gradient of {self._params.names[index]} is sparse, which stores do not carry; "
-                "make it dense (torch.nn.Embedding(..., sparse=False))"
-            )
-        if self._scale == 1.0:
-            place.copy_(grad)
-        else:
-            torch.mul(grad, self._scale, out=place)
-        tensor.grad = place
-        if grad.device.type == "cpu":
-            self._made.append(grad)
+                torch._foreach_mul_(places, self._scale)
 
     def release(self) -> None:
         """Give back the memory in which autograd has made gradients.
@@ -306,6 +318,7 @@ class Exchange:
 
     def _send(self, number: int) -> None:
         bucket, kv = self._buckets[number], self._kv
+        self._gather(bucket)
         bucket.version = bucket.block_version()
         if not self._weights_back:
             keys, arrays = bucket.keys, bucket.blocks
@@ -345,7 +358,6 @@ class Exchange:
             arrived = list(self._progress.arrived)
             absent = [i for number in range(len(self._buckets)) for i in self._progress.absent(number)]
             for i in absent:
-                self._take(i)
                 self._note_filled(i)
             for number in self._progress.finish():
                 self._send(number)
