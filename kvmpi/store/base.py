@@ -14,12 +14,12 @@ from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
-from kvmpi.store import checkpoint
 from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.core import check_array
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse
+from kvmpi.store.saving import Saving
 from kvmpi.trace import stall, timeline
 from kvmpi.trace.activity import activity
 
@@ -29,7 +29,7 @@ Updater = Callable[[Key, Any, Any], None]
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class KVStore(Joining, RowSparse, ABC):
+class KVStore(Joining, RowSparse, Saving, ABC):
     """A key-value store on arrays. Made by ``kvmpi.create``; also a context manager that closes it.
 
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
@@ -291,63 +291,6 @@ class KVStore(Joining, RowSparse, ABC):
         """
         raise UnsupportedError(f"a {self._type} store sends nothing to servers, so there is nothing to compress")
 
-    # ---- checkpoints
-
-    def save(self, path: Any) -> None:
-        """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes."""
-        self._save(str(path), with_values=True)
-
-    def load(self, path: Any) -> None:
-        """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created."""
-        self._load(str(path), with_values=True)
-
-    def save_optimizer_states(self, path: Any) -> None:
-        """Like ``save``, without the values."""
-        self._save(str(path), with_values=False)
-
-    def load_optimizer_states(self, path: Any) -> None:
-        """Restore what ``save_optimizer_states`` or ``save`` wrote, without touching values. Keys must exist."""
-        self._load(str(path), with_values=False)
-
-    def _save(self, path: str, *, with_values: bool) -> None:
-        call = self._call("save")
-        self._enter(call, lambda: None, details=lambda _: [path, with_values])
-        self._settle(call.deadline)
-        self._barrier(call)
-
-        def write() -> None:
-            if self.rank != 0:
-                return
-            states = sorted(self._keys.values(), key=lambda state: state.index)
-            saved = [self._dump(state, call.deadline) for state in states]
-            checkpoint.write(path, self._type, self._clock, self._rule, saved, with_values=with_values)
-
-        self._together("save", write)
-        self._barrier(call)  # when save returns, the file is there for the workers of every client
-
-    def _load(self, path: str, *, with_values: bool) -> None:
-        call = self._call("load")
-        self._settle(call.deadline)
-
-        def prepare() -> checkpoint.Checkpoint:
-            found = checkpoint.read(path, self._keys, with_values=with_values)
-            self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
-            return found
-
-        found = self._enter(
-            call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
-        )
-        self._barrier(call)
-        missing = [saved for saved in found.keys if saved.key not in self._keys]
-        if missing:
-            values = [arrays.wrap(s.arrays["value"], s.shape, s.dtype, "numpy") for s in missing]
-            self.init([saved.key for saved in missing], values)
-        if found.rule is not None and found.rule != self._rule:
-            self.set_optimizer(found.rule)
-        self._restore(found.keys, with_values, call.deadline)
-        self._clock = found.clock
-        self.barrier()
-
     # ---- waiting and ending
 
     def barrier(self) -> None:
@@ -504,7 +447,7 @@ class KVStore(Joining, RowSparse, ABC):
         """Both, in one exchange."""
 
     def _start_allreduce(self, parts: list[Part], call: Invocation) -> list[Work]:
-        """Sum over the client, into the arrays of the call alone."""
+        """Sum over the client, into the arrays of the call alone; of stores that are capable of it."""
         raise NotImplementedError
 
     @abstractmethod
@@ -514,17 +457,6 @@ class KVStore(Joining, RowSparse, ABC):
     @abstractmethod
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
         """Put changed hyperparameters in force everywhere."""
-
-    @abstractmethod
-    def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:
-        """Everything a checkpoint needs of one key."""
-
-    @abstractmethod
-    def _restore(self, saved: list[checkpoint.SavedKey], with_values: bool, deadline: Deadline) -> None:
-        """The inverse of ``_dump``."""
-
-    def _barrier(self, call: Invocation) -> None:
-        """All workers are here. The agreement has seen to it where there is one client."""
 
     def _forget(self, states: list[KeyState]) -> None:
         """An ``init`` of these keys failed."""

@@ -303,6 +303,9 @@ class StoreCore:
         """Wait until everything that was started is done; its errors surface here."""
         self._engine.wait_all(deadline.remaining_s())
 
+    def _barrier(self, call: Invocation) -> None:
+        """All workers are here. The agreement has seen to it where there is one client."""
+
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi import arrays, optim
+from kvmpi import optim
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Comm, Entry
 from kvmpi.config import Config, client_bounds
@@ -21,6 +20,7 @@ from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient
+from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.checkpoint import SavedKey
@@ -59,7 +59,7 @@ class DistStore(KVStore):
         self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True, "snapshots": True}
         self._alone = self._num_clients == 1
         # By key: what the last push fetches, and whether there was a pull since.
-        self._answers: dict[Key, _Answer | None] = {}
+        self._answers: dict[Key, Answer | None] = {}
         self._pulled: set[Key] = set()
         self._ps: PsClient | None = None
         number = next(_numbers)
@@ -223,7 +223,7 @@ class DistStore(KVStore):
         # The caller's arrays are free once the sum is in the key's own buffer.
         return work if self._ps is not None and (call.async_op or (waits and lent is not None)) else local
 
-    def _push_ahead(self, state: KeyState, lent: Buffer | None, answer: _Answer, call: Invocation) -> Work:
+    def _push_ahead(self, state: KeyState, lent: Buffer | None, answer: Answer, call: Invocation) -> Work:
         """Push on the master: send, and let the round's value land; done when the servers have what was lent."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
 
@@ -239,7 +239,7 @@ class DistStore(KVStore):
         answer.work.add_done_callback(end)
         return accepted
 
-    def _read_ahead(self, state: KeyState, call: Invocation) -> _Answer | None:
+    def _read_ahead(self, state: KeyState, call: Invocation) -> Answer | None:
         """Where a push brings its round's value, for the pull that is likely to follow; None if it does not.
 
         Nothing is guessed but that there will be a pull: a client reads the same value however late it pulls, since the
@@ -249,12 +249,12 @@ class DistStore(KVStore):
         self._pulled.discard(state.key)
         replies_old = self._rule is not None and self._rule.replies_old
         if self._ps is not None and self._mode == "sync" and pulled and not replies_old and not call.async_op:
-            answer = _Answer(Landing(state.host_buffer()))
+            answer = Answer(Landing(state.host_buffer()))
         self._answers[state.key] = answer
         return answer
 
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
-        target = _Target(state, outs)
+        target = Target(state, outs)
         self._pulled.add(state.key)
         answer = self._answers.get(state.key)
         work = None if answer is None else self._answer_op(state, answer, target, call)
@@ -262,7 +262,7 @@ class DistStore(KVStore):
             work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
         return self._spread_op(state, target, work, call)
 
-    def _answer_op(self, state: KeyState, answer: _Answer, target: _Target, call: Invocation) -> Work | None:
+    def _answer_op(self, state: KeyState, answer: Answer, target: Target, call: Invocation) -> Work | None:
         """Push on the master: take what the last push brings; None if that has failed."""
         if answer.work.error() is not None:
             self._answers[state.key] = None
@@ -296,7 +296,7 @@ class DistStore(KVStore):
 
     def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state = part.state
-        target = _Target(state, part.outs)
+        target = Target(state, part.outs)
         source = self._lent(part.vectors, until_done=True)
         if source is None and summed is None:
             self._sum_op([part], call)
@@ -354,7 +354,7 @@ class DistStore(KVStore):
             name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
 
-    def _spread_op(self, state: KeyState, target: _Target, asked: Work, call: Invocation) -> Work:
+    def _spread_op(self, state: KeyState, target: Target, asked: Work, call: Invocation) -> Work:
         """Push: the master's answer goes to all workers of the client and into all arrays of ``out``."""
         label = f"{call.op} of key {state.key!r}"
         if self.mpi_size == 1:
@@ -485,41 +485,6 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.abort()
         super().abort()
-
-
-@dataclass(slots=True)
-class _Answer:
-    """The value of the round of a push, on its way; ``work`` is done when all of it has landed."""
-
-    landing: Landing
-    work: Work = field(default_factory=Work)
-
-
-class _Target:
-    """Where a pulled value goes: into the first array of ``out`` that is plain host memory, from there to the rest."""
-
-    __slots__ = ("_key", "_outs", "buffer", "complete")
-
-    def __init__(self, state: KeyState, outs: list[Any]) -> None:
-        self._key = state.key
-        self.buffer: Buffer
-        self._outs: list[Any] = []
-        direct = None
-        for out in {id(out): out for out in outs}.values():
-            vector = arrays.read(out) if direct is None else None
-            if vector is not None and vector.on_host and vector.shared:
-                direct = vector.buffer
-            else:
-                self._outs.append(out)
-        self.buffer = host.empty(state.count, state.dtype) if direct is None else direct
-        self.complete = not self._outs
-
-    def spread(self) -> None:
-        start_ns = timeline.now() if timeline.on and self._outs else 0
-        for out in self._outs:
-            arrays.write(out, self.buffer)
-        if start_ns:
-            timeline.span("copy", start_ns, self._key, nbytes=len(self._outs) * self.buffer.nbytes)
 
 
 def _on_host(vector: Vector) -> Buffer:

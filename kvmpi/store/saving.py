@@ -1,0 +1,85 @@
+"""Checkpoints: what ``save`` and ``load`` do on every worker, whatever the type of the store."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, cast
+
+from kvmpi import arrays
+from kvmpi.collectives import Entry
+from kvmpi.deadline import Deadline
+from kvmpi.store import checkpoint
+from kvmpi.store.call import KeyState
+from kvmpi.store.core import StoreCore
+from kvmpi.store.grammar import Group
+
+if TYPE_CHECKING:
+    from kvmpi.store.base import KVStore
+
+
+class Saving(StoreCore):
+    """The part of a store that goes to a file and comes from there."""
+
+    def save(self, path: Any) -> None:
+        """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes."""
+        self._save(str(path), with_values=True)
+
+    def load(self, path: Any) -> None:
+        """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created."""
+        self._load(str(path), with_values=True)
+
+    def save_optimizer_states(self, path: Any) -> None:
+        """Like ``save``, without the values."""
+        self._save(str(path), with_values=False)
+
+    def load_optimizer_states(self, path: Any) -> None:
+        """Restore what ``save_optimizer_states`` or ``save`` wrote, without touching values. Keys must exist."""
+        self._load(str(path), with_values=False)
+
+    def _save(self, path: str, *, with_values: bool) -> None:
+        call = self._call("save")
+        self._enter(call, lambda: None, details=lambda _: [path, with_values])
+        self._settle(call.deadline)
+        self._barrier(call)
+
+        def write() -> None:
+            if self.rank != 0:
+                return
+            states = sorted(self._keys.values(), key=lambda state: state.index)
+            saved = [self._dump(state, call.deadline) for state in states]
+            checkpoint.write(path, self._type, self._clock, self._rule, saved, with_values=with_values)
+
+        self._together("save", write)
+        self._barrier(call)  # when save returns, the file is there for the workers of every client
+
+    def _load(self, path: str, *, with_values: bool) -> None:
+        call = self._call("load")
+        self._settle(call.deadline)
+
+        def prepare() -> checkpoint.Checkpoint:
+            found = checkpoint.read(path, self._keys, with_values=with_values)
+            self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
+            return found
+
+        found = self._enter(
+            call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
+        )
+        self._barrier(call)
+        store = cast("KVStore", self)
+        missing = [saved for saved in found.keys if saved.key not in self._keys]
+        if missing:
+            values = [arrays.wrap(s.arrays["value"], s.shape, s.dtype, "numpy") for s in missing]
+            store.init([saved.key for saved in missing], values)
+        if found.rule is not None and found.rule != self._rule:
+            store.set_optimizer(found.rule)
+        self._restore(found.keys, with_values, call.deadline)
+        self._clock = found.clock
+        store.barrier()
+
+    @abstractmethod
+    def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:
+        """Everything a checkpoint needs of one key."""
+
+    @abstractmethod
+    def _restore(self, saved: list[checkpoint.SavedKey], with_values: bool, deadline: Deadline) -> None:
+        """The inverse of ``_dump``."""
