@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,29 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.01)
+
+
+def await_lines(job: subprocess.Popen[str], count: int, end: str, timeout_s: float = 60.0) -> None:
+    """Until ``job`` has printed so many lines, which all end so; it is killed if that takes too long."""
+    assert job.stdout is not None
+    limit = threading.Timer(timeout_s, job.kill)
+    limit.start()
+    lines = [job.stdout.readline() for _ in range(count)]
+    limit.cancel()
+    assert all(line.endswith(end + "\n") for line in lines), lines
+
+
+def command_line(pid: int) -> str:
+    """A process's words, separated by spaces; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def is_mpirun(pid: int) -> bool:
+    program = os.path.basename(command_line(pid).partition(" ")[0])
+    return program.startswith(("mpirun", "prterun", "mpiexec"))
 
 
 def environs_with(mark: str) -> dict[int, dict[str, str]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from jobs import environs_with
+from jobs import command_line, environs_with
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.errors import UnsupportedError
@@ -71,7 +71,7 @@ class Site:
         deadline = time.monotonic() + within_s
         while environs_with(self.mark) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in environs_with(self.mark)]
+        left = [command_line(pid) for pid in environs_with(self.mark)]
         assert not left, left
         assert os.listdir(self.folder) == []
         while job_id and self.files_of(job_id) and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from batch_sites import Site, lsf_site, slurm_site
-from jobs import environs_with, wait_for
+from jobs import command_line, environs_with, wait_for
 
 from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.errors import UnsupportedError
@@ -63,13 +63,7 @@ class LaunchedJob:
         assert not os.path.exists(job_dir)
 
     def _command_lines(self) -> list[str]:
-        lines = []
-        for pid in self.environs():
-            try:
-                lines.append(f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-            except OSError:
-                pass
-        return lines
+        return [f"{pid}: {command_line(pid)}" for pid in self.environs()]
 
 
 @pytest.fixture

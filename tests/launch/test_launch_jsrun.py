@@ -16,7 +16,7 @@ import pytest
 from batch_sites import PROGRAMS, TIMEOUT_S, Site, jsm_site
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import environs_with
+from jobs import await_lines, command_line, environs_with
 from test_launch_kill import needs_mpi
 
 from kvmpi.benchmarks.netlab import NetLab
@@ -211,12 +211,10 @@ VICTIMS = {
 def test_kill_9_leaves_nothing(victim: str, jsm: Site) -> None:
     job = jsm.start("-n3", "-c2", "-s1", str(PROGRAMS / "stuck.py"))
     try:
-        assert job.stdout is not None
-        lines = [job.stdout.readline() for _ in range(3)]
-        assert all(line.endswith("stuck\n") for line in lines), lines
+        await_lines(job, 3, "stuck", TIMEOUT_S)
         job_id = jsm.job_id()
         assert jsm.files_of(job_id), "there is something to be left"
-        lines_of = {p: Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in environs_with(jsm.mark)}
+        lines_of = {pid: command_line(pid) for pid in environs_with(jsm.mark)}
         fitting = sorted(pid for pid, line in lines_of.items() if VICTIMS[victim] in line and "/agent" not in line)
         os.kill(job.pid if victim == "the launcher" else fitting[-1], signal.SIGKILL)
         _, err = job.communicate(timeout=TIMEOUT_S)

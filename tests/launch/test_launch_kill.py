@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import is_mpirun
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
@@ -36,11 +37,6 @@ def wait_until(condition, timeout_s=20.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_mpirun(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return os.path.basename(file.read().split(b"\0")[0]).startswith((b"mpirun", b"prterun", b"mpiexec"))
 
 
 def shared_memory(job):

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from batch_sites import PROGRAMS, TIMEOUT_S, Site
-from jobs import environs_with, wait_for
+from jobs import await_lines, command_line, environs_with, is_mpirun, wait_for
 from test_launch_hosts import PrivateHosts, assert_nothing_is_left, needs_root
-from test_launch_kill import is_mpirun, needs_mpi
+from test_launch_kill import needs_mpi
 
 from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.errors import UnsupportedError
@@ -24,16 +23,6 @@ pytestmark = [needs_mpi, needs_root]
 #: Client 0 is an mpirun with two ranks, client 1 a process of its own.
 SHAPE = ["-n", "3", "-c", "2", "-s", "1", str(PROGRAMS / "stuck.py")]
 WITHIN_S = 10.0
-
-
-def await_all(job: subprocess.Popen[str]) -> None:
-    """Until all workers have said that they are there."""
-    assert job.stdout is not None
-    limit = threading.Timer(TIMEOUT_S, job.kill)
-    limit.start()
-    lines = [job.stdout.readline() for _ in range(3)]
-    limit.cancel()
-    assert all(line.endswith("stuck\n") for line in lines), lines
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +58,7 @@ def test_on_hosts_that_share_nothing(victim: str, lab: NetLab, tmp_path: Path) -
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        await_all(job)
+        await_lines(job, 3, "stuck", TIMEOUT_S)
         host, words_of = ON_HOSTS[victim]
         if victim == "the launcher":
             pid = job.pid
@@ -104,11 +93,11 @@ def test_in_a_batch_system(victim: str, site: Site) -> None:
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"]
     job = site.start(*SHAPE, prefix=own if site.name == "slurm" else ())
     try:
-        await_all(job)
+        await_lines(job, 3, "stuck", TIMEOUT_S)
         job_id = site.job_id()
         assert len([path for path in site.files_of(job_id) if "-client-" in path]) >= 2, "there is what may be left"
         *group, program, name = victim.split()
-        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in environs_with(site.mark)}
+        lines = {pid: command_line(pid) for pid in environs_with(site.mark)}
         fitting = [pid for pid, line in lines.items() if program in line and f"-{name}" in line]
         wanted = [pid for pid in fitting if ("batch_exec" in lines[pid]) is program.startswith("batch")]
         if group:

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from jobs import environs_with, run_job, wait_for
+from jobs import environs_with, is_mpirun, run_job, wait_for
 
 HERE = Path(__file__).parent
 
@@ -49,11 +49,6 @@ def test_a_worker_that_catches_its_interrupt_and_closes_the_store_leaves_nobody_
 def training(folder: Path) -> list[int]:
     """The pids of the workers that have done a step, in the order of their ranks."""
     return [int(path.name.split(".")[1]) for path in sorted(folder.glob("*.training"))]
-
-
-def is_mpirun(pid: int) -> bool:
-    name = os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
-    return name.startswith((b"mpirun", b"prterun", b"mpiexec"))
 
 
 def shared_memory(pids: list[int]) -> set[str]:
