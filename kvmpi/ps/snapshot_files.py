@@ -43,8 +43,11 @@ _DTYPES = {
 def write_part(directory: str, number: int, part: int, copy: PartCopy) -> m.PartFile:
     """Write one part; the file is there as a whole or not at all.
 
+    A file that is there stays: where parts change hands two servers may write the same one, and of a store without
+    rounds not the same values. The manifest is about the first.
+
     Raises:
-        OSError: it cannot be written; the error names the file.
+        OSError: it cannot be written, or there is another one; the error names the file.
     """
     folder = _folder(directory, number)
     path = _part_path(folder, part)
@@ -62,8 +65,8 @@ def write_part(directory: str, number: int, part: int, copy: PartCopy) -> m.Part
     manifest = {"format": _FORMAT, "number": number, "part": part, "stores": stores}
     try:
         os.makedirs(folder, exist_ok=True)
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            nbytes, checksum = 0, 0
+        nbytes, checksum = 0, 0
+        with replacing(path, over=False) as temporary, open(temporary, "wb") as file:
             arrays = (array.data.cast("B") for array in tensors.values() if array.size)
             for view in (memoryview(_header(tensors, manifest)), *arrays):
                 for start in range(0, len(view), _BLOCK_BYTES):
@@ -73,7 +76,8 @@ def write_part(directory: str, number: int, part: int, copy: PartCopy) -> m.Part
                 nbytes += len(view)
     except OSError as error:
         error.filename = path
-        raise
+        if not isinstance(error, FileExistsError) or _measure(path) != (nbytes, checksum):
+            raise
     return m.PartFile(part, nbytes, checksum)
 
 
@@ -195,16 +199,22 @@ def check(directory: str, manifest: Manifest) -> None:
     for part, (nbytes, expected) in enumerate(manifest.files):
         path = _part_path(_folder(directory, manifest.number), part)
         try:
-            with open(path, "rb") as file:
-                size, checksum = os.fstat(file.fileno()).st_size, 0
-                if size != nbytes:
-                    raise KVError(f"{path} is damaged: {size} bytes of {nbytes}")
-                while block := file.read(_BLOCK_BYTES):
-                    checksum = zlib.crc32(block, checksum)
+            size, checksum = _measure(path)
         except OSError as error:
             raise KVError(f"{path}: {error.strerror}") from error
+        if size != nbytes:
+            raise KVError(f"{path} is damaged: {size} bytes of {nbytes}")
         if checksum != expected:
             raise KVError(f"{path} is damaged: its checksum is {checksum:08x}, expected {expected:08x}")
+
+
+def _measure(path: str) -> tuple[int, int]:
+    """How many bytes a file has, and their checksum."""
+    nbytes = checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)
+    return nbytes, checksum
 
 
 def numbers(directory: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -228,6 +229,23 @@ def test_a_slow_disk_holds_nobody_up(start_job: StartJob, tmp_path: Path, monkey
     assert complete(folder) == []
     may_go_on.set()
     wait_for(lambda: complete(folder) == [2], "the snapshot that was being written")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_servers_that_write_one_part_the_first_has_written_it(tmp_path, monkeypatch, links: bool) -> None:
+    """The manifest is about what that one has said."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    first = files.write_part(str(tmp_path), 5, 0, copy_of(5, 0))
+    assert files.write_part(str(tmp_path), 5, 0, copy_of(5, 0)) == first, "the same bits are no harm"
+    with pytest.raises(FileExistsError, match="part-0"):
+        files.write_part(str(tmp_path), 5, 0, copy_of(6, 0))
+    files.check(str(tmp_path), Manifest(5, ((first.nbytes, first.checksum),), {}))
+    assert os.listdir(tmp_path / "5") == ["part-0.safetensors"]
 
 
 def test_what_is_left_of_a_snapshot_that_was_given_up_goes_before_the_next(tmp_path: Path) -> None:
