@@ -254,10 +254,10 @@ class Cluster:
         for rank in range(config.num_servers):
             self.start_server(rank)
 
-    def beside(self, name: str) -> VirtualBackground:
-        """What writes for a process."""
+    def beside(self, name: str, lives: Callable[[], bool] = lambda: True) -> VirtualBackground:
+        """What writes for a process, as long as that ``lives`` and no other has its name."""
         assert self.disk is not None
-        return VirtualBackground(self.network, name, self.disk.slow_s)
+        return VirtualBackground(self.network, name, self.disk.slow_s, lives)
 
     def _start_scheduler(self, resumed: Manifest | None) -> None:
         config = self.config
@@ -265,7 +265,9 @@ class Cluster:
         self.scheduler = SchedulerState(
             config.num_servers, self._heartbeat_timeout_s, config.replicas, config.on_client_loss, book
         )
-        how = {} if self.disk is None else {"disk": self.disk, "beside": lambda _: self.beside("scheduler")}
+        life, how = self.scheduler, {}
+        if self.disk is not None:
+            how = {"disk": self.disk, "beside": lambda _: self.beside("scheduler", lambda: self.scheduler is life)}
         self._keeper = SnapshotKeeper(config, self.scheduler, lambda: None, **how)
 
     @property

@@ -87,8 +87,8 @@ class VirtualBackground:
     What has not begun when its process is killed is never done.
     """
 
-    def __init__(self, network: Network, process: str, slow_s: float) -> None:
-        self._network, self._process, self._slow_s = network, process, slow_s
+    def __init__(self, network: Network, process: str, slow_s: float, lives: Callable[[], bool]) -> None:
+        self._network, self._process, self._slow_s, self._lives = network, process, slow_s, lives
         self._free_at_s = 0.0
         self._done: list[tuple[Callable[[Any], None], Any]] = []
         self._under_way = 0
@@ -103,7 +103,7 @@ class VirtualBackground:
         self._network.at(self._free_at_s, lambda: self._run(run, then), self._process)
 
     def _run(self, run: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        if not self._network.is_there(self._process):
+        if not (self._lives() and self._network.is_there(self._process)):
             return
         try:
             result: Any = run()
