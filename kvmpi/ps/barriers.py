@@ -40,8 +40,9 @@ class Barriers:
         waiting: who has come to the open one.
         dead: clients that are gone, and how.
         finished: clients that nobody waits for because they have joined.
-        returning: clients that are back, and the step after which they enter. They pass at once what comes before, and
-            nobody waits for them there.
+        returning: clients that are back, and the step after which they enter, or go on; -1: they have not said so.
+            Nobody waits for them at what comes before.
+        first: of those, the number of the first barrier that comes after, where it is over.
         left: clients that have left in good order, and the last process of each.
     """
 
@@ -52,6 +53,7 @@ class Barriers:
         self.dead: dict[int, str] = {}
         self.finished: set[int] = set()
         self.returning: dict[int, int] = {}
+        self.first: dict[int, int] = {}
         self.left: dict[int, int] = {}
         # When the first came to the open barrier; also as the timeline has it.
         self._opened_s, self._opened_ns = 0.0, 0
@@ -59,21 +61,25 @@ class Barriers:
     def save(self, number: int) -> SavedStore:
         """What another process needs to go on. Who waits asks that one again."""
         finished = sorted(self.finished)
-        return SavedStore(number, self.num_clients, self.done, self.dead, finished, self.returning, self.left)
+        return SavedStore(
+            number, self.num_clients, self.done, self.dead, finished, self.returning, self.left, self.first
+        )
 
     def restore(self, saved: SavedStore) -> None:
         """Be as ``save`` has described it."""
         self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
-        self.returning, self.left = saved.returning, saved.left
+        self.returning, self.left, self.first = saved.returning, saved.left, saved.first
 
     # ---- who is at the open barrier
 
     @property
     def _step(self) -> int:
         """How far clients are that wait at the open barrier: all make the same calls. Who is back counts for nothing
-        as long as anybody else waits, since it may be at the next one."""
-        others = [arrival.step for rank, arrival in self.waiting.items() if rank not in self.returning]
-        return max(others or (arrival.step for arrival in self.waiting.values()), default=0)
+        as long as anybody else waits, since it may be at a later one; nor does who has joined, and pushes no more."""
+        arrivals = {rank: arrival.step for rank, arrival in self.waiting.items() if rank not in self.finished}
+        arrivals = arrivals or {rank: arrival.step for rank, arrival in self.waiting.items()}
+        others = [step for rank, step in arrivals.items() if rank not in self.returning]
+        return max(others) if others else min(arrivals.values(), default=0)
 
     def _is_before_entry(self, rank: int) -> bool:
         """Whether the open barrier is one that ``rank``, which is back, is not at."""
@@ -92,6 +98,14 @@ class Barriers:
             if rank not in self.waiting and not gone and not self._is_before_entry(rank):
                 yield rank
 
+    def _number(self, client: int, message: m.Barrier) -> int:
+        """Which barrier a client is at, as far as that is known; else it is the open one, or one after that."""
+        before = self.returning.get(client)
+        if before is not None and self._on_loss == "shrink":
+            # It does not know how many barriers there were; those before it enters are over for it.
+            return self.done + (message.step > before)
+        return self.first.get(client, self.done + 1) if message.ordinal == m.NEXT_BARRIER else message.ordinal
+
     def arrive(self, client: int, route: bytes, message: m.Barrier, now_s: float, silence_of: SilenceOf) -> list[Reply]:
         """A client has come to a barrier.
 
@@ -99,18 +113,19 @@ class Barriers:
             ProtocolError: not to the next one.
             ClientLostError: somebody will never come.
         """
-        # One that is back does not know how many barriers there were; those before it enters are over for it.
-        before = self.returning.get(client)
-        if message.ordinal <= self.done if before is None else message.step <= before:
-            return [Reply(route, m.Ack(message.request, self.done))]
-        if message.ordinal != self.done + 1 and before is None:
+        number = self._number(client, message)
+        if number <= self.done:
+            return [Reply(route, m.Ack(message.request, number if message.ordinal == m.NEXT_BARRIER else self.done))]
+        if number > self.done + 1:
             raise ProtocolError(
                 f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {self.done}"
             )
+        if message.ordinal == m.NEXT_BARRIER:  # it has met none between its entry and this step, so there are none
+            self.returning[client] = max(message.step - 1, self.returning.get(client, -1))
         ended = {rank: why for rank, why in self.dead.items() if self._ends(rank, why)}
         if ended:
             blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
-            raise ClientLostError(f"barrier {message.ordinal} cannot be completed, because {blame}")
+            raise ClientLostError(f"barrier {number} cannot be completed, because {blame}")
         known = client in self.waiting
         if not self.waiting:
             self._opened_s, self._opened_ns = now_s, timeline.now() if timeline.on else 0
@@ -126,15 +141,20 @@ class Barriers:
         """Let all go that have come to the open barrier, if nobody is missing."""
         if not self.waiting or next(self._missing(), None) is not None:
             return []
-        come = {rank: arrival for rank, arrival in self.waiting.items() if not self._is_before_entry(rank)}
-        self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank not in come}
-        self.done += 1
+        step, self.done = self._step, self.done + 1
+        later = {rank for rank, arrival in self.waiting.items() if step <= self.returning.get(rank, -1) < arrival.step}
+        come = {rank: arrival for rank, arrival in self.waiting.items() if rank not in later}
+        self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank in later}
+        # Others do not wait for who has joined: it may ask when this one is over.
+        self.first |= {rank: self.done for rank, before in self.returning.items() if 0 <= before < step} | self.first
         self._changed()
         if timeline.on and self._opened_ns:
             timeline.span("barrier", self._opened_ns, step=self.done)
         for rank in come:
-            self.returning.pop(rank, None)
-        return [Reply(arrival.route, m.Ack(arrival.request, self.done)) for arrival in come.values()]
+            if self.returning.get(rank, -1) >= 0:  # else its program may yet skip some
+                del self.returning[rank]
+        passed = [Reply(arrival.route, m.Ack(arrival.request, self.done)) for arrival in come.values()]
+        return passed + self._complete()
 
     def wait(self, store: int, silence_of: SilenceOf) -> Wait | None:
         """Whom those wait for that have come to the open barrier of this store."""
@@ -151,9 +171,14 @@ class Barriers:
     # ---- clients that come and go
 
     def bring_back(self, rank: int) -> None:
-        """Another process of a client that others go on without is here; they do until it has entered."""
-        self.returning[rank] = _NEVER
+        """Another process of a client is here. Where others go on without it, they do until it has entered."""
         self.waiting.pop(rank, None)
+        self.first.pop(rank, None)
+        if self._on_loss == "shrink":
+            self.returning[rank] = _NEVER
+            self.finished.discard(rank)
+        else:
+            self.returning[rank] = -1
 
     def enter(self, rank: int, step: int) -> list[Reply]:
         """A client that is back is at the barriers after ``step``; -1: at all of them. Who passes because of that."""
@@ -162,7 +187,6 @@ class Barriers:
                 del self.returning[rank]
             else:
                 self.returning[rank] = step
-            self.finished.discard(rank)
             self._changed()
         return self._complete()
 
@@ -172,11 +196,13 @@ class Barriers:
         self._changed()
         return self._complete()
 
-    def lose(self, rank: int, why: str) -> list[Reply]:
-        """A client is gone; what those hear that have come to the open barrier."""
+    def lose(self, rank: int, why: str, step: int = 0) -> list[Reply]:
+        """A client is gone, and went on after ``step`` at last; what those hear that have come to the open barrier."""
         self.dead.pop(rank, None)  # its place among them is that of its last end
         self.dead[rank] = why
-        self.returning.pop(rank, None)
+        back = self.returning.pop(rank, None)
+        if back is not None and max(back, step) > 0 and why == CLOSED and self._on_loss == "wait":
+            self.finished.add(rank)  # it may have skipped the barriers that are left
         self._changed()
         if not self._ends(rank, why):
             self.waiting.pop(rank, None)

@@ -194,8 +194,6 @@ class PsClient(Participant):
 
     @property
     def position(self) -> int:
-        """Rounds that have this client's push, from processes before this one, of all keys that are pushed in every
-        round: where it goes on. Keys that are far behind the furthest are pushed less often, or never."""
         if self._position is not None:
             return self._position
         found = [layout.found or 0 for layout in self._layouts.values()]
@@ -280,15 +278,17 @@ class PsClient(Participant):
                 about(part, m.Push, fields, cost_bytes=piece.nbytes, payloads=piece.payloads, on_reply=piece.on_reply)
             )
 
+        asks += (entry := self._entry())
+
         def count(error: KVError | None) -> None:
             layout.pushing = False
+            if entry and error is not None:
+                self._goes_on = False  # it is said again, though it may have been heard
             if error is None or any(ask.used for ask in asks):
                 layout.steps = step
 
-        return self._start(
-            self._label(op, key, step), asks, deadline, priority, phase="push",
-            nbytes=sum(piece.sent_bytes for piece in pieces), settle=count, on_accepted=on_accepted,
-        )  # fmt: skip
+        label, nbytes = self._label(op, key, step), sum(piece.sent_bytes for piece in pieces)
+        return self._start(label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted)
 
     # ---- rows
 

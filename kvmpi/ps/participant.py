@@ -54,12 +54,20 @@ class Participant(ABC):
         self._num_parts = 0
         self._position: int | None = None
         self.left_out = self._has_entered = False
+        # The scheduler is told that this process pushes on from where another was; it knows its number at barriers.
+        self._goes_on = self._has_number = False
         self.clock = 0
         self.resumed_step = 0
 
     @abstractmethod
     def _furthest_step(self) -> int:
         """Pushes of the key that has most of them."""
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Rounds that have this client's push, from processes before this one, of all keys that are pushed in every
+        round: where it goes on. Keys that are far behind the furthest are pushed less often, or never."""
 
     @abstractmethod
     def _staleness(self, key: Key) -> int:
@@ -120,15 +128,18 @@ class Participant(ABC):
     def close(self, deadline: Deadline) -> None:
         """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
         if self._link.is_open:
-            asks = [*(Ask(server, m.Bye, ()) for server in self._link.servers), Ask(SCHEDULER, m.Leave, ())]
-            short = Deadline(min(deadline.remaining_s(), GOODBYE_S))
             self._link.stop_heartbeats()
             try:
-                # Whatever is still queued goes first.
-                self._start(f"client {self._client} leaves", asks, short, priority=-(1 << 62)).wait()
+                self.leave(Deadline(min(deadline.remaining_s(), GOODBYE_S))).wait()
             except KVError:
                 pass  # a peer is gone already; there is nobody left to tell
         self.abort()
+
+    def leave(self, deadline: Deadline) -> Work:
+        """Say good-bye to all peers, when whatever is still queued has gone."""
+        asks = [Ask(server, m.Bye, ()) for server in self._link.servers]
+        asks.append(Ask(SCHEDULER, m.Leave, (self.position if self._is_waited_for else 0,)))
+        return self._start(f"client {self._client} leaves", asks, deadline, priority=-(1 << 62))
 
     def abort(self) -> None:
         """End the I/O thread without a word to the peers."""
@@ -163,17 +174,34 @@ class Participant(ABC):
         asks.append(Ask(SCHEDULER, m.Finish, ()))
         return self._start(f"join on client {self._client}", asks, deadline)
 
+    @property
+    def _is_waited_for(self) -> bool:
+        """Whether others wait for another process, if one of this client is lost."""
+        return self._mode == "sync" and self._config.on_client_loss == "wait"
+
+    def _entry(self) -> list[Ask]:
+        """What a process says with its first push if it goes on where another was: it has left behind the barriers
+        before, whether its program has met them again or skipped them."""
+        if not self._is_waited_for or not self._position or self._goes_on:
+            return []
+        self._goes_on = True
+        return [Ask(SCHEDULER, m.Enter, (self._position,))]
+
     # ---- commands to the scheduler
 
     def barrier(self, deadline: Deadline) -> Work:
         """Done when every client of the store has reached it."""
         ordinal, settle = self._next_ordinal("barrier")
+        step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
+        # Before its first push, its program meets those barriers again that it does not skip: they are over, or open.
+        by_step = self._is_waited_for and step > position > 0 and not self._has_number
 
         def hear(message: Message, payloads: list[memoryview]) -> None:
-            if isinstance(message, m.Ack) and self._has_entered:
+            if isinstance(message, m.Ack) and (self._has_entered or by_step):
                 self._ordinals["barrier"] = message.version
+                self._has_number = True
 
-        ask = Ask(SCHEDULER, m.Barrier, (ordinal, max(self._furthest_step(), self._position or 0)), on_reply=hear)
+        ask = Ask(SCHEDULER, m.Barrier, (m.NEXT_BARRIER if by_step else ordinal, max(step, position)), on_reply=hear)
         return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:

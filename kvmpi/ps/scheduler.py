@@ -194,7 +194,7 @@ class SchedulerState:
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
                     return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
-                return [Reply(route, m.Ack(message.request, 0)), *self._leave_barriers(name, CLOSED)]
+                return [Reply(route, m.Ack(message.request, 0)), *self._leave_barriers(name, CLOSED, message.step)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
     def _heard(self, sent_us: int, now_s: float) -> m.Heard:
@@ -230,8 +230,7 @@ class SchedulerState:
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
                     f"{store.num_clients}; all workers must create the same stores in the same order"
                 )
-            why = store.dead.pop(message.rank, "was lost and started again")
-            self._note_return(store, message, why, old)
+            self._note_return(store, message, store.dead.pop(message.rank, ""), old)
         if old is not None:
             self._remove(name)
         self.changes += 1
@@ -248,11 +247,19 @@ class SchedulerState:
         self.changes += 1
 
     def _note_return(self, store: Barriers, message: m.Register, why: str, old: Member | None) -> None:
-        """Where others go on without a client that is gone, all have to know that until its new process has entered."""
+        """Where others go on without a client that is gone, all have to know that until its new process has entered.
+
+        Args:
+            why: it was gone, if that is known.
+        """
         where = (message.store, message.rank)
+        replaces = old is not None and old.incarnation < message.incarnation
         if self._on_client_loss != "shrink":
             self._lost.pop(where, None)
-        elif old is None or old.incarnation < message.incarnation:
+            if self._on_client_loss == "wait" and (why or replaces):
+                store.bring_back(message.rank)
+        elif old is None or replaces:
+            why = why or "was lost and started again"
             gone = store.left.pop(message.rank, None) if old is None else old.incarnation
             if gone is not None:
                 self._lost[where] = m.Lost(message.rank, message.store, gone, why)
@@ -433,12 +440,12 @@ class SchedulerState:
         self._names.pop(member.route, None)
         self._waiting_for_view.pop(member.route, None)
 
-    def _leave_barriers(self, name: MemberName, why: str) -> list[Reply]:
+    def _leave_barriers(self, name: MemberName, why: str, step: int = 0) -> list[Reply]:
         role, store_id, rank = name
         if role != "client":
             return []
         store = self._stores[store_id]
-        replies = store.lose(rank, why)
+        replies = store.lose(rank, why, step)
         if store.deserted:
             del self._stores[store_id]
             if why == CLOSED and self._on_client_loss == "shrink":

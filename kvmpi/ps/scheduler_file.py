@@ -33,6 +33,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     finished: list[int]
     returning: dict[int, int] = {}
     left: dict[int, int] = {}
+    first: dict[int, int] = {}
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

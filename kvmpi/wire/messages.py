@@ -155,7 +155,8 @@ class Return(Message, tag="return"):
 class Enter(Message, tag="enter"):
     """A client that is back takes part in the rounds after `step`; those before go on without it.
 
-    At the scheduler: in the barriers after that step. -1: in all, since there are no rounds.
+    At the scheduler: in the barriers after that step; also where others have waited for it, and it pushes after that
+    step now. -1: in all, since there are no rounds.
     """
 
     request: int
@@ -348,10 +349,14 @@ class Report(Message, tag="report"):
     answer: bool = False
 
 
+#: The number of a barrier for a client that is back and does not know how many there were.
+NEXT_BARRIER = 0
+
+
 class Barrier(Message, tag="barrier"):
     """A master has reached its ``ordinal``-th barrier of its store, after its step ``step`` with the furthest key.
 
-    The `Ack` says the barrier's number: to a client that is back, another one than its own.
+    ``ordinal`` 0: the first one since a client that is back pushes, whatever its number. The `Ack` says the number.
     """
 
     request: int
@@ -374,9 +379,14 @@ class Dead(Message, tag="dead"):
 
 
 class Leave(Message, tag="leave"):
-    """A member ends in good order; its silence from now on is no loss."""
+    """A member ends in good order; its silence from now on is no loss.
+
+    ``step``: where a client has gone on from, if others have waited for a process before it; it may have skipped the
+    barriers that are left.
+    """
 
     request: int
+    step: int = 0
 
 
 class CaughtUp(Message, tag="caughtup"):

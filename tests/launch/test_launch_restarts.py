@@ -9,6 +9,7 @@ import pytest
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 
 RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
+MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
 FEWER = """
 import os, signal, sys
 import numpy as np
@@ -95,3 +96,13 @@ def test_a_client_that_was_left_out_comes_back(launch, layout, store, dies):
     assert "started again (1 of 2)" in job.stderr
     away = {int(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if " away for " in line}
     assert min(away) >= 10, "the others have not gone on"
+
+
+@pytest.mark.parametrize("how", ["skip", "again"])
+def test_a_client_that_others_wait_for_meets_them_at_their_barriers(launch, how):
+    settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "3", "KVMPI_HEARTBEAT_S": "0.2", "KVMPI_TIMEOUT_S": "40"}
+    job = launch("-n", "3", "-c", "3", "-s", "2", "--restart", "3", MEETING, how, "1", env=settings, whole=True)
+    assert job.finish(120.0) == 0, job.stderr
+    assert job.stdout.count(" 0 wrong") == 6, job.stdout
+    assert "passed without" not in job.stdout
+    assert "started again (3 of 3)" in job.stderr

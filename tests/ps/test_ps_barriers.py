@@ -1,0 +1,151 @@
+"""The barriers of a store whose clients wait for one that is started again: its program may skip some, or meet all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvmpi.ps.barriers import Barriers
+from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.reply import Reply
+from kvmpi.wire import messages as m
+from kvmpi.wire.messages import NEXT_BARRIER
+
+LAST = 4
+"""The step of both clients when client 1 was lost, after three barriers."""
+
+
+class Meeting:
+    """Two clients that have met three times; ``restarts``: another process goes on with what was saved."""
+
+    def __init__(self, *, restarts: bool = False) -> None:
+        self.barriers = Barriers(2, "wait", lambda: None)
+        self._restarts = restarts
+        self._numbers = itertools.count(1)
+        for ordinal, step in ((1, 0), (2, 1), (3, 3)):
+            self.come(0, ordinal, step)
+            assert self.come(1, ordinal, step) == {0: ordinal, 1: ordinal}
+
+    def lose_and_bring_back(self, *, at_barrier: int = 0) -> None:
+        if at_barrier:
+            assert self.come(0, at_barrier, LAST) == {}
+        assert self.barriers.lose(1, "was lost: no heartbeat") == []
+        self.barriers.dead.pop(1)
+        self.barriers.bring_back(1)
+
+    def come(self, client: int, ordinal: int, step: int, request: int = 0) -> dict[int, int]:
+        """Who passes because of that, and what number they are told."""
+        self.request = request or next(self._numbers)
+        message = m.Barrier(self.request, ordinal, step)
+        return self.passed(self.barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0))
+
+    def passed(self, replies: list[Reply]) -> dict[int, int]:
+        if self._restarts:
+            before, self.barriers = self.barriers, Barriers(2, "wait", lambda: None)
+            self.barriers.restore(before.save(1))
+            self.barriers.waiting = before.waiting  # they ask again
+        return {int(reply.route): reply.message.version for reply in replies if isinstance(reply.message, m.Ack)}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_client_that_skips_what_is_done_meets_the_others_at_the_next_barrier(restarts: bool) -> None:
+    meeting = Meeting(restarts=restarts)
+    meeting.lose_and_bring_back()
+    assert meeting.passed(meeting.barriers.enter(1, LAST)) == {}
+    assert meeting.come(1, 1, LAST) == {1: 3}, "that of the beginning is over"
+    assert meeting.come(0, 4, LAST + 1) == {}
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1) == {0: 4, 1: 4}
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1, meeting.request) == {1: 4}, "the answer was lost"
+    assert meeting.come(1, 5, LAST + 2) == {}
+    assert meeting.come(0, 5, LAST + 2) == {0: 5, 1: 5}
+
+
+def test_nobody_waits_for_it_at_a_barrier_that_it_skips() -> None:
+    meeting = Meeting()
+    meeting.lose_and_bring_back(at_barrier=4)
+    assert meeting.passed(meeting.barriers.enter(1, LAST)) == {0: 4}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_client_that_meets_all_barriers_again_waits_at_the_open_one(restarts: bool) -> None:
+    meeting = Meeting(restarts=restarts)
+    meeting.lose_and_bring_back()
+    assert meeting.come(0, 4, LAST) == {}, "it may come to this one yet"
+    for ordinal in (1, 2, 3):
+        assert meeting.come(1, ordinal, LAST) == {1: 3}
+    assert meeting.come(1, 4, LAST) == {0: 4, 1: 4}
+    assert meeting.passed(meeting.barriers.enter(1, LAST)) == {}
+    assert meeting.come(0, 5, LAST + 1) == {}
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1) == {0: 5, 1: 5}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_client_that_has_joined_is_told_which_barrier_it_is_at_and_not_which_are_over(restarts: bool) -> None:
+    meeting = Meeting(restarts=restarts)
+    meeting.lose_and_bring_back()
+    meeting.passed(meeting.barriers.enter(1, LAST))
+    meeting.passed(meeting.barriers.finish(1))
+    for ordinal, step in ((4, LAST), (5, LAST + 2), (6, LAST + 4), (7, LAST + 4)):
+        assert meeting.come(0, ordinal, step) == {0: ordinal}
+    assert meeting.barriers.lose(0, CLOSED) == []
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1) == {1: 5}, "the first after its entry"
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1, meeting.request) == {1: 5}, "the answer was lost"
+    assert meeting.come(1, 6, LAST + 1) == {1: 7}, "it counts on"
+    assert meeting.come(1, 7, LAST + 1) == {1: 7}
+
+
+def test_clients_that_are_back_may_be_at_different_barriers() -> None:
+    meeting = Meeting()
+    for client in (0, 1):
+        meeting.barriers.bring_back(client)
+    meeting.barriers.enter(0, LAST)
+    meeting.barriers.enter(1, LAST + 1)
+    assert meeting.come(1, NEXT_BARRIER, LAST + 3) == {}
+    assert meeting.come(0, NEXT_BARRIER, LAST + 1) == {0: 4}, "the other one has skipped it"
+    assert meeting.come(0, 5, LAST + 3) == {0: 5, 1: 5}
+
+
+def test_what_a_client_that_is_back_has_not_pushed_yet_does_not_make_it_skip() -> None:
+    meeting = Meeting()
+    meeting.barriers.bring_back(0)
+    meeting.barriers.enter(0, LAST)
+    meeting.barriers.bring_back(1)
+    assert meeting.come(0, NEXT_BARRIER, LAST + 1) == {}
+    assert meeting.come(1, 4, LAST + 1) == {0: 4, 1: 4}, "its process before has pushed one step more"
+
+
+@pytest.mark.parametrize("step", [0, LAST])
+def test_a_client_that_has_nothing_left_to_do_holds_nobody_up(step: int) -> None:
+    """It says when it leaves that it has gone on from somewhere; one that has begun anew has left its program early."""
+    meeting = Meeting()
+    meeting.lose_and_bring_back()
+    assert meeting.come(0, 4, LAST) == {}
+    left = meeting.barriers.lose(1, CLOSED, step)
+    if step:
+        assert meeting.passed(left) == {0: 4}
+        assert meeting.come(0, 5, LAST) == {0: 5}
+    else:
+        assert [type(reply.message) for reply in left] == [m.Failure]
+
+
+def test_who_meets_others_at_another_barrier_than_theirs_holds_nobody_up_either() -> None:
+    """Its program has skipped the third barrier, and has two after its last step, as theirs."""
+    meeting = Meeting()
+    meeting.barriers.done = 2
+    meeting.lose_and_bring_back()
+    assert meeting.come(0, 3, LAST) == {}
+    assert meeting.come(1, 2, LAST) == {1: 2}
+    assert meeting.come(1, 3, LAST) == {0: 3, 1: 3}
+    assert meeting.barriers.lose(1, CLOSED, LAST) == []
+    assert meeting.come(0, 4, LAST) == {0: 4}
+    assert meeting.come(0, 5, LAST) == {0: 5}
+
+
+def test_a_client_that_is_lost_again_is_waited_for_again() -> None:
+    meeting = Meeting()
+    meeting.lose_and_bring_back()
+    meeting.barriers.enter(1, LAST)
+    assert meeting.come(0, 4, LAST + 1) == {}
+    meeting.lose_and_bring_back()
+    assert meeting.come(1, 4, LAST) == {0: 4, 1: 4}
