@@ -56,10 +56,14 @@ class Disturbances:
         if choose.random() < 0.1:
             self._cluster.kill_scheduler()
             return
-        if self._adds_server and chains is not None and chains.settled:
+        # Most of all where rounds are open; but also, where it takes so long, before anybody has begun.
+        begun = self._has_begun() or self._network.now_s > 3.0
+        if self._adds_server and begun and chains is not None and chains.settled:
             self._adds_server = False
             self._network.faults.count("add")
             self._cluster.start_server(self._cluster.config.num_servers)
+            # What it is handed are open rounds, if they wait for somebody.
+            self._slow_down(self._name_of(choose.randrange(self._cluster.config.num_clients)), 3.0, 0.4)
             return
         if chains is None or not self._replicas:
             self._stop_something()
@@ -134,10 +138,13 @@ class Disturbances:
         servers = [process.name for process in self._cluster.processes.values()]
         name = choose.choice(sorted([name for name in clients if name in self._programs] + servers))
         if choose.random() < 0.3:
-            self._network.slow[name] = (self._network.now_s + choose.uniform(0.5, 3.0), choose.choice([0.05, 0.4]))
-            self._network.faults.count("slow")
+            self._slow_down(name, choose.uniform(0.5, 3.0), choose.choice([0.05, 0.4]))
         elif self._network.now_s > self._network.stopped.get(name, -1.0) + 1.0:
             self._stop(name, choose.uniform(0.1, 0.4))
+
+    def _slow_down(self, name: str, for_s: float, delay_s: float) -> None:
+        self._network.slow[name] = (self._network.now_s + for_s, delay_s)
+        self._network.faults.count("slow")
 
     def _stop(self, name: str, seconds: float) -> None:
         self._network.stopped[name] = self._network.now_s + seconds

@@ -83,7 +83,7 @@ class Oracle:
     ) -> None:  # fmt: skip
         self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
         self._sync, self._additive = sync, additive
-        self._num_clients, self._replicas = len(last_steps), cluster.config.replicas
+        self.num_clients, self._replicas = len(last_steps), cluster.config.replicas
         pairs = [(client, key) for client in last_steps for key in self._keys]
         self._past = past
         self._resumed = past.number if past is not None else 0
@@ -142,7 +142,7 @@ class Oracle:
 
     def enter(self, client: int, step: int) -> None:
         """A client that was left out is back, in the rounds after ``step`` of all keys."""
-        furthest = max(0, *(self.last_begun(other) for other in range(self._num_clients)))
+        furthest = max(0, *(self.last_begun(other) for other in range(self.num_clients)))
         if step > furthest:
             raise Violation(f"client {client} enters after step {step}, nobody has begun more than {furthest}")
         self.gone.discard(client)
@@ -237,9 +237,9 @@ class Oracle:
             if np.isnan(value).any():
                 raise Violation(f"{where}: not filled")
             return
-        elements = [_digits(number, self._num_clients) for number in value.tolist()]
+        elements = [_digits(number, self.num_clients) for number in value.tolist()]
         found = set(elements)
-        for other in range(self._num_clients) if found else ():
+        for other in range(self.num_clients) if found else ():
             counts = sorted({digits[other] for digits in found})
             if self._sync:
                 least, most = self._bounds(other, key, step)
@@ -259,7 +259,7 @@ class Oracle:
                 raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
         if self._sync:
             return
-        if any(sum(digits) < self._resumed_step * self._num_clients for digits in found):
+        if any(sum(digits) < self._resumed_step * self.num_clients for digits in found):
             raise Violation(f"{where}: {elements} pushes, fewer than in the {self._resumed_step} steps before")
         seen = self._seen.get((client, key), elements)
         if seen != elements and any(map(_is_less, elements, seen)):
@@ -328,7 +328,7 @@ class Oracle:
         """How many pushes of each client are in a chunk; looked at once for each round."""
         rounds, counts = self._counted.get(slot, _NEVER)
         if rounds != slot.rounds:
-            found = {_digits(number, self._num_clients) for number in set(slot.value.tolist())}
+            found = {_digits(number, self.num_clients) for number in set(slot.value.tolist())}
             if len(found) > 1:
                 raise Violation(f"key {slot.key!r}: elements of one chunk differ: {sorted(found)}")
             counts = found.pop() if found else ()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvmpi.ps import consistency, part
+from kvmpi.ps.barriers import Barriers
+from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.part import Part
 from kvmpi.ps.rounds import Rounds
@@ -201,7 +203,16 @@ def _goes_on_while_somebody_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "enter", enter)
 
 
-#: By name: what plants it, and words of the violation that has to be found.
+def _counts_barriers_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PsClient, "_is_waited_for", False)
+
+
+def _meets_without_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it skipped all barriers until it says where it is."""
+    monkeypatch.setattr(Barriers, "bring_back", lambda self, rank: self.returning.update({rank: 1 << 62}))
+
+
+#: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
     "lost acknowledgement": (_acknowledges_before_others_have_it, "was told of"),
@@ -220,9 +231,11 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "steps of the job before": (_knows_pushes_of_the_job_before, "must be there"),
     "resumed too far": (_goes_on_where_the_furthest_is, "steps before"),
     "snapshot not copied": (_writes_what_is_there_by_then, "were begun"),
+    "barriers counted from 1": (_counts_barriers_from_1, "has not come to it|still waiting"),
+    "met without who is back": (_meets_without_who_is_back, "has not come to it"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
-    "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting"),
+    "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),
     "value of a head that was replaced": (_answers_when_another_may_be_the_head, "who knew of"),
     "requests that are not sent again": (_asks_only_once, "still waiting"),
 }

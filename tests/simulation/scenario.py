@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from simulation.cluster import Cluster
 from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
+from simulation.meetings import Meeting, Meetings
 from simulation.network import Faults, Network, Program, Violation
 from simulation.oracle import BASE, Oracle, Past
 
@@ -20,9 +22,7 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.participant import GOODBYE_S
-from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.ps.snapshots import Manifest
-from kvmpi.wire import messages as m
 
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
 HEARTBEAT_TIMEOUT_S = 1.2
@@ -96,6 +96,11 @@ class Job:
             self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
             past=past,
         )  # fmt: skip
+        # Whether clients meet after some steps, which is where one that was away has missed barriers; and whether its
+        # program meets all of them again, or skips those of steps that are done.
+        meets = random.Random(f"{seed} barriers")
+        self._meets, self._meets_again = self.mode == "sync" and meets.random() < 0.6, meets.random() < 0.4
+        self._meetings = Meetings(self.oracle)
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
         self._closing: set[int] = set()
@@ -157,7 +162,9 @@ class Job:
 
     def _may_lose(self, rank: int) -> bool:
         """Whether the job has to survive the end of a client's process."""
-        if self.policy == "fail" or rank in self.oracle.gone | self._leaving or self.mode == "async":
+        if self.policy == "fail" or rank in self.oracle.gone or self.mode == "async":
+            return False
+        if rank in (self._closing if self.policy == "wait" else self._leaving):
             return False
         if f"client {rank}.{self._incarnations[rank]}" not in self._programs:
             return False  # another process is about to take its place
@@ -211,21 +218,26 @@ class Job:
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
         yield [ps.enter(deadline())]
         yield [ps.set_rule(rule, deadline())]
-        yield [ps.barrier(deadline())]
+        yield from self._meet(ps, rank, (0, 0))
         self.oracle.check_resumed(rank, ps.resumed_step)
         first = 1 + ps.resumed_step + ps.position
         if rank in self.oracle.gone and incarnation == self._incarnations[rank] > 1:
             self.network.faults.count("return" if not ps.resumed_step else "return after resume")
             self.oracle.enter(rank, first - 1)
+            self._meetings.skip(rank, first - 1)
             yield from self._read_all(ps, rank, first - 1)
         if self.cluster.config.resume and incarnation == 1 and first <= self._last_step[rank]:
             yield from self._read_all(ps, rank, first - 1)
         if self.mode == "async" and incarnation > 1:
             first = 1 + self.oracle.last_begun(rank)
+        for step in range(1, first) if self._meets_again else ():
+            yield from self._meet(ps, rank, (step, 0))
         for step in range(first, self._last_step[rank] + 1):
+            self._meetings.skip(rank, first - 1)
             yield from self._exchange(ps, rank, step)
             if rank in self._slow:
                 yield [self.network.pause(self.network.random.uniform(0.0, 2.0))]
+            yield from self._meet(ps, rank, (step, 0))
         if incarnation < self._incarnations[rank]:
             self.network.detach(f"client {rank}.{incarnation}")
             return  # another is about to take its place: if it left in good order now, that one would be alone
@@ -236,17 +248,28 @@ class Job:
             yield from self._read_all(ps, rank, self._last_step[rank])
         if self._last_step[rank] < self.steps:
             self.network.faults.count("finish")
+            self._meetings.finished.add(rank)
             yield [ps.finish(deadline())]
-        yield [ps.barrier(deadline())]
+        yield from self._meet(ps, rank, (self.steps, 1))
         yield from self._read_all(ps, rank, self._last_step[rank], at_the_end=True)
-        yield [ps.barrier(deadline())]
+        yield from self._meet(ps, rank, (self.steps, 2))
         self._closing.add(rank)
         ps._link.stop_heartbeats()
-        asks = [*(Ask(server, m.Bye, ()) for server in ps._link.servers), Ask(SCHEDULER, m.Leave, ())]
         try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
-            yield [ps._start("say good-bye", asks, deadline(GOODBYE_S))]
+            yield [ps.leave(deadline(GOODBYE_S))]
         except KVError:
             pass
+
+    def _meet(self, ps: PsClient, rank: int, where: Meeting) -> Program:
+        """A barrier, if there is one there."""
+        step, number = where
+        if step and not number and not (self._meets and step % 2):
+            return
+        self._meetings.come(rank, where)
+        yield [ps.barrier(self.cluster.deadline())]
+        # Who was away may have missed some before this, as long as it has not pushed.
+        if ps._furthest_step() > ps.position or (not ps._has_entered and (self._meets_again or ps.position == 0)):
+            self._meetings.check_passed(rank, where)
 
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
         outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}

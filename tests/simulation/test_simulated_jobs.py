@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -30,7 +31,7 @@ def test_jobs_survive_their_faults() -> None:
         "kill client", "stop client", "words of the dead", "kill all", "resume", "return",
     )  # fmt: skip
     assert min(fired[fault] for fault in faults) > NUM_SEEDS / 20, f"too few faults to prove anything: {fired}"
-    rare = ("resume async", "resume shrink", "resume wait", "return after resume", "disk torn", "disk full")
+    rare = ("resume async", "resume shrink", "resume fail", "return after resume", "disk torn", "disk full")
     assert min(fired[fault] for fault in rare) > 0, f"a fault has never fired: {fired}"
 
 
@@ -52,20 +53,20 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
 #: The first seeds that find a mistake, tried first to save time. A change of the scenario may move them: a warning
 #: says where to, since a search takes up to a minute.
 FOUND_BY = {
-    "resurrected incarnation": 374, "resurrected client": 23, "open rounds forgotten": 2215, "one snapshot kept": 53,
-    "value of a head that was replaced": 125, "snapshot of several rounds": 7, "lost acknowledgement": 75,
-    "returned client left out": 24, "rounds pass who enters": 24, "snapshot counted twice": 35, "resumed too far": 53,
-    "snapshot not copied": 30,
+    "resurrected incarnation": 320, "resurrected client": 204, "open rounds forgotten": 157, "one snapshot kept": 25,
+    "value of a head that was replaced": 80, "snapshot of several rounds": 7, "lost acknowledgement": 10,
+    "returned client left out": 24, "rounds pass who enters": 24, "snapshot counted twice": 35, "resumed too far": 17,
+    "snapshot not copied": 30, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 22,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1,000 seeds, and by the check that is meant for it."""
-    plant, words = PLANTS[name]
+    plant, pattern = PLANTS[name]
     plant(monkeypatch)
     first = FOUND_BY.get(name, 0)
-    found = next((seed for seed in (first, *range(1000)) if words in (_violation_of(seed) or "nothing")), None)
+    found = next((seed for seed in (first, *range(1000)) if re.search(pattern, _violation_of(seed) or "")), None)
     assert found is not None, "no seed finds it"
     if found not in range(first, first + 15):
         warnings.warn(f"FOUND_BY: {name!r} is found by seed {found} now, not by {first}", stacklevel=1)
