@@ -32,7 +32,7 @@ def resumed_manifest(config: Config, complain: Callable[[str], None]) -> Manifes
     if config.resume:
         found = files.choose(config.resume, config.num_servers * PARTS_PER_SERVER, PARTS_PER_SERVER, complain)
     if config.snapshot_dir:
-        files.prepare(config.snapshot_dir, config.resume)
+        files.prepare(config.snapshot_dir, config.resume, 0 if found is None else found.number)
     return found
 
 

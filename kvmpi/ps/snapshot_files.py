@@ -259,8 +259,10 @@ def choose(directory: str, num_parts: int, parts_per_server: int, complain: Call
     raise ConfigError(f"resume from {directory}: no usable snapshot; " + ("; ".join(found) or "the folder has none"))
 
 
-def prepare(directory: str, resumed_from: str) -> None:
-    """See to it that snapshots can be written into ``directory``.
+def prepare(directory: str, resumed_from: str, resumed: int) -> None:
+    """See to it that snapshots can be written into ``directory``, by a job that goes on from snapshot ``resumed``.
+
+    What was not completed is deleted, and newer ones, which cannot be used, are set aside: their numbers come again.
 
     Raises:
         ConfigError: they cannot, or those of another job are there.
@@ -278,6 +280,20 @@ def prepare(directory: str, resumed_from: str) -> None:
             f"{directory} has snapshots of another job (the newest is {found[-1]}), which those of this one would "
             "replace; go on from them with --resume, or name another folder"
         )
+    for number in numbers(directory):
+        if number not in found:
+            remove(directory, number)
+        elif number > resumed:
+            _set_aside(_folder(directory, number))
+
+
+def _set_aside(folder: str) -> None:
+    aside = folder + ".unusable"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used, and not be renamed to {aside}: {error.strerror}") from None
 
 
 def remove(directory: str, number: int) -> None:

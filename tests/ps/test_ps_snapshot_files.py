@@ -127,17 +127,35 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_or_is_anothers(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Not a directory"):
-        files.prepare(str(tmp_path / "file" / "below"), "")
+        files.prepare(str(tmp_path / "file" / "below"), "", 0)
     write(tmp_path / "mine", 5)
     with pytest.raises(ConfigError, match="snapshots of another job"):
-        files.prepare(str(tmp_path / "mine"), "")
+        files.prepare(str(tmp_path / "mine"), "", 0)
     with pytest.raises(ConfigError, match="snapshots of another job"):
-        files.prepare(str(tmp_path / "mine"), str(tmp_path))
-    files.prepare(str(tmp_path / "mine"), str(tmp_path / "mine" / ".." / "mine"))
+        files.prepare(str(tmp_path / "mine"), str(tmp_path), 5)
+    files.prepare(str(tmp_path / "mine"), str(tmp_path / "mine" / ".." / "mine"), 5)
     (tmp_path / "mine" / "5" / "snapshot.json").unlink()  # a job that came to nothing
-    files.prepare(str(tmp_path / "mine"), "")
-    files.prepare(str(tmp_path / "new" / "deep"), "")
+    files.prepare(str(tmp_path / "mine"), "", 0)
+    assert list((tmp_path / "mine").iterdir()) == []
+    files.prepare(str(tmp_path / "new" / "deep"), "", 0)
     assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
+def test_numbers_that_come_again_are_free(tmp_path: Path) -> None:
+    """A job of an asynchronous store goes on from the last usable snapshot, and gets to other values."""
+    for number in (5, 10, 15, 20):
+        write(tmp_path, number)
+    truncate(tmp_path / "15" / "part-1.safetensors")
+    (tmp_path / "20" / "snapshot.json").unlink()
+    number, _ = choose(tmp_path)
+    assert number == 10
+    files.prepare(str(tmp_path), str(tmp_path), number)
+    assert files.numbers(str(tmp_path)) == [5, 10]
+    assert (tmp_path / "15.unusable" / "snapshot.json").exists(), "somebody may want to look at it"
+    for number in (15, 20):
+        files.write_part(str(tmp_path), number, 0, copy_of(number + 1, 0))
+    files.prepare(str(tmp_path), str(tmp_path), 10)
+    assert files.numbers(str(tmp_path)) == [5, 10]
 
 
 # ---- in a job

@@ -80,6 +80,7 @@ def _newest_good(disk: SimulatedDisk, num_servers: int) -> Manifest | None:
         return None
     if whole and found.number < whole[-1]:
         raise Violation(f"snapshot {whole[-1]} was complete and whole, {found.number} is taken")
+    snapshot_files.prepare(disk.directory, disk.directory, found.number)
     # Of what is there now; what two of them after another were to be worth is gone with those that were older.
     there = disk.numbers(disk.directory)
     disk.committed = [number for number in disk.committed if number <= found.number and number in there]
