@@ -20,13 +20,13 @@ from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
+from kvmpi.ps.asks import SCHEDULER, Ask
 from kvmpi.ps.chains import part_of
 from kvmpi.ps.consistency import APART
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.link import Link
 from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
-from kvmpi.ps.session import SCHEDULER, Ask
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
@@ -180,7 +180,7 @@ class PsClient(Participant):
             how: dict[str, Any] = {"on_reply": self._on_found(layout)}
             if value is not None:
                 piece = value[chunk.start : chunk.stop]
-                how |= {"payloads": _one(piece), "cost_bytes": piece.nbytes}
+                how |= {"payloads": _all((piece,)), "cost_bytes": piece.nbytes}
             asks.append(about(part, m.Init, fields, **how))
         return asks
 
@@ -269,14 +269,16 @@ class PsClient(Participant):
         layout.pushing = True
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
-        step = layout.steps + 1
-        asks = []
-        for i, piece in enumerate(pieces):
-            part = layout.part(i)
-            fields = (key, i, step, self._codec.name, fused, acknowledge, part, piece.rows)
-            asks.append(
-                about(part, m.Push, fields, cost_bytes=piece.nbytes, payloads=piece.payloads, on_reply=piece.on_reply)
+        # Nobody waits for that word, unless it is to be seen in a timeline; in an asynchronous store none is said.
+        may_be_quiet = fused and on_accepted is None and self._mode == "sync" and not timeline.on
+        step, codec_name = layout.steps + 1, self._codec.name
+        asks = [
+            about(
+                part := layout.part(i), m.Push, (key, i, step, codec_name, fused, acknowledge, part, piece.rows),
+                cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads, on_reply=piece.on_reply,
             )
+            for i, piece in enumerate(pieces)
+        ]  # fmt: skip
 
         asks += (entry := self._entry())
 
@@ -351,7 +353,7 @@ class PsClient(Participant):
                         m.Pull,
                         (key, i, layout.steps, part, numbers.size),
                         reads=True,
-                        payloads=_one(numbers),
+                        payloads=_all((numbers,)),
                         cost_bytes=out[where].nbytes,
                         on_reply=self._on_rows(layout, i, out[where]),
                     )
@@ -490,10 +492,6 @@ class PsClient(Participant):
             size = sum(piece.nbytes for piece in pieces)
             asks.append(about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
         return self._start(self._label("load", key), asks, deadline)
-
-
-def _one(part: Buffer) -> Callable[[], Sequence[Buffer]]:
-    return lambda: (part,)
 
 
 def _all(parts: Sequence[Buffer]) -> Callable[[], Sequence[Buffer]]:

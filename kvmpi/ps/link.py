@@ -17,7 +17,8 @@ from kvmpi.config import Config
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
-from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.ps.asks import SCHEDULER, Ask, Operation
+from kvmpi.ps.session import ClientSession
 from kvmpi.trace import stall, timeline
 from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
 from kvmpi.wire import messages as m

@@ -12,9 +12,9 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.machine import host_name
+from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.link import Link
-from kvmpi.ps.session import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.spans import Spans
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message

@@ -106,7 +106,8 @@ class Rounds:
             return [Reply(route, m.Ack(request, slot.rounds))]
         slot.waiting[slot.cursor] = Waiter(route, request, contribution.fused, slot.rounds + 1)
         ends_at_once = slot.cursor + 1 == self._num_clients
-        return [] if ends_at_once and not contribution.acknowledge else [Reply(route, m.Accepted(request))]
+        says_nothing = contribution.quiet or (ends_at_once and not contribution.acknowledge)
+        return [] if says_nothing else [Reply(route, m.Accepted(request))]
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""

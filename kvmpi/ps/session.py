@@ -2,7 +2,8 @@
 
 Requests to one peer leave in order of priority, then age. Two windows per peer bound what is under way: payload bytes
 that the peer has not accepted, and value bytes that it has been asked for. They are separate so that a reader who waits
-for other clients never keeps this client's own pushes from leaving, which those others wait for.
+for other clients never keeps this client's own pushes from leaving, which those others wait for. A third, small one is
+for pushes of which nothing is said before their answer: they must not keep others from leaving either.
 
 A request about a part of the values goes to whichever server answers for that part, and again to the next one if that
 changes: servers know what has been done already.
@@ -18,94 +19,24 @@ from typing import Any
 import numpy.typing as npt
 
 from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
+from kvmpi.ps.asks import FUSED, NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
-Reply = Callable[[Message, list[memoryview]], None]
 Outgoing = tuple[int, Message, Sequence[Buffer]]
 
-#: The scheduler's number among the peers; servers have theirs, from 0.
-SCHEDULER = -1
-#: Where requests go about a part for which no server answers at present.
-NOWHERE = -2
 #: After this part of an operation's time without an answer a request is repeated, to learn whom it waits for.
 _RETRY_FRACTION = 0.25
 _FOR_EVER_S = 1e12
 _FIRST = 1 << 62
-#: Where a push says among its fields whether it wants the value for an answer.
-FUSED = 4
+#: The window of quiet pushes, as a part of that of payloads: for large ones a word costs little beside the rest,
+#: and each keeps its sender's memory until its round is over.
+_QUIET_SHARE = 0.125
 #: Answers that end a request; anything else in their place is a mistake of the peer.
 _ANSWERS = (m.Ack, m.Value, m.State, m.View, m.Dead)
-
-
-class Operation:
-    """Several requests that end together: one key's exchange, or one command to all servers.
-
-    Args:
-        label: what it does, for error messages.
-        timeout_s: seconds that it may take from ``now_s`` on.
-        on_done: called once with the first error, or None.
-        on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
-    """
-
-    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "priority",
-                 "retry_s", "timeout_s", "unaccepted")  # fmt: skip
-
-    def __init__(
-        self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
-        on_accepted: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
-        self.on_accepted = on_accepted
-        self.asks: Sequence[Ask] = ()
-        self.pending = self.unaccepted = self.priority = 0
-        self.retry_s = timeout_s
-        self.error: KVError | None = None
-        self.finished = False
-
-
-class Ask:
-    """One request: ``kind(request number, *fields)`` to ``peer``, with payloads made when it leaves.
-
-    Args:
-        part: it is for the server that answers for this part, whichever that is; -1: for ``peer``.
-        cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
-        reads: it takes from the window of values asked for.
-    """
-
-    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "missing", "number", "on_reply", "operation",
-                 "part", "payloads", "peer", "reads", "sent_s", "silent_s", "used")  # fmt: skip
-
-    def __init__(
-        self,
-        peer: int,
-        kind: type[Message],
-        fields: tuple[Any, ...],
-        *,
-        part: int = -1,
-        payloads: Callable[[], Sequence[Buffer]] | None = None,
-        cost_bytes: int = 0,
-        reads: bool = False,
-        on_reply: Reply | None = None,
-    ) -> None:
-        self.peer, self.part, self.kind, self.fields, self.payloads = peer, part, kind, fields, payloads
-        self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
-        self.number = -1
-        self.sent_s: float | None = None
-        self.accepted = False  # a push that is in its round, and no longer takes from its window
-        self.used = False  # a push that failed, and whose step is used up nevertheless
-        self.ended = False
-        self.missing: list[int] | None = None
-        self.silent_s: list[int] = []  # for how long each of the missing has been silent
-        self.operation: Operation
-
-    @property
-    def where(self) -> tuple[int, bool]:
-        """The window that it takes from."""
-        return self.peer, self.reads
 
 
 class ClientSession:
@@ -113,13 +44,14 @@ class ClientSession:
 
     def __init__(self, window_bytes: int, retry_s: float) -> None:
         self._window_bytes, self._retry_s = window_bytes, retry_s
+        self._quiet_bytes = int(_QUIET_SHARE * window_bytes)
         self._numbers = itertools.count(1)
         # What has not left yet; requests of finished operations stay until they come to the front.
         self._queues: dict[tuple[int, bool], list[tuple[int, int, Ask]]] = {}
         self._ready: dict[tuple[int, bool], None] = {}
         # What has left and is not answered, and what of the windows it takes.
         self._outstanding: dict[int, Ask] = {}
-        self._in_flight: dict[tuple[int, bool], int] = {}
+        self._in_flight: dict[tuple[int, bool | None], int] = {}
         self._repeats: list[Ask] = []
         self._unfinished: dict[int, Operation] = {}
         # Requests that came to a server that does not answer for their part; they are sent again soon.
@@ -197,23 +129,33 @@ class ClientSession:
                 if ask.operation.finished or ask.ended:
                     heapq.heappop(queue)
                     continue
-                in_flight = self._in_flight.get(where, 0)
-                if not self._can_send(ask) or (in_flight and in_flight + ask.cost_bytes > self._window_bytes):
+                if not self._can_send(ask) or not self._take_room(ask):
                     break
                 heapq.heappop(queue)
-                self._in_flight[where] = in_flight + ask.cost_bytes
                 self._outstanding[ask.number] = ask
                 ask.sent_s = now_s
                 if (outgoing := self._emit(ask)) is not None:
                     yield outgoing
             self._ready.pop(where, None)
 
+    def _take_room(self, ask: Ask) -> bool:
+        """Take what ``ask`` needs from its window, if there is so much."""
+        cost_bytes = ask.cost_bytes
+        quiet_bytes = self._in_flight.get((ask.peer, None), 0) + cost_bytes
+        ask.quiet = ask.may_be_quiet and quiet_bytes <= self._quiet_bytes
+        in_flight = self._in_flight.get(ask.window, 0)
+        if in_flight and not ask.quiet and in_flight + cost_bytes > self._window_bytes:
+            return False
+        self._in_flight[ask.window] = in_flight + cost_bytes
+        return True
+
     def _emit(self, ask: Ask) -> Outgoing | None:
         if ask.accepted:  # the push is in; only the end of its round is missing
             key, chunk, step = ask.fields[:3]
             return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[FUSED], max(0, ask.part)), ()
         try:
-            return ask.peer, ask.kind(ask.number, *ask.fields), self._payloads(ask)
+            how = {"quiet": True} if ask.quiet else {}
+            return ask.peer, ask.kind(ask.number, *ask.fields, **how), self._payloads(ask)
         except Exception as error:  # a codec may be a user's own
             self._end(ask, _as_kv_error(ask, error))
             return None
@@ -398,7 +340,7 @@ class ClientSession:
             self._cancel(operation, error)
 
     def _release(self, ask: Ask) -> None:
-        self._in_flight[ask.where] -= ask.cost_bytes
+        self._in_flight[ask.window] -= ask.cost_bytes
         self._ready[ask.where] = None
 
     def _close(self, ask: Ask) -> None:

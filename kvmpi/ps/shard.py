@@ -341,7 +341,7 @@ class Shard:
                 )
             known = client in slot.held
             slot.held[client] = Contribution(
-                route, message.request, message.fused, message.acknowledge, wire, wire_dtype,
+                route, message.request, message.fused, message.acknowledge, message.quiet, wire, wire_dtype,
                 timeline.now() if timeline.on else 0,
             )  # fmt: skip
             replies = self.rounds.go_on_with(slot)

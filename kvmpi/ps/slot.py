@@ -33,6 +33,7 @@ class Contribution:
     request: int
     fused: bool
     acknowledge: bool
+    quiet: bool
     wire: Buffer | Rows
     wire_dtype: str
     arrived_ns: int = 0  # for the timeline

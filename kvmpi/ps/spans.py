@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvmpi.ps.session import FUSED, Ask
+from kvmpi.ps.asks import FUSED, Ask
 from kvmpi.trace import timeline
 
 

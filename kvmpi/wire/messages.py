@@ -53,7 +53,7 @@ class Push(Message, tag="push"):
 
     ``fused`` also asks for the value, which is then the answer; with ``acknowledge`` the server also says when the
     contribution is in its round, even if the answer follows at once. ``rows``: the payloads are the numbers of so many
-    rows of the chunk, and these rows; -1: all of it.
+    rows of the chunk, and these rows; -1: all of it. ``quiet``: nothing is to be said before the answer.
     """
 
     request: int
@@ -65,6 +65,7 @@ class Push(Message, tag="push"):
     acknowledge: bool = False
     part: int = 0
     rows: int = -1
+    quiet: bool = False
 
 
 class Pull(Message, tag="pull"):

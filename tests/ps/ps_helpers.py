@@ -105,8 +105,10 @@ class Machine:
         fused: bool = False,
         codec: str = "none",
         request: int = 0,
+        quiet: bool = False,
     ) -> int:
-        return self.send(client, m.Push, key, 0, step, codec, fused, payloads=[value], request=request)
+        fields = (key, 0, step, codec, fused, False, 0, -1, quiet)
+        return self.send(client, m.Push, *fields, payloads=[value], request=request)
 
     def pull(self, client: int, key: Any, min_round: int, request: int = 0) -> int:
         return self.send(client, m.Pull, key, 0, min_round, request=request)

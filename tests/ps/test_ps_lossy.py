@@ -54,7 +54,7 @@ def joined(ps: PsClient, cluster: Cluster, rank: int, rule: optim.Rule | None) -
 
 
 def left(ps: PsClient, cluster: Cluster) -> Program:
-    from kvmpi.ps.session import SCHEDULER, Ask
+    from kvmpi.ps.asks import SCHEDULER, Ask
     from kvmpi.wire import messages as m
 
     yield [ps.barrier(cluster.deadline())]

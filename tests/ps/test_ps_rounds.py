@@ -23,6 +23,7 @@ class Player:
         self.machine, self.client, self.values, self.rng = machine, client, values, rng
         self.step = 0  # the last push that was sent
         self.fused: dict[int, bool] = {}
+        self.quiet: dict[int, bool] = {}
         self.requests: dict[int, int] = {}
         self.reading: dict[int, int] = {}
 
@@ -44,7 +45,7 @@ class Player:
             self._pull()
         elif not self.busy() and self.step < STEPS:
             self.step += 1
-            self.fused[self.step] = bool(self.rng.integers(2))
+            self.fused[self.step], self.quiet[self.step] = bool(self.rng.integers(2)), bool(self.rng.integers(2))
             self.requests[self.step] = self._push(self.step, self.values[self.step - 1])
         elif self.busy() and self.fused[self.step] and self._accepted():
             self.machine.send(self.client, m.Query, "k", 0, self.step, request=self.requests[self.step])
@@ -54,7 +55,8 @@ class Player:
         return any(isinstance(reply.message, m.Ack) for reply in replies)
 
     def _push(self, step: int, value: np.ndarray, request: int = 0) -> int:
-        return self.machine.push(self.client, "k", step, value, fused=self.fused[step], request=request)
+        how = {"fused": self.fused[step], "quiet": self.quiet[step], "request": request}
+        return self.machine.push(self.client, "k", step, value, **how)  # type: ignore[arg-type]
 
     def _repeat(self, step: int) -> None:
         answered = self._answered(step)
@@ -170,6 +172,23 @@ def test_a_repeated_request_is_told_whom_it_waits_for() -> None:
     reader = machine.pull(0, "k", 1)
     machine.pull(0, "k", 1, reader)
     assert machine.last(reader) == m.Waiting(reader, [1, 2])
+
+
+def test_of_a_quiet_push_nothing_is_said_before_its_answer_unless_it_comes_again() -> None:
+    machine = Machine("sync", 3)
+    machine.init_all("k", whole_numbers(COUNT))
+    values = [whole_numbers(COUNT, client) for client in range(3)]
+    loud = machine.push(0, "k", 1, values[0], fused=True)
+    assert machine.last(loud) == m.Accepted(loud)
+    quiet = machine.push(1, "k", 1, values[1], fused=True, quiet=True)
+    assert machine.last(quiet) is None
+    machine.push(1, "k", 1, values[1], fused=True, quiet=True, request=quiet)
+    said = [reply.message for reply in machine.replies[quiet]]
+    assert said == [m.Accepted(quiet), m.Waiting(quiet, [2])]
+    last = machine.push(2, "k", 1, values[2], fused=True, quiet=True)
+    for request in (loud, quiet, last):
+        np.testing.assert_array_equal(machine.value(request), np.sum(values, axis=0, dtype="f8"))
+    assert len(machine.replies[last]) == 1
 
 
 @pytest.mark.parametrize("rule", [None, optim.Elastic(0.5)], ids=["assign", "elastic"])

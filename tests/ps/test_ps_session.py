@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvmpi.errors import KVError, KVTimeoutError, PeerLostError, ProtocolError, ServerLostError, ShapeMismatchError
-from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.ps.asks import SCHEDULER, Ask, Operation
+from kvmpi.ps.session import ClientSession
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
@@ -56,6 +57,10 @@ def pull(peer: int, cost: int, key: Any = "k") -> Ask:
     return Ask(peer, m.Pull, (key, 0, 1), cost_bytes=cost, reads=True)
 
 
+def is_quiet(message: Message) -> bool:
+    return isinstance(message, m.Push) and message.quiet
+
+
 def keys(messages: list[Message]) -> list[Any]:
     return [message.key for message in messages]  # type: ignore[attr-defined]
 
@@ -64,31 +69,38 @@ def keys(messages: list[Message]) -> list[Any]:
 
 
 def test_the_windows_are_never_exceeded_but_by_one_large_request() -> None:
-    rng = np.random.default_rng(5)
+    rng, seen_quiet = np.random.default_rng(5), 0
     for round_ in range(60):
         window = int(rng.integers(1, 200))
         bench = Bench(window)
-        cost: dict[int, tuple[tuple[int, bool], int]] = {}
+        cost: dict[int, int] = {}
+        wheres: dict[int, tuple[int, bool]] = {}
         open_: dict[int, Message] = {}
         for i in range(60):
-            peer, reads, size = int(rng.integers(2)), bool(rng.integers(2)), int(rng.integers(0, 120))
-            ask = pull(peer, size, i) if reads else push(peer, size, i, fused=bool(rng.integers(2)))
+            peer, reads = int(rng.integers(2)), bool(rng.integers(2))
+            size = int(rng.integers(0, 120)) // int(rng.integers(1, 20))  # quiet ones are small
+            fused = bool(rng.integers(2))
+            may_be_quiet = fused and bool(rng.integers(2))
+            ask = pull(peer, size, i) if reads else push(peer, size, i, fused=fused, may_be_quiet=may_be_quiet)
             bench.start(f"op {i}", ask, priority=int(rng.integers(3)), timeout_s=float(rng.integers(5, 50)))
-            cost[ask.number] = ((peer, reads), size)
+            cost[ask.number], wheres[ask.number] = size, (peer, reads)
         for _ in range(2000):
             for message in bench.flush():
                 open_[message.request] = message  # type: ignore[attr-defined]
-            for where in {where for where, _ in cost.values()}:
-                taken = [cost[number][1] for number in open_ if cost[number][0] == where]
-                taken = [size for size in taken if size]
+            for where in set(wheres.values()):
+                here = [number for number in open_ if wheres[number] == where]
+                quiet = [cost[number] for number in here if is_quiet(open_[number])]
+                taken = [cost[number] for number in here if cost[number] and not is_quiet(open_[number])]
                 assert sum(taken) <= window or len(taken) == 1, f"{round_=}: {taken} in a window of {window}"
+                assert sum(quiet) <= window / 8, f"{round_=}: {quiet} in a window of {window}"
+                seen_quiet += len(quiet)
             if not open_:
                 break
             number = int(rng.choice(list(open_)))
             message = open_.pop(number)
             if rng.random() < 0.2:
                 bench.after(2.0)
-            elif isinstance(message, m.Push) and message.fused:
+            elif isinstance(message, m.Push) and message.fused and not message.quiet:
                 bench.answer(message, m.Accepted)  # no longer under way
             else:
                 bench.answer(message, m.Value)
@@ -98,6 +110,45 @@ def test_the_windows_are_never_exceeded_but_by_one_large_request() -> None:
         bench.session.fail_all(KVError("end"))
         assert len(bench.ended) == 60
         assert set(bench.session._in_flight.values()) == {0}
+    assert seen_quiet > 100
+
+
+def test_quiet_pushes_take_no_room_from_others_and_others_none_from_them() -> None:
+    bench = Bench(160)
+    bench.start("quiet", *(push(0, 8, f"quiet {i}", fused=True, may_be_quiet=True) for i in range(2)))
+    bench.start("large", push(0, 160, "large", fused=True))  # what others wait for must leave
+    sent = bench.flush()
+    assert [(message.key, message.quiet) for message in sent] == [  # type: ignore[attr-defined]
+        ("quiet 0", True), ("quiet 1", True), ("large", False),
+    ]  # fmt: skip
+    # There is no room left to be quiet in, so that it asks for a word, and waits for room elsewhere.
+    bench.start("third", push(0, 8, "third", fused=True, may_be_quiet=True))
+    assert not bench.flush()
+    bench.answer(sent[2], m.Accepted)
+    (third,) = bench.flush()
+    assert not is_quiet(third)
+    bench.answer(sent[0], m.Value)
+    bench.start("fourth", push(0, 12, "fourth", fused=True, may_be_quiet=True))
+    (fourth,) = bench.flush()
+    assert is_quiet(fourth)
+    assert bench.accepted == ["large"]
+    bench.answer(sent[1], m.Value)
+    assert bench.accepted == ["large", "quiet"]
+    assert bench.ended == {"quiet": None}
+
+
+def test_a_quiet_push_that_is_not_answered_is_repeated_until_it_is_accepted() -> None:
+    bench = Bench(160)
+    bench.start("op", push(0, 20, fused=True, may_be_quiet=True))
+    (message,) = bench.flush()
+    assert is_quiet(message)
+    assert bench.after(1.1 * RETRY_S) == [message]
+    bench.answer(message, m.Accepted)
+    bench.answer(message, m.Waiting, [3])
+    assert bench.after(1.1 * RETRY_S) == [m.Query(message.request, "k", 0, 1)]  # type: ignore[attr-defined]
+    bench.start("next", push(0, 20, "next", fused=True, may_be_quiet=True))
+    (following,) = bench.flush()
+    assert is_quiet(following), "its room is free"
 
 
 def test_reads_and_pushes_have_windows_of_their_own_and_so_has_each_peer() -> None:

@@ -12,6 +12,7 @@ from simulation.network import Network, Violation
 
 from kvmpi.config import Config
 from kvmpi.errors import ServerLostError
+from kvmpi.ps.asks import SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts
@@ -19,7 +20,7 @@ from kvmpi.ps.reply import Reply
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.session import SCHEDULER, Ask, ClientSession, Operation
+from kvmpi.ps.session import ClientSession
 from kvmpi.ps.snapshots import Manifest, SnapshotBook
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message

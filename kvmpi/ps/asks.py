@@ -1,0 +1,114 @@
+"""What a client asks for: operations, and the requests that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi.errors import KVError
+from kvmpi.wire import Message
+
+Buffer = npt.NDArray[Any]
+Reply = Callable[[Message, list[memoryview]], None]
+
+#: The scheduler's number among the peers; servers have theirs, from 0.
+SCHEDULER = -1
+#: Where requests go about a part for which no server answers at present.
+NOWHERE = -2
+#: Where a push says among its fields whether it wants the value for an answer.
+FUSED = 4
+
+
+class Operation:
+    """Several requests that end together: one key's exchange, or one command to all servers.
+
+    Args:
+        label: what it does, for error messages.
+        timeout_s: seconds that it may take from ``now_s`` on.
+        on_done: called once with the first error, or None.
+        on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
+    """
+
+    __slots__ = ("asks", "error", "expires_s", "finished", "label", "on_accepted", "on_done", "pending", "priority",
+                 "retry_s", "timeout_s", "unaccepted")  # fmt: skip
+
+    def __init__(
+        self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
+        on_accepted: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
+        self.on_accepted = on_accepted
+        self.asks: Sequence[Ask] = ()
+        self.pending = self.unaccepted = self.priority = 0
+        self.retry_s = timeout_s
+        self.error: KVError | None = None
+        self.finished = False
+
+
+class Ask:
+    """One request: ``kind(request number, *fields)`` to ``peer``, with payloads made when it leaves.
+
+    Args:
+        part: it is for the server that answers for this part, whichever that is; -1: for ``peer``.
+        cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
+        reads: it takes from the window of values asked for.
+        may_be_quiet: it is a push of which nothing need be heard before its answer.
+    """
+
+    __slots__ = (
+        "accepted",
+        "cost_bytes",
+        "ended",
+        "fields",
+        "kind",
+        "may_be_quiet",
+        "missing",
+        "number",
+        "on_reply",
+        "operation",
+        "part",
+        "payloads",
+        "peer",
+        "quiet",
+        "reads",
+        "sent_s",
+        "silent_s",
+        "used",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        peer: int,
+        kind: type[Message],
+        fields: tuple[Any, ...],
+        *,
+        part: int = -1,
+        payloads: Callable[[], Sequence[Buffer]] | None = None,
+        cost_bytes: int = 0,
+        reads: bool = False,
+        may_be_quiet: bool = False,
+        on_reply: Reply | None = None,
+    ) -> None:
+        self.peer, self.part, self.kind, self.fields, self.payloads = peer, part, kind, fields, payloads
+        self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
+        self.may_be_quiet, self.quiet = may_be_quiet, False
+        self.number = -1
+        self.sent_s: float | None = None
+        self.accepted = False  # a push that is in its round, and no longer takes from its window
+        self.used = False  # a push that failed, and whose step is used up nevertheless
+        self.ended = False
+        self.missing: list[int] | None = None
+        self.silent_s: list[int] = []  # for how long each of the missing has been silent
+        self.operation: Operation
+
+    @property
+    def where(self) -> tuple[int, bool]:
+        """The queue in which it waits."""
+        return self.peer, self.reads
+
+    @property
+    def window(self) -> tuple[int, bool | None]:
+        """The window that it takes from."""
+        return self.peer, None if self.quiet else self.reads
