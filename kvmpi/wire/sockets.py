@@ -32,7 +32,8 @@ _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
-#: Kernel buffers that hold a few chunks, so that a sender is not woken for every few hundred kilobytes.
+#: Kernel buffers of Unix sockets: they hold a chunk or two, so that a sender is not woken for every few hundred KB.
+#: Those of TCP the system makes as large as a connection can use, but only if nobody has set them.
 _KERNEL_BUFFER_BYTES = 1 << 20
 #: Connections that the kernel holds until they are accepted; a thousand strangers at once must not fill it.
 _BACKLOG = 4096
@@ -47,7 +48,7 @@ _TCP, _IPC = b"t", b"i"
 _log = logging.getLogger(__name__)
 
 
-def _open(context: Context[Any], kind: int, max_message_bytes: int) -> zmq.Socket[Any]:
+def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool) -> zmq.Socket[Any]:
     opened: zmq.Socket[Any] = context.socket(kind)
     opened.linger = _LINGER_MS
     opened.maxmsgsize = max_message_bytes
@@ -55,8 +56,8 @@ def _open(context: Context[Any], kind: int, max_message_bytes: int) -> zmq.Socke
     # The window of the session bounds what is in flight; a second limit here could only drop or block.
     opened.sndhwm = 0
     opened.rcvhwm = 0
-    opened.sndbuf = _KERNEL_BUFFER_BYTES
-    opened.rcvbuf = _KERNEL_BUFFER_BYTES
+    if not tcp:
+        opened.sndbuf = opened.rcvbuf = _KERNEL_BUFFER_BYTES
     return opened
 
 
@@ -161,7 +162,7 @@ class Listener:
     def _router(self, kind: bytes) -> zmq.Socket[Any]:
         router = self._sockets.get(kind)
         if router is None:
-            router = _open(self._context, zmq.ROUTER, self._max_message_bytes)
+            router = _open(self._context, zmq.ROUTER, self._max_message_bytes, tcp=kind == _TCP)
             # A peer whose link broke comes back under the same name, maybe before this side has noticed.
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             router.backlog = _BACKLOG
@@ -335,7 +336,7 @@ class Connection:
         self._has_refused = False
         self._handshake: Handshake | None = None
         self._partner: Partner | None = None
-        self._socket = _open(context, zmq.DEALER, max_message_bytes)
+        self._socket = _open(context, zmq.DEALER, max_message_bytes, tcp=endpoint.startswith("tcp://"))
         if silence_s is not None and endpoint.startswith("tcp://"):
             self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = max(1, int(500 * silence_s))
             self._socket.connect_timeout = max(1, int(1000 * silence_s))
