@@ -32,6 +32,7 @@ _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
+_POLLIN = int(zmq.POLLIN)
 #: Kernel buffers of Unix sockets: they hold a chunk or two, so that a sender is not woken for every few hundred KB.
 #: Those of TCP the system makes as large as a connection can use, but only if nobody has set them.
 _KERNEL_BUFFER_BYTES = 1 << 20
@@ -85,11 +86,10 @@ def _send(
 
 
 def _recv(source: zmq.Socket[Any]) -> list[zmq.Frame] | None:
-    receive = source.recv
-    try:
-        frames = [receive(_LAST, copy=False)]
-    except zmq.Again:
+    if not int(source.getsockopt(zmq.EVENTS)) & _POLLIN:  # takes a third of the time of zmq.Again
         return None
+    receive = source.recv
+    frames = [receive(_LAST, copy=False)]
     while frames[-1].more:
         frames.append(receive(_LAST, copy=False))
     return frames
@@ -391,7 +391,7 @@ class Connection:
     @property
     def readable(self) -> bool:
         """Whether ``recv`` has something to do."""
-        return any(int(handle.getsockopt(zmq.EVENTS)) & zmq.POLLIN for handle in self.handles)
+        return any(int(handle.getsockopt(zmq.EVENTS)) & _POLLIN for handle in self.handles)
 
     def close(self) -> None:
         if self._handshake is not None:
