@@ -22,10 +22,9 @@ from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Empty, Slot, new_buffer
 from kvmpi.ps.snapshots import PartCopy, restore
-from kvmpi.wire import Message, as_array, encode, entries
+from kvmpi.wire import MAX_HEADER_BYTES, Message, as_array, encode, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
-from kvmpi.wire.messages import MAX_HEADER_BYTES
 
 Buffer = npt.NDArray[Any]
 

@@ -1,8 +1,9 @@
 """Messages between processes: typed and versioned headers with raw payload frames, over ZeroMQ."""
 
 from kvmpi.wire.context import Context, new_context
+from kvmpi.wire.encoding import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode, encode
 from kvmpi.wire.keys import create_keys
-from kvmpi.wire.messages import MAX_HEADER_BYTES, PROTOCOL_VERSION, Message, decode, encode
+from kvmpi.wire.messages import Message
 from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError

@@ -1,8 +1,4 @@
-"""The messages of the protocol and their encoding: a tagged msgpack header, then raw little-endian payload frames.
-
-A message on the wire is ``header frame, payload frame...``. The header frame is the magic ``b"KVM"``, one byte of
-protocol version, and one msgpack array whose first element names the message. Nothing is ever unpickled. A version byte
-of 0 is no version: such a frame is a refusal, see ``refusal.py``.
+"""The messages of the protocol: what stands in their headers; payloads are raw little-endian frames behind them.
 
 ``request`` numbers a question within one connection; the answer carries the same number.
 """
@@ -11,13 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmpi.errors import ProtocolError
 from kvmpi.wire.entries import Entry, Key, Number
-from kvmpi.wire.refusal import MAGIC, other_version
-
-PROTOCOL_VERSION = 5
-MAX_HEADER_BYTES = 256 << 10
-_BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -483,48 +473,11 @@ class Installed(Message, tag="installed"):
     count: int
 
 
-_ANY = (
+#: All of them.
+AnyMessage = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Return | Enter | Bye
     | Ack | Accepted | Moved | Value | Waiting | State | Failure
     | Register | View | Heartbeat | Heard | Report | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | TakeSnapshot | SnapshotNews
     | Extend | Attach | Log | Committed | Install | Installed
 )  # fmt: skip
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_ANY)
-
-
-def encode(message: Message) -> bytes:
-    """The header frame of ``message``.
-
-    Raises:
-        ProtocolError: too large, or not to be encoded: an integer of more than 64 bits, a lone surrogate.
-    """
-    try:
-        header = _BEGINNING + _encoder.encode(message)
-    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from None
-    if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"header of {type(message).__name__} has {len(header)} bytes, limit {MAX_HEADER_BYTES}")
-    return header
-
-
-def decode(header: bytes) -> Message:
-    """The message in a header frame.
-
-    Raises:
-        ProtocolError: too large, not of this protocol, or not a valid message.
-        OtherVersionError: of another version, or a refusal; also a ``ProtocolError``.
-    """
-    if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"header of {len(header)} bytes, limit {MAX_HEADER_BYTES}")
-    if header[:4] != _BEGINNING:
-        if header[:3] != MAGIC:
-            raise ProtocolError("header does not begin with the magic of kvmpi")
-        if len(header) == 3:
-            raise ProtocolError("header ends before its protocol version")
-        raise other_version(header, PROTOCOL_VERSION)
-    try:
-        return _decoder.decode(memoryview(header)[4:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed header: {error}") from None

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
-from kvmpi.wire import messages, slips
+from kvmpi.wire import encoding, slips
 from kvmpi.wire.context import Context
+from kvmpi.wire.encoding import decode, encode
 from kvmpi.wire.handshake import Handshake
-from kvmpi.wire.messages import Message, decode, encode
+from kvmpi.wire.messages import Message
 from kvmpi.wire.partner import Partner
 from kvmpi.wire.private import check_folder
 from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
@@ -284,12 +285,12 @@ class Listener:
     def _refuse(self, route: bytes, other: OtherVersionError) -> None:
         """Tell a peer of another version, unless that is what it says, and the log."""
         if not other.refused:
-            refusal = encode_refusal(messages.PROTOCOL_VERSION, self._name)
+            refusal = encode_refusal(encoding.PROTOCOL_VERSION, self._name)
             _send(self._sockets[route[:1]], [route[1:], refusal], ())
         self._refused[other.refused] += 1
         so_far = self._refused[other.refused]
         if so_far <= 10 or so_far % 1000 == 0:  # a flood must not fill a disk
-            why = explain(self._name, messages.PROTOCOL_VERSION, other, "a process that has connected")
+            why = explain(self._name, encoding.PROTOCOL_VERSION, other, "a process that has connected")
             _log.error("no conversation with a peer (%d so far): %s", so_far, why)
 
     def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
@@ -444,7 +445,7 @@ class Connection:
                 return decode(header), payloads
             except OtherVersionError as other:
                 self._refuse()
-                why = explain(self._name, messages.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
+                why = explain(self._name, encoding.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
                 raise OtherVersionError(why, other.version, other.who, refused=other.refused) from None
         if self._handshake is not None:
             self._handshake.check()
@@ -455,7 +456,7 @@ class Connection:
         if not self._has_refused:
             self._has_refused = True
             try:
-                _send(self._socket, [encode_refusal(messages.PROTOCOL_VERSION, self._name)], ())
+                _send(self._socket, [encode_refusal(encoding.PROTOCOL_VERSION, self._name)], ())
             except zmq.Again:
                 pass  # the link is gone, and with it whoever could be told
 

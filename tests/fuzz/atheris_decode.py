@@ -17,7 +17,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["kvmpi.wire.messages"]):
+with atheris.instrument_imports(include=["kvmpi.wire.encoding", "kvmpi.wire.messages"]):
     from kvmpi.errors import ProtocolError
     from kvmpi.wire import PROTOCOL_VERSION, Message, decode, encode
     from kvmpi.wire import messages as m

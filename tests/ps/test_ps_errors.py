@@ -22,9 +22,8 @@ from kvmpi.errors import (
 )
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import MAX_CLIENTS
-from kvmpi.wire import encode, entries
+from kvmpi.wire import MAX_HEADER_BYTES, encode, entries
 from kvmpi.wire import messages as m
-from kvmpi.wire.messages import MAX_HEADER_BYTES
 
 COUNT = 5
 

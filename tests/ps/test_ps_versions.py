@@ -34,10 +34,10 @@ WHAT_TO_DO = "install the same version of kvmpi on all hosts"
 
 #: A process that speaks another version: all of it, or only what listens in it.
 _SPEAK = f"""
-    from kvmpi.wire import messages, sockets
+    from kvmpi.wire import encoding, sockets
 
     def speak(version):
-        messages.PROTOCOL_VERSION, messages._BEGINNING = version, b"KVM" + bytes([version])
+        encoding.PROTOCOL_VERSION, encoding._BEGINNING = version, b"KVM" + bytes([version])
 
     def as_other(method):
         def wrapped(*args):
