@@ -24,6 +24,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 from kvmpi.launchers.rank_exec import mpi_rank
 from kvmpi.launchers.signals import SignalCatcher
+from kvmpi.machine import num_cores
 
 
 def main(op: str, argv: Sequence[str]) -> int:
@@ -209,7 +210,7 @@ def _groups(
     lab: Any,
 ) -> list[tuple[MpiSpec, list[RowName]]]:
     """The jobs to start and the rows of each; the first one is the one that everything else is compared in."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     call = rows.MPI_CALLS[args.op]
     others = [name for name in names if name.kind != rows.MPICH]
     yields = {"on": True, "off": False}.get(args.idle)

@@ -24,6 +24,7 @@ from kvmpi.launchers import job as launcher_jobs
 from kvmpi.launchers import mpirun, processes
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.signals import SignalCatcher
+from kvmpi.machine import num_cores
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _FINALIZE_S = 30.0  # for a job to end when it was told to
@@ -110,7 +111,7 @@ class MpiSpec(JobSpec):
         return self.mpi.kind == "openmpi"
 
     def environment(self, users: Mapping[str, str], folder: str, shm: str) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = num_cores()
         num_ranks = self.plan.num_ranks
         # Not measured, but a program that is: with more threads than cores everything would be slow.
         env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}

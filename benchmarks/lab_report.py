@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kvmpi.benchmarks.lab_jobs import Measured, Scenario
 from kvmpi.benchmarks.table import Row, Table
 from kvmpi.collectives.cost import Figures
+from kvmpi.machine import num_cores
 from kvmpi.planner import models
 from kvmpi.planner.predict import Prediction, predict
 from kvmpi.planner.spec import ALGORITHMS, Cluster, Job, parse_link
@@ -31,7 +31,7 @@ _TARGET = 20  # per cent
 
 def plan(scenario: Scenario) -> Prediction:
     """What the planner makes of a scenario, on hosts that share the cores of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     usual = Figures()
     share = cores / max(cores, scenario.workers)
     figures = Figures(

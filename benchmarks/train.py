@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from kvmpi.benchmarks.report import complain
 from kvmpi.benchmarks.table import Table
 from kvmpi.config import Config
 from kvmpi.errors import KVError, UnsupportedError
+from kvmpi.machine import num_cores
 from kvmpi.trace import COMMUNICATION, parts, timeline
 
 #: What a step costs without any exchange; the others are compared with it.
 ALONE = "alone"
 _DDP = "ddp:gloo"
 _TRACED = "kvmpi:timeline"
-WAYS = (ALONE, "kvmpi", _TRACED, "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
+WAYS = (ALONE, "kvmpi", _TRACED, "kvmpi:on", "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
 _DEFAULT_MODELS = ("resnet20", "gpt-small")
 MODELS = ("resnet50", "resnet20", "textcnn", "gpt-small")
 _CHECKED_STEPS, _WARM_UP_STEPS = 3, 4
@@ -40,9 +41,10 @@ _COMMUNICATION = COMMUNICATION - {"wait"}
 _ABOUT = """\
 Ranks train models on random data, with SGD and momentum. Rows:
   alone         no exchange: the time of computing
-  kvmpi         DistributedOptimizer: gradients leave during the backward pass and come back
-  weights       the same where the store updates: weights come back, each layer's next forward waits for its own
-  kvmpi:off, weights:off   by the same code, all after the backward pass
+  kvmpi         DistributedOptimizer: gradients leave and come back, when it thinks best
+  kvmpi:on, kvmpi:off      during the backward pass, and after it
+  weights       during it, and the store updates: weights come back, each layer's next forward waits for its own
+  weights:off   all of it after the backward pass
   kvmpi:timeline   as kvmpi, while a timeline of every rank is written; if it is asked for
   trainer       kvmpi.torch.Trainer, after the backward pass
   ddp:gloo      torch's DistributedDataParallel
@@ -148,7 +150,7 @@ def _rank(args: argparse.Namespace) -> int:
     import kvmpi
     from kvmpi.benchmarks import peers
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     ways = [way for way in WAYS if way in args.rows.split(",") or way == ALONE]
     with kvmpi.create("mpi") as kv, kvmpi.create("mpi") as updating:
         torch.set_num_threads(max(1, cores // kv.num_workers))
@@ -192,16 +194,17 @@ class _Contestant:
         if self._inputs.is_floating_point():
             self._inputs = self._inputs.to(dtype)
         optimizer: Any = torch.optim.SGD(self.weights, lr=0.01, momentum=0.9)
-        self._late: Callable[[], Any] = nullcontext
         self.end: Callable[[], None] = lambda: None
         self._update: Callable[[], Any] = optimizer.step
         if way.startswith(("kvmpi", "weights")):
             weights_back = way.startswith("weights")
+            overlap = not way.endswith(":off") if way.endswith((":on", ":off")) or weights_back else None
             # Statistics of batch normalisation stay with each worker, in all ways alike.
-            optimizer = DistributedOptimizer(optimizer, kv, model, norm_buffers="own", update_on_kvstore=weights_back)
+            optimizer = DistributedOptimizer(
+                optimizer, kv, model, norm_buffers="own", update_on_kvstore=weights_back, overlap=overlap
+            )
             self._update, self.end = optimizer.step, optimizer.synchronize
             if way.endswith(":off"):
-                self._late = optimizer.no_sync
 
                 def update() -> None:
                     optimizer.step()
@@ -221,8 +224,7 @@ class _Contestant:
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        with self._late():
-            self._loss(self._model(self._inputs), self._targets).backward()
+        self._loss(self._model(self._inputs), self._targets).backward()
         self._update()
 
     def communicating_s(self) -> float:

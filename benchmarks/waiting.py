@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvmpi
+from kvmpi.machine import num_cores
 
 _SETTLE_S = 0.2  # until waiting threads have reached their longest naps
 _SHAPE = (192, 192)
@@ -52,7 +53,7 @@ def _train(seconds: float) -> float:
 
 
 def _rank(args: argparse.Namespace) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     with kvmpi.create("mpi") as kv:
         late = kv.num_workers - 1
         trains = kv.rank < min(cores, late)

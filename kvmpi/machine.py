@@ -1,4 +1,4 @@
-"""Which machine this is."""
+"""Which machine this is, and how much of it is ours."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def host_name() -> str:
     except OSError:
         boot = ""
     return f"{os.uname().nodename}/{boot}" if hasattr(os, "uname") else socket.gethostname()
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

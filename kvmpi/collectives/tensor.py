@@ -261,6 +261,13 @@ class Collectives:
         nbytes = count * host.STORAGE[dtype].itemsize
         return self._choose(op, nbytes, deadline or Deadline(None), "choosing an algorithm")
 
+    @property
+    def num_hosts(self) -> int:
+        """Hosts on which the ranks are; 0 as long as that is not known, before the first collective on arrays."""
+        if self.size == 1:
+            return 1
+        return 0 if self._topology is None else len(self._topology.layout.hosts)
+
     def expected_seconds(self, done: Sequence[float] | None) -> float:
         """What an allreduce of the mean size should take by the figures of the cost model; 0: nobody knows yet.
 

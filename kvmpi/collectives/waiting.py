@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from kvmpi.collectives.comm import Request
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
+from kvmpi.machine import num_cores
 from kvmpi.trace import stall
 
 # MPI makes progress only inside calls, so waiting must poll; but a rank that spins takes the core from the rank it
@@ -39,7 +40,7 @@ _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.slee
 def expect_cores(num_ranks: int) -> None:
     """Say how many ranks share this host: with a core for each, a rank polls for longer before it yields."""
     global _bare_polls
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     _bare_polls = _BARE_POLLS_OWN_CORE if num_ranks <= cores else _BARE_POLLS_CROWDED
 
 

@@ -7,6 +7,7 @@ import os
 import re
 
 from kvmpi.doctor.finding import Finding, Surroundings
+from kvmpi.machine import num_cores
 
 #: Variables by which every worker of a host would bind its threads to the same cores.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -15,7 +16,7 @@ _POLICIES = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_bindi
 
 def available(at: Surroundings) -> tuple[int, float]:
     """The cores that this process may run on, and how many of them at once, as a container's limit has it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     return cores, min(float(cores), cgroup_cores(at))
 
 

@@ -106,6 +106,11 @@ class StoreCore:
         return self._reduce.size
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts on which the workers of this client are; 0 as long as that is not known, before its first sum."""
+        return self._reduce.num_hosts
+
+    @property
     def client_rank(self) -> int:
         return 0
 

@@ -11,6 +11,7 @@ import torch
 
 from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
 from kvmpi.torch.buckets import BUCKET_BYTES
 from kvmpi.torch.exchange import Exchange
@@ -60,6 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         update_on_kvstore: bool | None = None,
         norm_buffers: str = "first",
         bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool | None = None,
     ) -> None:
         """Create the keys, broadcast weights and buffers, put hooks on parameters.
 
@@ -71,6 +73,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             norm_buffers: running statistics of batch normalisation after each step: "first", those of the first
                 worker; "mean" over workers; "own". Where weights come back, the workers are those of the client.
             bucket_bytes: gradients leave together up to this size.
+            overlap: they leave during the backward pass; else at its end. By default, unless all workers are on one
+                host and compute on all of its cores: what is exchanged meanwhile would take them from that.
         Raises:
             ConfigError: (a ``ValueError``) the arguments do not go together.
         """
@@ -86,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"bucket_bytes={bucket_bytes}: expected at least 1")
         self._inner, self._kv, self._bucket_bytes = optimizer, kvstore, bucket_bytes
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
-        self._update_on_kvstore = self._decide(update_on_kvstore)
+        self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
         self._names = self._names_of(named_parameters)
         self._divisor = 1
         self._average = kvstore.optimizer is None if average is None else average
@@ -173,8 +177,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._index = {id(tensor): i for i, tensor in enumerate(self._params.tensors)}
         return Exchange(
             self._kv, self._params, weights_back=self._update_on_kvstore, scale=self._scale, average=self._average,
-            bucket_bytes=self._bucket_bytes, before_pass=self._send_options,
+            bucket_bytes=self._bucket_bytes, overlap=self._overlaps(), before_pass=self._send_options,
         )  # fmt: skip
+
+    def _overlaps(self) -> bool:
+        if self._overlap is not None:
+            return self._overlap
+        if self._kv.num_servers or self._kv.num_hosts != 1 or any(t.is_cuda for t in self._params.tensors):
+            return True  # what is exchanged is mostly waited for
+        return self._kv.num_workers * torch.get_num_threads() < num_cores()
 
     # ---- the rule of the store
 

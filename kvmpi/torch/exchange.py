@@ -116,13 +116,15 @@ class Exchange:
         weights_back: the store holds weights and updates them; else gradients come back, summed.
         scale: every gradient is multiplied by it before it leaves.
         average: the sum with this scale is a mean, of which the mean is itself: a second pass before a step adds up.
+        overlap: buckets leave during the backward; else all at its end.
         before_pass: called before anything leaves.
     """
 
     def __init__(
         self, kv: KVStore, params: KeyedParameters, *, weights_back: bool, scale: float, average: bool,
-        bucket_bytes: int, before_pass: Callable[[], None],
+        bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
     ) -> None:  # fmt: skip
+        self._overlap = overlap
         self._kv, self._params, self._weights_back = kv, params, weights_back
         self._scale, self._average, self._bucket_bytes, self._before_pass = scale, average, bucket_bytes, before_pass
         self._sum = summing(kv)
@@ -133,6 +135,7 @@ class Exchange:
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
         self._sent: list[_Flight] = []  # in this pass, or the last
+        self._held: list[int] = []  # buckets that are full
         self._passes = 0  # that are through, up to those after which there is nothing to plan
         self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
         self._timing: _Timing | None = None
@@ -243,8 +246,12 @@ class Exchange:
             if not self._trained[index]:
                 return
             self._note_filled(index)
-            for number in self._progress.arrive(index):
-                self._send(number)
+            full = self._progress.arrive(index)
+            if self._overlap:
+                for number in full:
+                    self._send(number)
+            else:
+                self._held += full
 
     def _begin(self, index: int | None) -> None:
         if self.fresh and (self._weights_back or not self._average):
@@ -262,7 +269,7 @@ class Exchange:
         if self._passes == _TIMED and self._weights_back:
             self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
-        self._sent = []
+        self._sent, self._held = [], []
         self.release()
         self._open = True
 
@@ -359,7 +366,7 @@ class Exchange:
             absent = [i for number in range(len(self._buckets)) for i in self._progress.absent(number)]
             for i in absent:
                 self._note_filled(i)
-            for number in self._progress.finish():
+            for number in (*self._held, *self._progress.finish()):
                 self._send(number)
             self._open, self.fresh = False, True
             if self.norms is not None:

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 def train(kv: kvmpi.KVStore, how: str, folder: Path) -> None:
     model = mlp(kv.rank)
-    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=150)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=150, overlap=True)
     for step in range(1000) if how != "endless" else iter(int, 1):
         if step == 3 and kv.rank == 1:
             if how in ("interrupt", "give_up"):

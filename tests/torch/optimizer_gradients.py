@@ -40,7 +40,7 @@ def every_loop(kv: kvmpi.KVStore) -> None:
                  loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures,
                  loops.scaled, loops.checkpointed(False), loops.checkpointed(True)):  # fmt: skip
         same_in_all(kv, loop)
-    same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True)
+    same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True, overlap=False)
 
 
 def parameter_groups(kv: kvmpi.KVStore) -> None:

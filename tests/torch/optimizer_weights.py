@@ -40,7 +40,7 @@ from kvmpi.torch import DistributedOptimizer
 def training(store: str, make: Any = mlp, optimizer: Any = sgd, **options: Any) -> Iterator[Any]:
     with kvmpi.create(store) as kv:
         model = make(kv.rank)
-        options = {"update_on_kvstore": True, "bucket_bytes": 150, **options}
+        options = {"update_on_kvstore": True, "bucket_bytes": 150, "overlap": True, **options}
         yield kv, model, DistributedOptimizer(optimizer(model), kv, model, **options)
 
 

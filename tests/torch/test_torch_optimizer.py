@@ -179,6 +179,29 @@ def test_gradients_are_there_when_backward_returns_and_zero_grad_lets_go_of_them
     assert all(p.grad.shape == v.shape for p, v in zip(model.parameters(), views, strict=True))
 
 
+def test_where_nothing_can_run_beside_a_backward_buckets_leave_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a host's cores compute, unless there are more of them, or servers, or the program says otherwise."""
+    threads = torch.get_num_threads()
+    for cores, store, overlap, waits in [
+        (threads, "local", None, True), (threads + 1, "local", None, False), (threads, "dist_sync", None, False),
+        (threads, "local", True, False), (threads + 1, "local", False, True), (threads, "dist_sync", False, True),
+    ]:  # fmt: skip
+        monkeypatch.setattr("kvmpi.torch.distributed.num_cores", lambda cores=cores: cores)
+        with kvmpi.create(store) as kv:
+            model = mlp()
+            optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1, overlap=overlap)
+            left, send = list[int](), optimizer._exchange._send
+
+            def noted(number: int, exchange: Any = optimizer._exchange, send: Any = send, left: Any = left) -> None:
+                left.append(len(exchange._progress.arrived))
+                send(number)
+
+            monkeypatch.setattr(optimizer._exchange, "_send", noted)
+            for step in range(2):
+                plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+                assert left[6 * step :] == ([6] * 6 if waits else list(range(1, 7))), (cores, store, overlap)
+
+
 @pytest.mark.parametrize("update", [True, False])
 def test_buckets_leave_as_soon_as_they_are_full_the_first_layers_first_at_the_servers(
     monkeypatch: pytest.MonkeyPatch, update: bool
