@@ -198,7 +198,7 @@ class _Contestant:
         self._update: Callable[[], Any] = optimizer.step
         if way.startswith(("kvmpi", "weights")):
             weights_back = way.startswith("weights")
-            overlap = not way.endswith(":off") if way.endswith((":on", ":off")) or weights_back else None
+            overlap = {"on": True, "off": False}.get(way.partition(":")[2], True if weights_back else None)
             # Statistics of batch normalisation stay with each worker, in all ways alike.
             optimizer = DistributedOptimizer(
                 optimizer, kv, model, norm_buffers="own", update_on_kvstore=weights_back, overlap=overlap

@@ -73,7 +73,7 @@ class Vector:
 
 def address_of(buffer: Buffer) -> int:
     """Where a contiguous host array begins."""
-    try:
+    try:  # which takes a quarter of the time of the other way
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # it is read-only, or has no elements
         return int(buffer.__array_interface__["data"][0])
@@ -159,9 +159,8 @@ def read(array: Any) -> Vector:
         return _read_torch(array, dtype)
     contiguous = bool(array.flags.c_contiguous)
     if library == "numpy":
-        plain = (
-            array if type(array) is np.ndarray else array.view(np.ndarray)
-        )  # a matrix stays two-dimensional, whatever one asks of it
+        # A matrix stays two-dimensional, whatever one asks of it.
+        plain = array if type(array) is np.ndarray else array.view(np.ndarray)
         flat = plain.reshape(-1) if contiguous else np.ascontiguousarray(plain).reshape(-1)
         return Vector(flat, dtype, "cpu", contiguous and bool(array.flags.writeable))
     with array.device:

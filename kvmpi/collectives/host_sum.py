@@ -89,7 +89,7 @@ class Posted:
             self.results.append(result)
             mine.append(([place], vectors))
         #: By rank and tensor.
-        self.places = exchange_places(group, mine, act, group.others if wait_for is None else wait_for)
+        self.places = _exchange_places(group, mine, act, group.others if wait_for is None else wait_for)
 
     def _reachable(self, buffer: Buffer, act: Act, present: slice) -> tuple[Buffer, int]:
         """``buffer`` and the place to post; or what stands in for it, with a copy of the elements ``present``."""
@@ -99,6 +99,7 @@ class Posted:
         if self._group.attaches:
             return buffer, address_of(buffer)
         stand_in, place = _stand_in(self._group, buffer, act)
+        assert place is not None
         np.copyto(stand_in[present], buffer[present])
         return stand_in, place
 
@@ -149,7 +150,7 @@ class Delivery:
                 self._staged.append((tensor.out, found[0], part))
             mine.append((places, vectors))
         #: By rank and tensor.
-        self.places = exchange_places(group, mine, act, group.others)
+        self.places = _exchange_places(group, mine, act, group.others)
 
     def _place(
         self, buffer: Buffer, attaches: bool, staged: dict[int, tuple[Buffer, int]], own: slice | None, act: Act
@@ -160,7 +161,10 @@ class Delivery:
         if place is not None or attaches:
             return address if place is None else place
         if address not in staged:
-            staged[address] = stand_in, _ = _stand_in(self._group, buffer, act)
+            stand_in, place = _stand_in(self._group, buffer, act)
+            if place is None:
+                return address
+            staged[address] = stand_in, place
             if own is not None:
                 _copy_others(buffer, stand_in, own)
         return staged[address][1]
@@ -184,11 +188,11 @@ class Delivery:
             np.copyto(copy, out)
 
 
-def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int]:
-    """As much memory that others can reach, and its place."""
+def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int | None]:
+    """As much memory that others can reach, and its place; None where there is no room, and ranks can attach."""
     found = act.scratch(buffer.size, buffer.dtype)
     place = group.place_of(found)
-    assert place is not None, "no room in the arena for data that has to be staged"
+    assert place is not None or group.attaches, "no room in the arena for data that has to be staged"
     return found, place
 
 
@@ -200,7 +204,7 @@ def _copy_others(source: Buffer, target: Buffer, own: slice) -> None:
         np.copyto(target[own.stop :], source[own.stop :])
 
 
-def exchange_places(group: HostGroup, mine: list[Places], act: Act, awaited: Sequence[int]) -> dict[int, list[Places]]:
+def _exchange_places(group: HostGroup, mine: list[Places], act: Act, awaited: Sequence[int]) -> dict[int, list[Places]]:
     """Begin the call, post this rank's places, and wait for those of ``awaited``; by rank and tensor."""
     group.begin(act.deadline, act.describe)
     words = [len(places) << _HEAD_BITS | len(vectors) for places, vectors in mine]

@@ -57,26 +57,8 @@ class Ask:
         may_be_quiet: it is a push of which nothing need be heard before its answer.
     """
 
-    __slots__ = (
-        "accepted",
-        "cost_bytes",
-        "ended",
-        "fields",
-        "kind",
-        "may_be_quiet",
-        "missing",
-        "number",
-        "on_reply",
-        "operation",
-        "part",
-        "payloads",
-        "peer",
-        "quiet",
-        "reads",
-        "sent_s",
-        "silent_s",
-        "used",
-    )  # fmt: skip
+    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "may_be_quiet", "missing", "number", "on_reply",
+                 "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used")  # fmt: skip
 
     def __init__(
         self,

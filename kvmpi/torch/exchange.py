@@ -124,8 +124,7 @@ class Exchange:
         self, kv: KVStore, params: KeyedParameters, *, weights_back: bool, scale: float, average: bool,
         bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._overlap = overlap
-        self._kv, self._params, self._weights_back = kv, params, weights_back
+        self._kv, self._params, self._weights_back, self._overlap = kv, params, weights_back, overlap
         self._scale, self._average, self._bucket_bytes, self._before_pass = scale, average, bucket_bytes, before_pass
         self._sum = summing(kv)
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
@@ -135,7 +134,7 @@ class Exchange:
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
         self._sent: list[_Flight] = []  # in this pass, or the last
-        self._held: list[int] = []  # buckets that are full
+        self._held: list[int] = []  # buckets that are full, and leave when the backward is over
         self._passes = 0  # that are through, up to those after which there is nothing to plan
         self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
         self._timing: _Timing | None = None
@@ -363,9 +362,9 @@ class Exchange:
             if not self._open:
                 self._begin(None)
             arrived = list(self._progress.arrived)
-            absent = [i for number in range(len(self._buckets)) for i in self._progress.absent(number)]
-            for i in absent:
-                self._note_filled(i)
+            for number in range(len(self._buckets)):
+                for i in self._progress.absent(number):
+                    self._note_filled(i)
             for number in (*self._held, *self._progress.finish()):
                 self._send(number)
             self._open, self.fresh = False, True

@@ -193,6 +193,18 @@ def test_a_result_in_common_memory_is_written_once_and_read_by_all(
         assert np.shares_memory(found[5], results[mate][5]) or found[5].ctypes.data == results[mate][5].ctypes.data
 
 
+@pytest.mark.parametrize("hosts", ["a", *ONE_HOST[:1], *HOSTS])
+def test_ranks_know_on_how_many_hosts_they_are(run_ranks: RunRanks, hosts: str) -> None:
+    def rank_main(comm: MemoryComm) -> tuple[int, int]:
+        collectives = Collectives(comm)
+        before = collectives.num_hosts
+        collectives.broadcast(np.zeros(3), 0, Deadline(TIMEOUT_S), "test")
+        return before, collectives.num_hosts
+
+    expected = (1 if len(hosts) == 1 else 0, len(set(hosts)))
+    assert run_ranks(len(hosts), rank_main, hosts=hosts) == [expected] * len(hosts)
+
+
 def test_common_memory_of_a_worker_alone_is_its_own() -> None:
     out = Collectives(SoloComm()).shared_empty(5, "bfloat16", Deadline(1))
     assert out.shape == (5,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -95,6 +96,32 @@ def test_sums_of_any_shape_have_the_bits_of_the_ring(
     outs = run_ranks(size, rank_main)
     assert_is_sum(outs[0][0], all_vectors(size, num_vectors, count, dtype), dtype)
     assert len({result.tobytes() for pair in outs for result in pair}) == 1
+
+
+def test_where_there_is_no_room_to_stage_ranks_attach(run_ranks: RunRanks) -> None:
+    """To what is private; what others have mapped is used as before."""
+
+    def rank_main(comm: MemoryComm) -> list[np.ndarray]:
+        group, outs = group_of(comm), []
+        asked: list[int] = []
+
+        def private(count: int, dtype: Any) -> np.ndarray:
+            asked.append(count)
+            return np.empty(count, dtype)
+
+        for in_place in (False, True):
+            own = placed(vectors(comm.rank, 2, 301, "float32"), comm.rank)
+            out = own[0] if in_place else np.empty_like(own[0])
+            act = act_of(group, "allreduce")
+            act.scratch = private  # type: ignore[assignment]
+            copy = np.empty_like(out)
+            Shared(group, 200, slot_bytes=0).allreduce([Tensor(own, out, [copy])], "float32", act)
+            outs += [out, copy]
+        assert asked.count(301) >= 2, "it was to be staged"
+        return outs
+
+    for out in itertools.chain.from_iterable(run_ranks(3, rank_main)):
+        assert_is_sum(out, all_vectors(3, 2, 301, "float32"), "float32")
 
 
 def test_ranks_may_have_different_numbers_of_vectors(run_ranks: RunRanks) -> None:

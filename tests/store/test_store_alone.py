@@ -68,6 +68,7 @@ def test_a_job_of_one(any_store):
     kv = any_store
     assert (kv.rank, kv.num_workers, kv.mpi_rank, kv.mpi_size, kv.client_rank, kv.num_clients) == (0, 1, 0, 1, 0, 1)
     assert kv.num_servers == (1 if kv.type.startswith("dist") else 0)
+    assert kv.num_hosts == 1
     assert kv.num_dead(5.0) == 0
     assert (kv.clock(), kv.clock()) == (1, 2)
     kv.barrier()

@@ -185,7 +185,10 @@ def test_where_nothing_can_run_beside_a_backward_buckets_leave_at_its_end(monkey
     for cores, store, overlap, waits in [
         (threads, "local", None, True), (threads + 1, "local", None, False), (threads, "dist_sync", None, False),
         (threads, "local", True, False), (threads + 1, "local", False, True), (threads, "dist_sync", False, True),
+        (threads, "local on two hosts", None, False),
     ]:  # fmt: skip
+        store, _, hosts = store.partition(" on ")
+        monkeypatch.setattr(kvmpi.KVStore, "num_hosts", 2 if hosts else 1)
         monkeypatch.setattr("kvmpi.torch.distributed.num_cores", lambda cores=cores: cores)
         with kvmpi.create(store) as kv:
             model = mlp()

@@ -39,6 +39,14 @@ def meet(kv: kvmpi.KVStore, number: int, came_back_after: int) -> None:
         print(f"barrier {number} passed without {missing}", flush=True)
 
 
+def await_others(kv: kvmpi.KVStore, number: int) -> None:
+    limit_s = time.monotonic() + 30.0
+    others = [Path(f"at-{number}-{rank}") for rank in range(kv.num_workers) if rank != kv.rank]
+    while not all(path.exists() for path in others):
+        assert time.monotonic() < limit_s, f"nobody came to barrier {number}"
+        time.sleep(0.01)
+
+
 with kvmpi.create("dist_sync") as kv:
     for key, count in COUNTS.items():
         kv.init(key, np.zeros(count, "f4"))
@@ -54,7 +62,8 @@ with kvmpi.create("dist_sync") as kv:
             died = Path(f"died-{step}")
             if kv.client_rank == DIES and step in DIES_AFTER and not died.exists():
                 died.touch()
-                time.sleep(0.5)  # the others are where they can come to without it
+                if step % EVERY == 0:  # not before the others are at the barrier that comes next
+                    await_others(kv, step)
                 os.kill(os.getpid(), signal.SIGKILL)
         if step % EVERY == 0 and (AGAIN or step > first):
             meet(kv, step, first)
