@@ -16,6 +16,7 @@ from typing import Any
 
 from kvmpi.config import STATUS_FILE
 from kvmpi.launchers import processes, questions
+from kvmpi.launchers.failure import Failure, Suspect
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
 from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
@@ -41,30 +42,6 @@ class Stream:
     target: int  # 1 or 2: where its lines go; 0: it carries reports of rank_exec
     client: str = ""  # label of the mpirun above it
     splitter: LineSplitter = field(default_factory=LineSplitter)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first thing that went wrong."""
-
-    label: str  # who: "worker 3"
-    status: int  # exit status of the whole job
-    text: str  # what happened, as the end of a sentence
-
-    @classmethod
-    def of(cls, label: str, returncode: int) -> Failure:
-        """The failure of a process that has ended with ``returncode`` (negative: by a signal)."""
-        return cls(label, processes.exit_status(returncode), processes.describe_end(returncode))
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A rank that has failed under an mpirun, until it is known whether it was the first there."""
-
-    failure: Failure
-    client: str  # label of its mpirun
-    deadline: float  # time.monotonic() after which it is held responsible in any case
-    certain: bool  # it said so itself; otherwise a signal ended it, perhaps because mpirun was stopping all ranks
 
 
 class Runner:

@@ -3,11 +3,12 @@
 from kvmpi.wire.context import Context, new_context
 from kvmpi.wire.encoding import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode, encode
 from kvmpi.wire.keys import create_keys
+from kvmpi.wire.malloc import keep_large_buffers
 from kvmpi.wire.messages import Message
 from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError
-from kvmpi.wire.sockets import Connection, Listener, as_array, keep_large_buffers
+from kvmpi.wire.sockets import Connection, Listener, as_array
 from kvmpi.wire.watch import Watch
 
 __all__ = [

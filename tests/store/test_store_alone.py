@@ -480,20 +480,6 @@ def test_memory_of_a_failed_push_is_not_written_again(monkeypatch):
         np.testing.assert_array_equal(used, np.full(20_000, 2))
 
 
-def test_statistics_count_what_was_done():
-    with kvmpi.create("dist_async") as kv:
-        kv.init("w", np.zeros(1000, "f4"))
-        kv.set_optimizer(optim.Test())
-        for _ in range(3):
-            kv.push("w", np.ones(1000, "f4"))
-        kv.pull("w", np.empty(1000, "f4"))
-        stats = kv.stats()
-        assert stats["phases"]["push"] == {**stats["phases"]["push"], "bytes": 12_000, "calls": 3}
-        assert stats["phases"]["pull"]["bytes"] == 4_000
-        assert sum(stats["staleness"].values()) == 3
-        assert stats["imbalance"] == 1.0
-
-
 def test_a_store_that_was_dropped_is_closed_at_exit(tmp_path):
     program = """
 import numpy, kvmpi

@@ -193,3 +193,17 @@ def test_statistics_count_a_pushpull_both_ways(name: str) -> None:
         assert moved()[1] == (4000 if back == "pull" else 8000, 1)
         kv.row_sparse_pull("rows", rows, ids)
         assert moved()[1] == (40 if back == "pull" else 48, 1)
+
+
+def test_statistics_count_what_was_done() -> None:
+    with kvmpi.create("dist_async") as kv:
+        kv.init("w", np.zeros(1000, "f4"))
+        kv.set_optimizer(optim.Test())
+        for _ in range(3):
+            kv.push("w", np.ones(1000, "f4"))
+        kv.pull("w", np.empty(1000, "f4"))
+        stats = kv.stats()
+        assert stats["phases"]["push"] == {**stats["phases"]["push"], "bytes": 12_000, "calls": 3}
+        assert stats["phases"]["pull"]["bytes"] == 4_000
+        assert sum(stats["staleness"].values()) == 3
+        assert stats["imbalance"] == 1.0
