@@ -59,7 +59,10 @@ def shared_bytes(nbytes: int) -> Buffer:
 
 @dataclass(slots=True)
 class Act:
-    """One collective under way on one rank: what it is called, and until when it may take."""
+    """One collective under way on one rank: what it is called, and until when it may take.
+
+    ``scale``: what a sum is multiplied by, before half types are rounded.
+    """
 
     label: str
     op: str
@@ -68,6 +71,7 @@ class Act:
     size: int
     deadline: Deadline
     scratch: Scratch
+    scale: float = 1.0
 
     def describe(self) -> str:
         """For error messages."""

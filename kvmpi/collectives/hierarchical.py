@@ -52,7 +52,7 @@ class Hierarchical:
     def _allreduce(self, tensor: Tensor, dtype: str, act: Act) -> None:
         group, count = self._group, tensor.out.size
         posted = Posted(group, [tensor], act)
-        terms = HostSum(group, posted, 0, tensor.vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
+        terms = HostSum(group, posted, 0, tensor.vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
         result, segments = posted.results[0], act.segments(count)
         machines: list[Machine] = []
         for ring in range(self._num_rings):
@@ -84,7 +84,7 @@ class Hierarchical:
             return
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
-        terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act))
+        terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
         chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
         ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe, vectors[0].nbytes)

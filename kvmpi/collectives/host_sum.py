@@ -13,6 +13,7 @@ from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.ring import Range, segment_bounds
+from kvmpi.collectives.terms import times
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -238,13 +239,14 @@ class HostSum:
     Args:
         number: which of the posted tensors it is.
         block: memory of the tensor's dtype, and for half types of float32: what is read at a time fits in there.
+        scale: what the result is multiplied by.
     """
 
     def __init__(
         self, group: HostGroup, posted: Posted | Delivery, number: int, vectors: Sequence[Buffer], dtype: str,
-        block: tuple[Buffer, Buffer],
+        block: tuple[Buffer, Buffer], scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self._group, self._vectors, self._dtype = group, vectors, dtype
+        self._group, self._vectors, self._dtype, self._scale = group, vectors, dtype, scale
         self._half = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
         self._fetched, self._wide = block
@@ -252,18 +254,20 @@ class HostSum:
 
     def own(self, start: int, stop: int, into: Buffer) -> Buffer:
         """See ``ring.Terms``: what this host contributes."""
-        self._run(None, start, stop, into, narrow=False)
+        self._run(None, start, stop, into, 1.0)
         return into
 
     def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
-        self._run(incoming, start, stop, into, narrow=False)
+        self._run(incoming, start, stop, into, 1.0)
 
     def finish(self, incoming: Buffer | None, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``. Without ``incoming``, the result is what this host contributes."""
-        self._run(incoming, start, stop, into, narrow=self._half)
+        self._run(incoming, start, stop, into, self._scale, narrow=self._half)
 
-    def _run(self, incoming: Buffer | None, start: int, stop: int, into: Buffer, *, narrow: bool) -> None:
+    def _run(
+        self, incoming: Buffer | None, start: int, stop: int, into: Buffer, scale: float, *, narrow: bool = False
+    ) -> None:
         length = self._fetched.size
         with np.errstate(all="ignore"):
             for first in range(start, stop, length):
@@ -272,9 +276,11 @@ class HostSum:
                 before, target = None if incoming is None else incoming[local], into[local]
                 if not self._half:
                     self._sum_block(before, block, target)
+                    times(target, scale)
                     continue
                 wide = self._wide[: target.size] if narrow else target
                 self._sum_half_block(before, block, wide)
+                times(wide, scale)
                 if narrow:
                     host.narrow(wide, target, self._dtype)
 

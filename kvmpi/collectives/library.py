@@ -12,7 +12,7 @@ from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.naive import MAX_PIECE_COUNT
-from kvmpi.collectives.terms import HostTerms
+from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.kernels import host
 
@@ -31,6 +31,7 @@ class Library:
         self._fold(packed.vectors, dtype, total, act)
         for start in range(0, total.size, MAX_PIECE_COUNT):
             self._await(self._comm.iallreduce(total[start : start + MAX_PIECE_COUNT]), act)
+        times(total, act.scale)
         self._unfold(total, packed.out, dtype)
         unpack(tensors, packed)
 
@@ -44,6 +45,7 @@ class Library:
         total = act.scratch(max(1, out.size), wire)[: out.size]
         counts = [stop - start for start, stop in act.segments(count)]
         self._await(self._comm.ireduce_scatter(folded, total, counts), act)
+        times(total, act.scale)
         self._unfold(total, out, dtype)
 
     def allgather(self, out: Buffer, act: Act) -> None:

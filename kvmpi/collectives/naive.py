@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.terms import HostTerms
+from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
@@ -38,6 +38,7 @@ class Naive:
         total = act.scratch(out.size, host.STORAGE[host.ACCUMULATE[dtype]])
         np.copyto(total, HostTerms(vectors, dtype).own(0, out.size, total))
         naive_allreduce(self._comm, total, act.deadline, act.describe())
+        times(total, act.scale)
         if dtype in host.HALF:
             host.narrow(total, out, dtype)
         else:

@@ -34,11 +34,11 @@ class Rings:
 
             staged = gpu.pinned_empty(packed.out.size, dtype)
             vectors, start = [*vectors, staged], partial(_start_sums, packed.devices, staged, dtype)
-        self._run(packed.out.size, packed.out, HostTerms(vectors, dtype), act, start=start)
+        self._run(packed.out.size, packed.out, HostTerms(vectors, dtype, act.scale), act, start=start)
         unpack(tensors, packed)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        self._run(vectors[0].size, out, HostTerms(vectors, dtype), act, gather=False)
+        self._run(vectors[0].size, out, HostTerms(vectors, dtype, act.scale), act, gather=False)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         self._run(out.size, out, None, act)

@@ -36,7 +36,7 @@ from kvmpi.collectives.host_sum import (
     pieces_of,
     places_of,
 )
-from kvmpi.collectives.terms import HostTerms
+from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
 from kvmpi.trace import timeline
@@ -194,12 +194,13 @@ class Shared:
                 np.copyto(part, own)
         group.post()
         group.await_posts(group.others, act.deadline, act.describe)
-        direct = len(tensors) == 1 and not half
+        direct = len(tensors) == 1 and not half and act.scale == 1.0  # other ranks may share that memory, too
         total = tensors[0].out if direct else act.scratch(count, storage)
         slots = [group.slot(rank, count, storage, call) for rank in range(group.size)]
         with np.errstate(all="ignore"):
             _add_up(slots, act.scratch(count if group.size > 2 else 0, storage), total)
         group.finish()
+        times(total, act.scale)
         start = 0
         for tensor in tensors:
             part = total[start : start + tensor.out.size]
@@ -222,7 +223,7 @@ class Shared:
             sums: dict[int, HostSum] = {}
             for number, start, stop in pieces:
                 if number not in sums:
-                    sums[number] = HostSum(group, delivery, number, tensors[number].vectors, dtype, block)
+                    sums[number] = HostSum(group, delivery, number, tensors[number].vectors, dtype, block, act.scale)
                 sums[number].finish(None, start, stop, tensors[number].out[start:stop])
                 delivery.deliver(number, slice(start, stop))
             start_ns = timeline.now() if timeline.on else 0
@@ -246,7 +247,7 @@ class Shared:
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
-        total = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, self._block_bytes, act))
+        total = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, self._block_bytes, act), act.scale)
         total.finish(None, *act.segments(vectors[0].size)[group.index], out)
         group.finish(group.others, act.deadline, act.describe)
 

@@ -192,22 +192,27 @@ class Collectives:
 
     def allreduce_many(
         self, tensors: Sequence[tuple[Sequence[Vector], Buffer, Sequence[Buffer]]], dtype: str, deadline: Deadline,
-        label: str,
+        label: str, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """``allreduce`` of several tensors, given as (sources, out, copies), as one; ``copies`` get the result, too.
 
         The same lengths in the same order on every rank.
+
+        Args:
+            scale: what the sums, of a float type, are multiplied by; the same on every rank. Half types are rounded
+                after that.
         """
         nbytes = sum(out.nbytes for _, out, _ in tensors)
         with self._recorder.timed("reduce", nbytes):
             self._scratch.begin()
             if self.size == 1 or nbytes == 0:
                 for sources, out, copies in tensors:
-                    _sum_alone(self._on_host(sources, dtype), out, dtype)
+                    _sum_alone(self._on_host(sources, dtype), out, dtype, scale)
                     for copy in copies:
                         np.copyto(copy, out)
                 return
             algorithm, act = self._begin("allreduce", nbytes, deadline, label)
+            act.scale = scale
             if len(tensors) == 1 and act.choice.algorithm in _SUMS_DEVICES:
                 sources, out, copies = tensors[0]
                 devices = [source.buffer for source in sources if not source.on_host]
@@ -217,19 +222,20 @@ class Collectives:
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline)
 
     def reduce_scatter(
-        self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str
+        self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str, scale: float = 1.0
     ) -> None:
         """Like ``allreduce``, but ``out`` gets this rank's segment of the sum, and may be that part of ``sources[0]``.
 
-        Rank r's segment is ``ring.segment_bounds(count, size)[r]``.
+        ``scale`` as in ``allreduce_many``. Rank r's segment is ``ring.segment_bounds(count, size)[r]``.
         """
         with self._recorder.timed("reduce", sources[0].nbytes):
             self._scratch.begin()
             vectors = self._on_host(sources, dtype)
             if self.size == 1 or vectors[0].size == 0:
-                _sum_alone(vectors, out, dtype)
+                _sum_alone(vectors, out, dtype, scale)
                 return
             algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
+            act.scale = scale
             self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline)
 
     def allgather(self, source: Buffer, out: Buffer, deadline: Deadline, label: str) -> None:
@@ -406,6 +412,8 @@ class Collectives:
         return KVTimeoutError(f"{error}. No answer from MPI rank {names}, stopped or dead") if silent else error
 
 
-def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str) -> None:
+def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str, scale: float) -> None:
     if len(vectors) > 1 or address_of(vectors[0]) != address_of(out):
         host.sum_vectors(out, vectors, dtype)
+    if scale != 1.0:
+        host.scale(out, scale, dtype)

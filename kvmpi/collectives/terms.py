@@ -14,10 +14,10 @@ Buffer = npt.NDArray[Any]
 
 
 class HostTerms:
-    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32."""
+    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32; results times ``scale``."""
 
-    def __init__(self, vectors: Sequence[Buffer], dtype: str) -> None:
-        self._vectors, self._dtype = vectors, dtype
+    def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0) -> None:
+        self._vectors, self._dtype, self._scale = vectors, dtype, scale
         self._wide = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
 
@@ -46,10 +46,19 @@ class HostTerms:
         """See ``ring.Terms``."""
         if self._wide:
             self._add_widened(incoming, [vector[start:stop] for vector in self._vectors])
+            times(incoming, self._scale)
             host.narrow(incoming, into, self._dtype)
         else:
             self.add(incoming, start, stop, into)
+            times(into, self._scale)
 
     def _add_widened(self, total: Buffer, parts: Sequence[Buffer]) -> None:
         for part in parts:
             host.add_widened(total, host.ACCUMULATE[self._dtype], part, self._dtype)
+
+
+def times(total: Buffer, scale: float) -> None:
+    """Multiply a sum in place, unless ``scale`` is 1."""
+    if scale != 1.0:
+        with np.errstate(all="ignore"):
+            np.multiply(total, scale, out=total)

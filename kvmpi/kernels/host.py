@@ -138,8 +138,7 @@ def scale(dst: Array, factor: float, dtype: str) -> None:
         DTypeMismatchError: ``dtype`` is an integer type, where the product would have to be rounded.
     """
     _check_storage(dst, dtype)
-    if STORAGE[dtype].kind != "f" and dtype not in HALF:
-        raise DTypeMismatchError(f"a vector of {dtype} cannot be scaled by {factor}: only float types can")
+    check_scalable(dtype, factor)
     with np.errstate(all="ignore"):
         if dtype not in HALF:
             np.multiply(dst, float(factor), out=dst)
@@ -150,6 +149,12 @@ def scale(dst: Array, factor: float, dtype: str) -> None:
             _widen_block(dst[part], dtype, acc)
             np.multiply(acc, float(factor), out=acc)
             _narrow_block(acc, dst[part], dtype, scratch)
+
+
+def check_scalable(dtype: str, factor: float, where: str = "") -> None:
+    """Raise ``DTypeMismatchError`` unless ``scale`` can be called for vectors of ``dtype``."""
+    if STORAGE[dtype].kind != "f" and dtype not in HALF:
+        raise DTypeMismatchError(f"{where}a vector of {dtype} cannot be scaled by {factor}: only float types can")
 
 
 # The pieces. A block is at most _block_length(count) elements; callers ignore floating-point warnings.

@@ -184,7 +184,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         return self._complete(self._start_pushpull(parts, call), call)
 
     def allreduce(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, scale: float = 1.0
     ) -> Work | None:
         """The sum of ``value`` over devices and workers goes to ``out``, by default in place of ``value``.
 
@@ -192,11 +192,16 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         sum: what gradients want that a worker's own optimizer uses. For stores that hold values in the workers. Where
         there are several workers, arrays of ``kv.empty`` are summed in place without a copy.
 
+        Args:
+            scale: what the sum is multiplied by on the way, ``1 / kv.num_workers`` for a mean over workers; half types
+                are rounded after that. Of keys of a float type, and the same on all workers.
         Raises:
             KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: ``out`` is unchanged.
+            ConfigError: workers have given different scales, or one that is no number; ``out`` is unchanged.
             UnsupportedError: the values are on servers; or ``value`` has rows of a key.
         """
         call = self._call("allreduce", priority, async_op)
+        call.scale = scale
         parts = self._enter_keys(call, key, value, value if out is None else out)
         return self._complete(self._start_allreduce(parts, call), call)
 

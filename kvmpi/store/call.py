@@ -98,7 +98,8 @@ class Invocation:
     """One public call under way.
 
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
-    ``num_joined`` of them make it because they have joined. ``about``: its keys, for the timeline.
+    ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``about``: its keys, for
+    the timeline.
     """
 
     op: str
@@ -108,6 +109,7 @@ class Invocation:
     done: list[Variable] = field(default_factory=list)
     error: BaseException | None = None
     num_joined: int = 0
+    scale: float = 1.0
     clock: int = 0
     about: Key | None = None
     started_s: float = field(default_factory=time.perf_counter)

@@ -11,9 +11,11 @@ one rank knows. What all ranks know is the agreement of the call.
 from __future__ import annotations
 
 import json
+import math
+import numbers
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -25,6 +27,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
 from kvmpi.errors import (
+    ConfigError,
     DTypeMismatchError,
     KeyKindError,
     KeyNotInitializedError,
@@ -190,7 +193,10 @@ class StoreCore:
             if timeline.on:
                 timeline.about(call.about, call.clock)
             try:
-                found = self._reduce.agree(signature, call.deadline, f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}")
+                settings = f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}"
+                if call.scale != 1.0:
+                    settings = f"{settings} scale={call.scale}"
+                found = self._reduce.agree(signature, call.deadline, settings)
                 call.num_joined += found.num_joined
             except BaseException as error:
                 call.error = error
@@ -236,11 +242,15 @@ class StoreCore:
                 keep_apart(list(parts.values()))
             for part in parts.values():
                 self._raise_pending(part.state)
+            if call.scale != 1.0:
+                call.scale = checked_scale(call, parts.values())
             if timeline.on:
                 call.about = about(list(parts.values()))
             return sorted(parts.values(), key=lambda part: processing_order(part.state))
 
-        return self._enter(call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts]])
+        return self._enter(
+            call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts], call.scale]
+        )
 
     def _raise_pending(self, state: KeyState) -> None:
         """Raise what an earlier call on the key has left, if nobody has seen it yet."""
@@ -364,7 +374,7 @@ class StoreCore:
             ]
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
-            self._reduce.allreduce_many(tensors, dtype, call.deadline, label)
+            self._reduce.allreduce_many(tensors, dtype, call.deadline, label, call.scale)
             if cause is not None:
                 raise cause
             if then is not None:
@@ -437,6 +447,16 @@ def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> N
         raise ShapeMismatchError(f"{where}: shape {arrays.shape_of(array)}, the key has {shape}")
     if arrays.dtype_of(array) != dtype:
         raise DTypeMismatchError(f"{where}: dtype {arrays.dtype_of(array)}, the key has {dtype}")
+
+
+def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:
+    """``call.scale``; raise unless sums of all ``parts`` can be multiplied by it."""
+    scale = call.scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ConfigError(f"{call.op}: scale={scale!r}; expected a finite number")
+    for part in parts:
+        host.check_scalable(part.state.dtype, scale, f"{call.op} of key {part.state.key!r}: ")
+    return float(scale)
 
 
 def scaled(buffer: Buffer, factor: float, dtype: str) -> None:

@@ -98,7 +98,7 @@ class Follower:
             op, keys, (clock, details) = json.loads(heard.description)
             self._store._set_clock(clock)
             if op in _STARTS:
-                self._exchange(op, keys, details[0], details[1], heard.num_joined)
+                self._exchange(op, keys, heard.num_joined, *details)
             else:
                 self._command(op, details)
 
@@ -128,16 +128,19 @@ class Follower:
             raise
         return found[0]
 
-    def _exchange(self, op: str, keys: list[Key], async_op: bool, forms: list[int | str], num_joined: int) -> None:
+    def _exchange(
+        self, op: str, keys: list[Key], num_joined: int, async_op: bool, forms: list[int | str], scale: float = 1.0
+    ) -> None:
         """Push nothing, or pull for nobody.
 
         Args:
             async_op: whether the peers go on at once. They may have to: what they wait for can need their next call.
             forms: how many vectors a peer pushes to each key, by which a mean divides; or that it pushes rows.
+            scale: what sums are multiplied by.
         """
         store = self._store
         call = store._call(op, async_op=async_op)
-        call.num_joined = num_joined
+        call.num_joined, call.scale = num_joined, scale
 
         def prepare() -> list[Part]:
             states = [store._keys[key] for key in keys]

@@ -10,7 +10,7 @@ import torch
 from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 from kvmpi.torch.futures import future_of
-from kvmpi.torch.parameters import summing
+from kvmpi.torch.parameters import start_sum
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -43,7 +43,7 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
             "no sum of gradients to get back; use a synchronous store"
         )
-    made, sums = set[str](), summing(kv)
+    made = set[str]()
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if kv.optimizer is not None:
@@ -53,9 +53,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
         if key not in made:
             kv.init(key, torch.zeros_like(gradients))
             made.add(key)
-        work = sums(key, gradients, async_op=True)
-        assert work is not None
-        return future_of(work, lambda: gradients.div_(kv.num_workers))
+        work, left = start_sum(kv, key, gradients, 1.0 / kv.num_workers)
+        return future_of(work, lambda: gradients if left == 1.0 else gradients.mul_(left))
 
     hook.__annotations__.clear()  # DDP compares them with its own, which are no strings
     return hook

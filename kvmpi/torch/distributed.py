@@ -289,6 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As of every optimizer; with ``set_to_none=False`` gradients stay where they leave from."""
         if not set_to_none:
             self._exchange.wait()
+            self._exchange.keep()
         self._exchange.release()
         self._inner.zero_grad(set_to_none)
         if not self._update_on_kvstore:

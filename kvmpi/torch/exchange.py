@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ import torch
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
-from kvmpi.torch import buckets
+from kvmpi.torch import buckets, gradients
+from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.norms import NormBuffers
-from kvmpi.torch.parameters import KeyedParameters, memory_order, next_key, summing
+from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
 
 #: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
 _TIMED, _LAST_PLANNED = 1, 3
@@ -26,46 +26,10 @@ _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
 
 
-class _Bucket:
-    """Gradients that travel together: slices of one block of memory for each dtype and device.
-
-    In a block they lie in the order of their keys, which is the order of a call with all of them: then even what a
-    collective would have to pack is where it belongs.
-    """
-
-    def __init__(self, indices: Iterable[int], tensors: list[torch.Tensor], empty: Callable[..., Any]) -> None:
-        self.indices = sorted(indices)
-        self.blocks: list[torch.Tensor] = []
-        self.keys: list[int] = []  # of the blocks, where they have keys
-        #: By index: the gradient as the parameter shows it, and the same memory in the order in which it lies there.
-        self.grads: dict[int, torch.Tensor] = {}
-        self.arrays: dict[int, torch.Tensor] = {}
-        self.version = 0
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index in self.indices:
-            kinds.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
-        for (dtype, device), members in kinds.items():
-            block = empty(
-                (sum(tensors[i].numel() for i in members),), dtype, None if device.type == "cpu" else str(device)
-            )
-            self.blocks.append(block)
-            start = 0
-            for i in members:
-                order = memory_order(tensors[i])
-                shape = [tensors[i].shape[d] for d in order]
-                self.arrays[i] = block[start : start + math.prod(shape)].view(shape)
-                self.grads[i] = self.arrays[i].permute([order.index(d) for d in range(len(order))])
-                start += math.prod(shape)
-
-    def block_version(self) -> int:
-        """Grows when anybody but the store writes to the gradients."""
-        return sum(block._version for block in self.blocks)
-
-
 class _Flight:
     """A bucket under way, until its results are there."""
 
-    def __init__(self, bucket: _Bucket, works: list[Work | None]) -> None:
+    def __init__(self, bucket: Bucket, works: list[Work | None]) -> None:
         self.bucket, self.works = bucket, works
 
     def wait(self) -> None:
@@ -112,6 +76,9 @@ class Exchange:
     first pass, in the order in which gradients came. Where weights come back, the second pass is timed, and from the
     fourth on buckets leave such that the first layers' weights are back first.
 
+    Gradients are copied to blocks that leave as a whole. Where they come back without a server, large ones in host
+    memory are summed where autograd has made them instead: to copy those costs more than to call the store with more.
+
     Args:
         weights_back: the store holds weights and updates them; else gradients come back, summed.
         scale: every gradient is multiplied by it before it leaves.
@@ -126,14 +93,16 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._kv, self._params, self._weights_back, self._overlap = kv, params, weights_back, overlap
         self._scale, self._average, self._bucket_bytes, self._before_pass = scale, average, bucket_bytes, before_pass
-        self._sum = summing(kv)
+        # What is left to multiply by where the store does not do it on the way.
+        self._prescale = 1.0 if kv.is_capable("allreduce") and not weights_back else scale
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
         # A client of one worker pushes when it likes, and only what it has.
         self._alone = weights_back and kv.is_capable("async") and kv.mpi_size == 1
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
-        self._sent: list[_Flight] = []  # in this pass, or the last
+        self._sent: list[_Flight] = []  # whose weights come back, in this pass or the last
+        self._flying: list[Work] = []  # sums that come back
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
         self._passes = 0  # that are through, up to those after which there is nothing to plan
         self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
@@ -145,6 +114,7 @@ class Exchange:
         self._flights: dict[int, _Flight] = {}
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
+        self._taken: set[int] = set()  # addresses of direct gradients of this pass
         # The sum over workers, which travels with the last bucket: whether any worker has one.
         self._all_used = torch.zeros(len(self._tensors))
         self._all_used_key = next_key(kv)
@@ -157,7 +127,7 @@ class Exchange:
             self._order_key = next_key(self._planners)
             self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
         self._order = buckets.complete_order((), len(self._tensors))
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._plan()
 
     def close(self) -> None:
@@ -176,7 +146,9 @@ class Exchange:
         plan = buckets.plan(order, nbytes, self._bucket_bytes)
         if self._buckets and [sorted(indices) for indices in plan] == [bucket.indices for bucket in self._buckets]:
             return
-        self._buckets = [_Bucket(indices, self._tensors, self._kv.empty) for indices in plan]
+        self._buckets = [
+            Bucket(indices, self._tensors, self._kv.empty, filter(self._is_direct, indices)) for indices in plan
+        ]
         self._leaving = self._timing = None
         if not self._weights_back:
             self._make_keys()
@@ -186,6 +158,11 @@ class Exchange:
         for i in order:
             if i not in self._hooks:
                 self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
+
+    def _is_direct(self, index: int) -> bool:
+        tensor = self._tensors[index]
+        large = tensor.numel() * tensor.element_size() >= gradients.DIRECT_BYTES
+        return large and tensor.device.type == "cpu" and not self._weights_back and self._kv.is_capable("allreduce")
 
     def _make_keys(self) -> None:
         """A key for each block of gradients that come back: one array costs less than its many parts."""
@@ -247,15 +224,14 @@ class Exchange:
             self._note_filled(index)
             full = self._progress.arrive(index)
             if self._overlap:
-                for number in full:
-                    self._send(number)
+                self._send(full)
             else:
                 self._held += full
 
     def _begin(self, index: int | None) -> None:
         if self.fresh and (self._weights_back or not self._average):
             known = None if index is None else self._bucket_of.get(index)
-            adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads[index])
+            adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads.get(index))
             if self._weights_back or adds_up:
                 raise ConfigError(
                     "a second backward before optimizer.step(), when the gradients of the first have left for the "
@@ -268,18 +244,22 @@ class Exchange:
         if self._passes == _TIMED and self._weights_back:
             self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
-        self._sent, self._held = [], []
+        self._sent, self._held, self._flying = [], [], []
         self.release()
+        self._taken.clear()
         self._open = True
 
-    def _gather(self, bucket: _Bucket) -> None:
+    def _gather(self, bucket: Bucket) -> None:
         """Bring gradients, scaled, to where they leave from, and let the parameters show them there.
 
         Bucket by bucket: torch copies many small tensors in a quarter of the time that it takes one by one.
         """
         places: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        for i in bucket.indices:
+        for i in bucket.direct:
+            self._check_dense(i)
+            self._used[i] = 1.0 if bucket.find(i, self._taken) else 0.0
+        for i in bucket.copied:
             tensor, place = self._tensors[i], bucket.grads[i]
             grad = tensor.grad
             if i in self._flights:
@@ -289,26 +269,30 @@ class Exchange:
                 continue
             self._used[i] = 1.0
             if grad is place:
-                if self._scale != 1.0:
-                    place.mul_(self._scale)
+                if self._prescale != 1.0:
+                    place.mul_(self._prescale)
                 continue
-            if grad.layout is not torch.strided:
-                raise ConfigError(
-                    f"the gradient of {self._params.names[i]} is sparse, which stores do not carry; "
-                    "make it dense (torch.nn.Embedding(..., sparse=False))"
-                )
-            if self._scale == 1.0 or grad.numel() <= _SMALL_COUNT:
+            self._check_dense(i)
+            if self._prescale == 1.0 or grad.numel() <= _SMALL_COUNT:
                 places.append(place)
                 grads.append(grad)
             else:
-                torch.mul(grad, self._scale, out=place)
+                torch.mul(grad, self._prescale, out=place)
             tensor.grad = place
             if grad.device.type == "cpu":
                 self._made.append(grad)
         if places:
             torch._foreach_copy_(places, grads)
-            if self._scale != 1.0:
-                torch._foreach_mul_(places, self._scale)
+            if self._prescale != 1.0:
+                torch._foreach_mul_(places, self._prescale)
+
+    def _check_dense(self, index: int) -> None:
+        grad = self._tensors[index].grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {self._params.names[index]} is sparse, which stores do not carry; "
+                "make it dense (torch.nn.Embedding(..., sparse=False))"
+            )
 
     def release(self) -> None:
         """Give back the memory in which autograd has made gradients.
@@ -317,22 +301,49 @@ class Exchange:
         return memory to the system that the next layer asks for again, page by page: a tenth of a step of ResNet-20.
         """
         self._made.clear()
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def keep(self) -> None:
+        """Gradients stay where they are from one pass to the next: let that be memory that others can read."""
+        with self._lock, torch.no_grad():
+            for bucket in self._buckets:
+                bucket.keep()
 
     def _note_filled(self, index: int) -> None:
         if self._timing is not None and self._passes == _TIMED:
             self._timing.filled(self._number_of[index])  # the last of a bucket's is what counts
 
-    def _send(self, number: int) -> None:
+    def _send(self, numbers: Sequence[int]) -> None:
+        """These buckets leave, in this order."""
+        if self._weights_back:
+            for number in numbers:
+                self._push(number)
+            return
+        for number in numbers:
+            self._gather(self._buckets[number])
+        # One call costs less than several; but what comes later in a call is not on its way before the rest is.
+        for some in [[number] for number in numbers] if self._overlap else [numbers]:
+            self._sum(some)
+
+    def _sum(self, numbers: Sequence[int]) -> None:
+        """Gradients leave, and come back summed."""
+        keys, arrays = list[int](), list[torch.Tensor]()
+        for bucket in [self._buckets[number] for number in numbers]:
+            keys += [*bucket.keys, *(self._params.keys[i] for i in bucket.direct)]
+            arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
+        if len(self._buckets) - 1 in numbers:
+            self._all_used.copy_(torch.tensor(self._used))
+            keys.append(self._all_used_key)
+            arrays.append(self._all_used)
+        if keys:
+            self._flying.append(start_sum(self._kv, keys, arrays, self._scale, numbers[0])[0])
+
+    def _push(self, number: int) -> None:
+        """Gradients leave, and weights come back."""
         bucket, kv = self._buckets[number], self._kv
         self._gather(bucket)
         bucket.version = bucket.block_version()
-        if not self._weights_back:
-            keys, arrays = bucket.keys, bucket.blocks
-            if number == len(self._buckets) - 1:
-                self._all_used.copy_(torch.tensor(self._used))
-                keys, arrays = [*keys, self._all_used_key], [*arrays, self._all_used]
-            self._sent.append(_Flight(bucket, [self._sum(keys, arrays, priority=number, async_op=True)]))
-            return
         keys = [self._params.keys[i] for i in bucket.indices]
         arrays = [bucket.arrays[i] for i in bucket.indices]
         weights = [self._params.as_it_lies(i) for i in bucket.indices]
@@ -352,7 +363,7 @@ class Exchange:
         if self._timing is not None and self._passes == _TIMED:
             self._timing.sent(number, works)
 
-    def _note_change(self, bucket: _Bucket) -> None:
+    def _note_change(self, bucket: Bucket) -> None:
         """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
         torch.autograd.graph.increment_version([self._tensors[i] for i in bucket.indices])
 
@@ -365,8 +376,7 @@ class Exchange:
             for number in range(len(self._buckets)):
                 for i in self._progress.absent(number):
                     self._note_filled(i)
-            for number in (*self._held, *self._progress.finish()):
-                self._send(number)
+            self._send([*self._held, *self._progress.finish()])
             self._open, self.fresh = False, True
             if self.norms is not None:
                 self.norms.start()
@@ -379,8 +389,9 @@ class Exchange:
 
     def _receive(self) -> None:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
-        for flight in self._sent:
-            flight.wait()
+        for work in self._flying:
+            work.wait()
+        self._flying.clear()
         used = self._all_used.tolist()
         for i, bucket in self._bucket_of.items():
             self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None

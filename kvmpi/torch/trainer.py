@@ -14,7 +14,7 @@ import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.store import KVStore
-from kvmpi.torch.parameters import KeyedParameters, Parameters, summing
+from kvmpi.torch.parameters import KeyedParameters, Parameters
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
 BIG_PARAMETER = 16 * 1024 * 1024
@@ -210,8 +210,8 @@ class Trainer:
         if self._update_on_kvstore:
             self._remote_step(batch_size)
         else:
-            self._sum_gradients()
-            self._local_step(batch_size)
+            self._sum_gradients(1.0 / batch_size)
+            self._local_step()
 
     def skip(self, batch_size: float) -> None:
         """In place of a ``step`` that was done before the job was resumed, or before this client was started again.
@@ -234,7 +234,8 @@ class Trainer:
         """The second half of ``step``: divide gradients by ``batch_size`` and step the torch optimizer."""
         self._check_local("update")
         self._check_batch(batch_size)
-        self._local_step(batch_size)
+        self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
+        self._local_step()
 
     def _check_local(self, name: str) -> None:
         if self._update_on_kvstore:
@@ -244,22 +245,28 @@ class Trainer:
         if not batch_size > 0:
             raise ConfigError(f"batch_size={batch_size}: expected the number of samples of all workers, above 0")
 
-    def _local_step(self, batch_size: float) -> None:
+    def _local_step(self) -> None:
         assert self._torch is not None
-        self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
         self._torch.step()
 
-    def _sum_gradients(self) -> None:
+    def _sum_gradients(self, scale: float = 1.0) -> None:
+        """Gradients become their sum over workers, times ``scale``."""
         if self._kv is None:
+            self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
         active = self._active()
         for i in active:
             tensor = self._params.tensors[i]
             if tensor.grad is None:
                 tensor.grad = _no_rows(tensor) if i in self._sparse else torch.zeros_like(tensor)
-        for sums, of_it in ((summing(self._kv), False), (self._kv.pushpull, True)):  # rows travel by pushpull
-            if keys := [i for i in active if (i in self._sparse) == of_it]:
-                sums(keys, [self._params.tensors[i].grad for i in keys])
+        for is_sparse in (False, True):
+            if keys := [i for i in active if (i in self._sparse) == is_sparse]:
+                gradients = [grad for i in keys if (grad := self._params.tensors[i].grad) is not None]
+                if self._kv.is_capable("allreduce") and not is_sparse:
+                    self._kv.allreduce(keys, gradients, scale=scale)
+                else:
+                    self._kv.pushpull(keys, gradients)
+                    self._scale(gradients, scale)
 
     def _remote_step(self, batch_size: float) -> None:
         kv = self._kv

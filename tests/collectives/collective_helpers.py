@@ -53,17 +53,22 @@ def all_vectors(size: int, num_vectors: int, count: int, dtype: str) -> list[Arr
     return [vector for rank in range(size) for vector in vectors(rank, num_vectors, count, dtype)]
 
 
-def assert_is_sum(out: Array, terms: list[Array], dtype: str) -> None:
-    """Floats: within the rounding of so many additions and of the result. Integers: exact, wrapping around."""
+def assert_is_sum(out: Array, terms: list[Array], dtype: str, scale: float = 1.0) -> None:
+    """Floats: within the rounding of so many additions and of the result. Integers: exact, wrapping around.
+
+    Of floats it is the sum times ``scale``, which costs another rounding, and one of ``scale`` itself.
+    """
     if dtype not in FLOATS:
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(out, np.sum(terms, axis=0, dtype=dtype))
         return
     wide = np.array([to_float64(term, dtype) for term in terms])
-    exact, magnitude = wide.sum(axis=0), np.abs(wide).sum(axis=0)
+    exact, magnitude = scale * wide.sum(axis=0), abs(scale) * np.abs(wide).sum(axis=0)
     adding = EPS["float64" if dtype == "float64" else "float32"] / 2
     # An addition errs by half a unit of a partial sum, which is at most the sum of magnitudes. The oracle adds too.
     bound = (len(terms) - 1) * (adding + EPS["float64"]) * magnitude
+    if scale != 1.0:
+        bound = bound + 2 * (adding + EPS["float64"]) * (np.abs(exact) + bound)
     if dtype in ("float16", "bfloat16"):
         smallest = {"float16": 2.0**-25, "bfloat16": 0.0}[dtype]
         bound = bound + EPS[dtype] / 2 * (np.abs(exact) + bound) + smallest

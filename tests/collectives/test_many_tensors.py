@@ -33,6 +33,7 @@ def values(rank: int, tensor: int, vector: int, count: int, dtype: str) -> np.nd
 def check(
     run_ranks: RunRanks, algorithm: str, hosts: str, counts: list[int], numbers: list[int], dtype: str,
     *, adjacent: bool = False, in_place: bool = False, common: bool = False, mapped: bool = False,
+    scale: float = 1.0,
 ) -> None:  # fmt: skip
     """``numbers`` of vectors of each tensor, in turn. ``adjacent``: all first vectors lie in one block."""
     size = len(hosts)
@@ -58,7 +59,7 @@ def check(
                 copies = [np.empty(count, DTYPES[dtype]) for _ in range(i % 3)]
                 tensors.append((on_host(own, dtype), out, copies))
                 kept.append([out, *copies])
-            collectives.allreduce_many(tensors, dtype, Deadline(TIMEOUT_S), "test")
+            collectives.allreduce_many(tensors, dtype, Deadline(TIMEOUT_S), "test", scale)
             for results in kept:
                 assert len({result.tobytes() for result in results}) == 1, "a copy differs from the result"
             found += [results[0].copy() for results in kept]
@@ -69,7 +70,7 @@ def check(
         for i, (count, number) in enumerate(zip(counts, numbers, strict=True)):
             terms = [values(rank + turn, i, j, count, dtype) for rank in range(size) for j in range(number)]
             found = [result[turn * len(counts) + i] for result in results]
-            assert_is_sum(found[0], terms, dtype)
+            assert_is_sum(found[0], terms, dtype, scale)
             assert len({out.tobytes() for out in found}) == 1, f"ranks differ in tensor {i}"
 
 
@@ -79,10 +80,11 @@ def check(
     where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
     way=st.sampled_from(["slots", "stage", "attach"]), mapped=st.booleans(),
+    scale=st.sampled_from([1.0, 0.25, -1 / 3]),
 )  # fmt: skip
 def test_any_list_of_sizes(
     run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
-    in_place: bool, way: str, mapped: bool,
+    in_place: bool, way: str, mapped: bool, scale: float,
 ) -> None:  # fmt: skip
     algorithm, hosts = where.split()
     with pytest.MonkeyPatch.context() as patch:
@@ -90,17 +92,22 @@ def test_any_list_of_sizes(
             patch.setattr(shared, "SLOT_BYTES", 0)
         if way != "stage":
             patch.setattr(shared, "STAGE_BYTES", 0)
-        check(run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped)
+        check(
+            run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped,
+            scale=1.0 if dtype == "int16" else scale,
+        )  # fmt: skip
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("slot_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("algorithm", ["shared", "hierarchical"])
 def test_results_in_common_memory(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, algorithm: str, slot_bytes: int
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, algorithm: str, slot_bytes: int, scale: float
 ) -> None:
     monkeypatch.setattr(shared, "SLOT_BYTES", slot_bytes)
     hosts = "aaaa" if algorithm == "shared" else "aabb"
-    check(run_ranks, algorithm, hosts, [700, 1, 0, 55, 300], [1, 2], "float32", common=True)
+    check(run_ranks, algorithm, hosts, [700, 1, 0, 55, 300], [1, 2], "float32", common=True, scale=scale)
+    check(run_ranks, algorithm, hosts, [700], [1], "float32", common=True, scale=scale)
 
 
 def test_more_than_can_be_posted_are_packed(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:

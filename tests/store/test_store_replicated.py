@@ -12,7 +12,7 @@ import pytest
 import kvmpi
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, DTypeMismatchError
 from kvmpi.store.replicated import ReplicatedStore
 
 RunRanks = Callable[..., list[Any]]
@@ -24,6 +24,25 @@ def test_workers_with_other_buckets_get_an_error_not_other_sums(run_ranks: RunRa
         with pytest.raises(ConfigError, match=r"KVMPI_BUCKET_BYTES=1048577 on MPI rank 1"):
             kv.init(["a", "b"], [np.zeros(5), np.zeros(5)])
         kv.abort()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_scale_that_cannot_be_is_an_error_on_all_and_nothing_is_lost(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        kv.init(["f", "i"], [np.zeros(5), np.zeros(5, "i4")])
+        value, out = np.arange(5.0) + comm.rank, np.full(5, 7.0)
+        with pytest.raises(ConfigError, match=r"scale=0\.5 on MPI rank 0, .*scale=0\.25 on MPI rank 1"):
+            kv.allreduce("f", value, out, scale=0.5 / (1 + comm.rank))
+        with pytest.raises(ConfigError, match="scale=inf; expected a finite number"):
+            kv.allreduce("f", value, out, scale=float("inf") if comm.rank else 0.5)
+        with pytest.raises(DTypeMismatchError, match=r"key 'i': a vector of int32 cannot be scaled by 0\.5"):
+            kv.allreduce(["f", "i"], [value, np.ones(5, "i4")], [out, np.ones(5, "i4")], scale=0.5)
+        np.testing.assert_array_equal(out, np.full(5, 7.0))
+        kv.allreduce("f", value, out, scale=0.5)
+        np.testing.assert_array_equal(out, np.arange(5.0) + 0.5)
+        kv.close()
 
     run_ranks(2, rank_main)
 

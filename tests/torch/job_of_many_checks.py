@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unittest.mock
 
 import optimizer_gradients
 import optimizer_weights
@@ -19,6 +20,14 @@ def gradients(store: str, names: list[str]) -> None:
     with kvmpi.create(store) as kv:
         for check in optimizer_gradients.CHECKS:
             if check.__name__ in names or not names:
+                check(kv)
+
+
+def direct(store: str, names: list[str]) -> None:
+    """The same, and more, where weights are large enough to be summed where autograd has made their gradients."""
+    with unittest.mock.patch("kvmpi.torch.gradients.DIRECT_BYTES", 100), kvmpi.create(store) as kv:
+        for check in (*optimizer_gradients.DIRECT_CHECKS, *optimizer_gradients.CHECKS):
+            if (check.__name__ in names or not names) and check is not optimizer_gradients.no_copies:
                 check(kv)
 
 
@@ -42,7 +51,7 @@ def main() -> None:
         if group == "trainer":
             trainer_checks.main()
         else:
-            run = {"gradients": gradients, "weights": weights, "algorithms": algorithms}[group]
+            run = {"gradients": gradients, "direct": direct, "weights": weights, "algorithms": algorithms}[group]
             run(store, names.split(",") if names else [])
         print(f"{what} passed")
 

@@ -132,6 +132,61 @@ def no_copies(kv: kvmpi.KVStore) -> None:
     optimizer.detach()
 
 
+def summed_where_they_are(kv: kvmpi.KVStore) -> None:
+    """Large gradients stay where autograd has made them, small ones lie in a block; unless all are to stay."""
+    for overlap in (True, False):
+        model, plain, made = mlp(kv.rank), mlp(0), dict[str, int]()
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name, made=made: made.update({name: p.grad.data_ptr()}))
+        optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=400, overlap=overlap)
+        plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)])
+        plain_steps(plain, sgd(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+        assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+        for name, p in model.named_parameters():
+            assert (p.grad.data_ptr() == made[name]) == (p.numel() * 8 >= 100), name
+        loops.gradients_in_place(model, optimizer, lambda step: [shard(step, kv.rank)])
+        places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        loops.gradients_in_place(model, optimizer, lambda step: [shard(step, kv.rank)])
+        assert places == made == {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        assert len({place // (1 << 16) for place in places.values()}) < len(places), "they lie in blocks"
+        optimizer.detach()
+
+
+def gradients_that_others_hold(kv: kvmpi.KVStore) -> None:
+    """What has a graph, is the gradient of two, or has gaps, is copied before it is summed."""
+    model, plain = mlp(kv.rank), mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, overlap=False)
+    graphs = []
+
+    def backward(model: Any, ranks: Any, kept: bool) -> None:
+        loss_of(model, [shard(0, rank) for rank in ranks]).backward(create_graph=kept)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a cycle of references
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: graphs.append((p.grad, p.grad.detach().clone())))
+        backward(model, [kv.rank], True)
+        backward(plain, range(kv.num_workers), True)
+    ((graph, before),) = graphs
+    assert graph.requires_grad, "the test is to be of a graph"
+    assert torch.equal(graph, before), "a gradient that has a graph was changed"
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad.detach(), atol=1e-13, rtol=0)
+        mine.grad = theirs.grad = None
+    optimizer.detach()
+    held = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((7, 5), (7, 5), (6, 7))]
+    shared = torch.full((7, 5), 1.0 + kv.rank, dtype=torch.float64)
+    gaps = torch.full((6, 14), 2.0 + kv.rank, dtype=torch.float64)[:, ::2]
+    for overlap in (True, False):
+        optimizer = DistributedOptimizer(torch.optim.SGD(held, lr=1.0), kv, bucket_bytes=1, overlap=overlap)
+        for p, grad in zip(held, (shared.clone(),) * 2 + (gaps,), strict=True):
+            p.grad = grad
+        optimizer.step()
+        for p, value in zip(held, (1.0, 1.0, 2.0), strict=True):
+            assert torch.equal(p.grad, torch.full_like(p, value + (kv.num_workers - 1) / 2)), p.grad
+        assert torch.equal(gaps, torch.full_like(gaps, 2.0 + kv.rank))
+        optimizer.detach()
+
+
 def nothing_leaves_without_sync(kv: kvmpi.KVStore) -> None:
     model, alone = mlp(0), mlp(0)
     optimizer = DistributedOptimizer(sgd(model), kv, model)
@@ -338,6 +393,8 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
         assert flat(model.buffers()).abs().min() > 0
 
 
+#: Where weights of 100 bytes are large.
+DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, images, no_copies, compiled,
     nothing_leaves_without_sync,

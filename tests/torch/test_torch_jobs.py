@@ -15,6 +15,8 @@ ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
 JOBS = {
     "-n 2": [
         "mpi/gradients",
+        "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,images,"
+        "two_optimizers,sums,after_an_error,uneven_batches",
         "mpi/weights=loops_of_people,layers_wait_for_their_own,first_layers_first,compiled,too_late,uneven_batches",
         f"mpi/algorithms={ALGORITHMS}",
     ],

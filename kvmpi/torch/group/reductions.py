@@ -85,18 +85,20 @@ class Reductions(GroupBase):
             for dtype in dict.fromkeys(flat.dtype for flat in flats):
                 alike = [flat for flat in flats if flat.dtype == dtype]
                 self._collectives.allreduce_many(
-                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label
+                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label, self._scale(op)
                 )
         else:
             for flat, tensor in zip(flats, tensors, strict=True):
                 self._collectives.fold(flat.buffer, flat.buffer, flat.dtype, reduction(tensor, op), deadline, label)
         for flat in flats:
-            self._divide(flat, op)
             flat.back()
+
+    def _scale(self, op: str) -> float:
+        return 1.0 / self.size() if op == "avg" else 1.0
 
     def _divide(self, flat: Flat, op: str) -> None:
         if op == "avg":
-            host.scale(flat.buffer, 1.0 / self.size(), flat.dtype)
+            host.scale(flat.buffer, self._scale(op), flat.dtype)
 
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
@@ -146,11 +148,11 @@ class Reductions(GroupBase):
     ) -> None:
         kind = reduction(tensor, "sum" if op == "avg" else op)
         if kind == "sum":
-            self._collectives.reduce_scatter([source.vector], output.buffer, source.dtype, deadline, label)
+            where = deadline, label, self._scale(op)
+            self._collectives.reduce_scatter([source.vector], output.buffer, source.dtype, *where)
         else:
             parts = np.split(source.buffer, self.size())
             self._collectives.fold_parts(parts, output.buffer, source.dtype, kind, deadline, label)
-        self._divide(output, op)
         output.back()
 
     def reduce_scatter(

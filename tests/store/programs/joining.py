@@ -121,6 +121,11 @@ def synchronous(name, turn):
                 kv.allreduce(NAMES, summed)
                 for i, out in enumerate(summed):
                     check(out, sums(counts, step, i), name, turn, step, KEYS[i], "allreduce")
+                floats = [i for i, (_, _, dtype) in enumerate(KEYS) if "float" in dtype]
+                halved = [array(data(kv.rank, step, i), i) for i in floats]
+                kv.allreduce([NAMES[i] for i in floats], halved, scale=0.5)
+                for i, out in zip(floats, halved, strict=True):
+                    check(out, 0.5 * sums(counts, step, i), name, turn, step, KEYS[i], "allreduce, halved")
         kv.join()
 
         def right():

@@ -1,0 +1,100 @@
+"""Where gradients that travel together lie: in blocks of memory that others can read, or where autograd made them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from kvmpi.torch.parameters import memory_order
+
+#: From here on, to copy a gradient costs more than that the store handles one more array.
+DIRECT_BYTES = 64 << 10
+
+
+class Bucket:
+    """Gradients that travel together: slices of one block of memory for each dtype and device.
+
+    In a block they lie in the order of their keys, which is the order of a call with all of them: then even what a
+    collective would have to pack is where it belongs. Those that are ``direct`` stay where autograd has made them.
+    """
+
+    def __init__(
+        self, indices: Iterable[int], tensors: list[torch.Tensor], empty: Callable[..., Any], direct: Iterable[int]
+    ) -> None:
+        self.indices = sorted(indices)
+        self.direct = sorted(direct)
+        self.blocks: list[torch.Tensor] = []
+        self.keys: list[int] = []  # of the blocks, where they have keys
+        #: By index: the gradient as the parameter shows it, and the same memory in the order in which it lies there.
+        self.grads: dict[int, torch.Tensor] = {}
+        self.arrays: dict[int, torch.Tensor] = {}
+        self.version = 0
+        self._tensors, self._empty = tensors, empty
+        self._kept: dict[int, torch.Tensor] = {}
+        self._orders = {i: memory_order(tensors[i]) for i in self.indices}
+        self.copied = [i for i in self.indices if i not in set(self.direct)]
+        self.blocks = self._lay_out(self.copied)
+
+    def _lay_out(self, members: Iterable[int]) -> list[torch.Tensor]:
+        """Blocks in which ``members`` have their gradients from here on."""
+        blocks = []
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i in members:
+            kinds.setdefault((self._tensors[i].dtype, self._tensors[i].device), []).append(i)
+        for (dtype, device), alike in kinds.items():
+            count = sum(self._tensors[i].numel() for i in alike)
+            blocks.append(self._empty((count,), dtype, None if device.type == "cpu" else str(device)))
+            start = 0
+            for i in alike:
+                order = self._orders[i]
+                shape = [self._tensors[i].shape[d] for d in order]
+                self.arrays[i] = blocks[-1][start : start + math.prod(shape)].view(shape)
+                self.grads[i] = self.arrays[i].permute([order.index(d) for d in range(len(order))])
+                start += math.prod(shape)
+        return blocks
+
+    def keep(self) -> None:
+        """Direct gradients move to memory that others read without a copy, to stay there."""
+        found = {i: grad for i in self.direct if (grad := self._tensors[i].grad) is not None}
+        if not self._kept:
+            self._lay_out(self.direct)
+            self._kept = {i: self.grads[i] for i in self.direct}
+        for i, grad in found.items():
+            if grad is not self._kept[i]:
+                self._tensors[i].grad = self._kept[i].copy_(grad)
+
+    def find(self, index: int, taken: set[int]) -> bool:
+        """Where the gradient of a direct parameter is now; zeros, and False, if there is none.
+
+        One that no array describes is copied, and so is one that starts where another does, or that has a graph.
+
+        Args:
+            taken: addresses of those that were found before; this one's is added.
+        """
+        tensor = self._tensors[index]
+        grad, order = tensor.grad, self._orders[index]
+        has_one = grad is not None
+        if grad is None:
+            grad = torch.zeros_like(tensor)
+        array = grad if order == tuple(range(len(order))) else grad.permute(order)
+        if not array.is_contiguous() or grad.requires_grad or grad.data_ptr() in taken:
+            array = torch.empty([grad.shape[d] for d in order], dtype=grad.dtype)
+            grad = array.permute([order.index(d) for d in range(len(order))]).copy_(grad)
+        if has_one:
+            tensor.grad = grad
+        taken.add(grad.data_ptr())
+        self.grads[index], self.arrays[index] = grad, array
+        return has_one
+
+    def forget(self) -> None:
+        """Direct gradients may go when their parameters have others."""
+        for i in self.direct:
+            self.grads.pop(i, None)
+            self.arrays.pop(i, None)
+
+    def block_version(self) -> int:
+        """Grows when anybody but the store writes to the gradients."""
+        return sum(block._version for block in self.blocks)
