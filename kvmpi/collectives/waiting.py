@@ -17,10 +17,14 @@ from kvmpi.trace import stall
 # MPI makes progress only inside calls, so waiting must poll; but a rank that spins takes the core from the rank it
 # waits for, and the interpreter from the training thread. Hence few bare polls, then polls between yields, then naps.
 # A yield costs as much as the others on this core take, a nap costs its length and that of a wake-up: yields suit
-# ranks that wait for each other, naps suit ranks whose core a training thread uses.
+# ranks that wait for each other, naps suit ranks whose core a training thread uses. Which it is, is found out.
 _BARE_POLLS_CROWDED = 16
 _BARE_POLLS_OWN_CORE = 500
+_BARE_POLLS_BUSY = 2
 _YIELDING_S = 200e-6
+#: A yield that takes longer has met somebody who computes; how long to remember that.
+_LONG_YIELD_S = 0.5e-3
+_SHORTEST_BUSY_S, _LONGEST_BUSY_S = 0.05, 0.8
 #: A nap takes this part of the time waited so far: that is how much later than it could the wait may end.
 _NAP_SHARE = 0.125
 _SHORTEST_NAP_S = 20e-6
@@ -58,14 +62,43 @@ def _sharpen_naps() -> None:
             pass  # naps are longer then, nothing else
 
 
+class _Neighbours:
+    """Whether others on this process's cores compute, as far as its waiting threads can tell.
+
+    A yield, or a poll in which an MPI library yields, then lasts as long as their slice of time, milliseconds, while a
+    nap ends when it should. So after one that took long there are only naps for a while; twice as long after the next.
+    """
+
+    __slots__ = ("_for_s", "_until_s", "compute")
+
+    def __init__(self) -> None:
+        self.compute = False
+        self._for_s, self._until_s = _SHORTEST_BUSY_S, 0.0
+
+    def may_yield(self, now_s: float) -> bool:
+        """Whether they did not compute, or that is to be found out again."""
+        return not self.compute or now_s >= self._until_s
+
+    def let_run(self, took_s: float, now_s: float) -> None:
+        """They have had the core for so long."""
+        if took_s < _LONG_YIELD_S:
+            self.compute, self._for_s = False, _SHORTEST_BUSY_S
+        elif self.may_yield(now_s):
+            self._for_s = min(2 * self._for_s, _LONGEST_BUSY_S) if self.compute else _SHORTEST_BUSY_S
+            self.compute, self._until_s = True, now_s + self._for_s
+
+
+_neighbours = _Neighbours()
+
+
 class Patience:
     """The waiting of one call: ``pause`` after every fruitless poll, ``progress`` after a fruitful one."""
 
-    __slots__ = ("_deadline", "_describe", "_idle", "_since_s", "_tell_at_s", "_waiting")
+    __slots__ = ("_deadline", "_describe", "_idle", "_last_s", "_since_s", "_tell_at_s", "_waiting")
 
     def __init__(self, deadline: Deadline, describe: Callable[[], str]) -> None:
         self._deadline, self._describe = deadline, describe
-        self._idle, self._since_s = 0, 0.0
+        self._idle, self._since_s, self._last_s = 0, 0.0, 0.0
         self._waiting: stall.Waiting | None = None
         self._tell_at_s = 0.0
 
@@ -78,18 +111,24 @@ class Patience:
         Raises:
             KVTimeoutError: the deadline has passed; the text is what ``describe`` returns then.
         """
-        self._idle += 1
-        if self._idle <= _bare_polls:
-            return
         now_s = time.monotonic()
-        if self._idle == _bare_polls + 1:
+        self._idle += 1
+        if self._idle == 1:
             self._since_s, self._tell_at_s = now_s, now_s + _TELL_EVERY_S
+        elif now_s - self._last_s > _LONG_YIELD_S:
+            _neighbours.let_run(now_s - self._last_s, now_s)
+        self._last_s = now_s
+        if self._idle <= (_BARE_POLLS_BUSY if _neighbours.compute else _bare_polls):
+            return
         waited_s = now_s - self._since_s
-        if waited_s < _YIELDING_S:
+        if waited_s < _YIELDING_S and _neighbours.may_yield(now_s):
             _yield_core()
+            self._last_s = time.monotonic()
+            _neighbours.let_run(self._last_s - now_s, self._last_s)
         else:
             _sharpen_naps()
             time.sleep(min(max(_NAP_SHARE * waited_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            self._last_s = time.monotonic()
             if now_s >= self._tell_at_s:
                 self._tell(now_s)
         if now_s >= self._deadline.expires_s:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvmpi.collectives import waiting
 from kvmpi.collectives.waiting import Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
@@ -68,6 +69,51 @@ def _seconds_of_ten(patience: Patience) -> float:
     for _ in range(10):
         patience.pause()
     return time.perf_counter() - start_s
+
+
+def test_who_meets_neighbours_that_compute_yields_to_them_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A yield that takes long is the last for a while; when they are gone, yields come back."""
+    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
+    yields, slice_s = [0], 2e-3
+
+    def slow() -> None:
+        yields[0] += 1
+        end_s = time.monotonic() + slice_s
+        while time.monotonic() < end_s:
+            pass
+
+    def waits(seconds: float) -> tuple[int, int]:
+        """How many waits of 1 ms there were, each of which begins with progress, and how many yields."""
+        yields[0], count, end_s = 0, 0, time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            wait_all([Flag(1e-3)], Deadline(10), lambda: "never")
+            count += 1
+        return count, yields[0]
+
+    monkeypatch.setattr(waiting, "_yield_core", slow)
+    count, met = waits(0.6)
+    assert count > 100
+    assert 1 <= met <= 6, "one at once, and then after 50, 150, 350 ms"
+    slice_s = 0.0
+    waits(0.9)  # in which the last pause ends
+    count, met = waits(0.1)
+    assert met > count, "they are gone"
+
+
+def test_polls_in_which_a_library_yields_count_as_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
+    flag, test = Flag(0.1), Flag.test
+
+    def slow(self: Flag) -> bool:
+        time.sleep(1e-3)
+        return test(self)
+
+    monkeypatch.setattr(Flag, "test", slow)
+    start_s = time.thread_time()
+    wait_all([flag], Deadline(10), lambda: "never")
+    assert waiting._neighbours.compute
+    assert flag.polls < 75, "it napped between them"
+    assert time.thread_time() - start_s < 0.05
 
 
 def test_a_waiting_rank_lets_other_threads_run() -> None:
