@@ -18,6 +18,7 @@ from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
+from kvmpi.launchers.cores import usable
 from kvmpi.launchers.jsrun import Jsrun
 from kvmpi.launchers.output import Output
 from kvmpi.launchers.reach import BatchReach
@@ -161,7 +162,6 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             mpirun.need_mpi4py(args.workers)
         else:
             mpi = mpirun.find(mpirun.clean(environ), args.workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def plan(job_id: str, job_dir: str, shm_dir: str) -> jobs.Job:
         return jobs.plan(
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             shm_dir=shm_dir,
             mpi=mpi,
             local=args.launcher != "mpirun",
-            cores=cores,
+            cores=usable(),
             tty=_tty(),
             imports=tuple(args.imports),
             places=places,

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 from kvmpi.config import Config, client_bounds, env_name
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
-from kvmpi.launchers.hosts import Layout
+from kvmpi.launchers.cores import SHARE, THREADS, share_cores, threads
+from kvmpi.launchers.hosts import Host, Layout
 from kvmpi.launchers.jsrun import Jsrun
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
@@ -266,9 +268,12 @@ def plan(
         common["KVMPI_IMPORTS"] = ",".join(modules)
     jsm = places.reach if places is not None and isinstance(places.reach, Jsrun) else None
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_workers) if jsm is None else jsm.threads),
         "PYTHONUNBUFFERED": "1",  # into a pipe Python would hold back what it prints
     }
+    if jsm is not None:
+        defaults[THREADS] = str(jsm.threads)
+    elif places is None and local:
+        defaults[THREADS] = threads(cores, num_workers)
     common.update({name: value for name, value in defaults.items() if name not in base})
     config = Config.from_env({**base, **common, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
     if config.security == "curve":
@@ -280,32 +285,58 @@ def plan(
     mpi_env = {} if jsm is None else jsm.library_env(shm_dir)
     if mpi is not None:
         one_host = local and places is None
-        mpi_env = mpi.env(job_dir, shm_dir, crowded=num_workers + num_servers > cores, one_host=one_host)
+        crowded = one_host and num_workers + num_servers > cores
+        mpi_env = mpi.env(job_dir, shm_dir, crowded=crowded, one_host=one_host)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
     processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
+    shares = {} if jsm is not None else _shares(bounds, local, places)
+    alone = {THREADS: "1"} if shares and THREADS not in base else {}  # servers add up in threads of their own
+    processes[0].env.update(alone)
     if places is not None:
         processes[0].env["KVMPI_HOST"] = places.address
     for rank in range(num_servers):
         host = "" if places is None else places.elsewhere(places.layout.servers[rank])
-        role = {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank)}
+        role = {"KVMPI_ROLE": "server", "KVMPI_RANK": str(rank), **alone}
         if places is not None and not host:
             role["KVMPI_HOST"] = places.address
         processes.append(Process("server", rank, commands.server, role, host=host))
     for client_rank, (first, end) in enumerate(bounds):
-        processes.append(_client(program, client_rank, range(first, end), mpi, mpi_env, local, places, env))
+        workers = range(first, end)
+        share = shares.get(client_rank, "")
+        processes.append(_client(program, client_rank, workers, mpi, mpi_env, local, places, env, share, cores))
     shape = (num_workers, num_clients, num_servers)
     return Job(job_id, job_dir, *shape, tuple(processes), env, tuple(common), replicas, restarts, places, shm_dir)
 
 
+def _shares(bounds: Sequence[tuple[int, int]], local: bool, places: Places | None) -> dict[int, str]:
+    """By client: ``cores.SHARE`` of its workers, where not all of the job is on this host."""
+    if places is None:
+        return {} if local else dict.fromkeys(range(len(bounds)), "1,1")  # the rest is known where they are
+    layout, workers = places.layout, Counter[str]()
+    for host in (host for client in layout.clients for host in client):
+        spread = places.reach.resources[host.name].hosts if isinstance(places.reach, BatchReach) else 1
+        workers[host.name] += -(-host.slots // spread)
+    processes = workers + Counter(layout.servers)
+
+    def most(of: Counter[str], client: Sequence[Host]) -> int:
+        return max(of[host.name] for host in client)
+
+    return {i: f"{most(workers, client)},{most(processes, client)}" for i, client in enumerate(layout.clients)}
+
+
 def _client(
     program: Program, client_rank: int, workers: range, mpi: MPI | None, mpi_env: dict[str, str], local: bool,
-    places: Places | None, whole: Mapping[str, str],
+    places: Places | None, whole: Mapping[str, str], share: str, cores: int,
 ) -> Process:  # fmt: skip
-    env = {"KVMPI_CLIENT_RANK": str(client_rank)}
+    env = {"KVMPI_CLIENT_RANK": str(client_rank), **({SHARE: share} if share else {})}
     hosts = None if places is None else places.layout.clients[client_rank]
     host = places.elsewhere(hosts[0].name) if places is not None and hosts is not None else ""
     if len(workers) == 1:
         env.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(workers[0])})
+        if not host:  # elsewhere, whoever starts it does this
+            share_cores(env, cores)
+            if THREADS in whole:
+                env.pop(THREADS, None)
         return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
     # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
     first = (sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank))

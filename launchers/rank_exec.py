@@ -152,6 +152,7 @@ def main(argv: list[str]) -> None:
     folder = os.environ.get("KVMPI_JOB_DIR", "")
     if folders:
         settle(folders, own_rank == 0)
+    sibling("cores").share_cores(os.environ)
     if os.environ.get("HWLOC_XMLFILE", "").startswith(f"{folder}/"):
         del os.environ["HWLOC_XMLFILE"]  # it was for hydra only, see mpirun.py
     try:

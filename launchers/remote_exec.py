@@ -132,6 +132,8 @@ class Remote:
         self._cwd, self._spans = str(spec["cwd"]), bool(spec["spans"])
         if "network" in spec:
             self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
+        if self._env.get("KVMPI_ROLE") == "worker":  # a client's ranks do so themselves
+            sibling("cores").share_cores(self._env)
         self.pid = 0
 
     def say(self, text: str) -> None:

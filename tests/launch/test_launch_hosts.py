@@ -25,6 +25,7 @@ from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import hosts, reach, remote_exec, where
+from kvmpi.launchers.cores import usable
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
 
@@ -339,12 +340,14 @@ def assert_nothing_is_left(apart: PrivateHosts, within_s: float = 10.0) -> None:
 
 @needs_root
 def test_a_job_on_hosts_that_share_nothing(apart: PrivateHosts, tmp_path: Path) -> None:
-    job = start(apart, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py"))
+    job = start(apart, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py"), "threads")
     out, err = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0, out + err
-    here = socket.gethostname()
+    here, cores = socket.gethostname(), usable()
+    one, half = f"threads {cores} yield 0", f"threads {max(1, cores // 2)} yield 0"
     assert sorted(out.splitlines()) == [
-        f"[worker 0] {here} got 6.0", "[worker 1] far1 got 6.0", "[worker 2] far1 got 6.0"
+        f"[worker 0] {here} got 6.0", f"[worker 0] {here} {one}", "[worker 1] far1 got 6.0", f"[worker 1] far1 {half}",
+        "[worker 2] far1 got 6.0", f"[worker 2] far1 {half}",
     ]  # fmt: skip
     assert_nothing_is_left(apart)
 
@@ -421,3 +424,13 @@ def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
         where_from = sorted(line.split()[-3] for line in done.stdout.splitlines() if line.endswith("got 10.0"))
         assert where_from == sorted([*lab.hosts, *lab.hosts]), done.stdout
         assert "Warning" not in done.stdout + done.stderr
+        # The cores of a host are for its own workers.
+        words[words.index(listed)], words[-2:] = listed.replace(":2", ":1"), ["-n2", "-s0"]
+        command = [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py"), "mpi", "threads"]
+        done = subprocess.run(
+            lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "threads" in line) == [
+            f"{name} threads {usable()} yield 0" for name in sorted(lab.hosts)
+        ], done.stdout

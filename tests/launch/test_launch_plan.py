@@ -10,7 +10,8 @@ import pytest
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import command, job, mpirun, program
+from kvmpi.launchers import command, hosts, job, mpirun, program, reach
+from kvmpi.launchers.cores import SHARE, share_cores
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program, ProgramNotFoundError
 
@@ -92,6 +93,49 @@ def test_where_another_job_of_torch_meets_is_dropped():
 def test_cores_are_divided_among_workers(cores, workers, threads):
     assert plan(workers, 1, cores=cores).env["OMP_NUM_THREADS"] == threads
     assert plan(workers, 1, cores=cores, environ={"OMP_NUM_THREADS": "3"}).env["OMP_NUM_THREADS"] == "3"
+
+
+def places(counts, servers=()):
+    """A host for each client, ``host0`` is this one; so many workers each."""
+    clients = tuple((hosts.Host(f"host{i}", count),) for i, count in enumerate(counts))
+    return job.Places(hosts.Layout(tuple(servers), clients), reach.ssh("ssh"), "host0", "10.0.0.1")
+
+
+def test_each_host_has_its_cores_for_its_own_workers():
+    """As many as there are on it, which only it knows; here all on this one."""
+    planned = plan(5, 5, 1, cores=8, places=places([1] * 5, ["host4"]), mpi=None)
+    assert "OMP_NUM_THREADS" not in planned.env
+    here, *others, last = planned.of_role("worker")
+    assert (here.env["OMP_NUM_THREADS"], here.env.get(SHARE)) == ("8", None)
+    assert [worker.env[SHARE] for worker in others] == ["1,1"] * 3
+    assert last.env[SHARE] == "1,2"
+    assert [process.env["OMP_NUM_THREADS"] for process in planned.of_role("scheduler", "server")] == ["1", "1"]
+    for process in plan(4, 2, places=places([2, 2]), environ={"OMP_NUM_THREADS": "3"}).of_role("client"):
+        assert process.env[SHARE] == "2,2"
+        assert "OMP_NUM_THREADS" not in process.env
+    two = job.Places(hosts.Layout((), ((hosts.Host("a", 3), hosts.Host("b", 1)),)), reach.ssh("ssh"), "a", "10.0.0.1")
+    (client,) = plan(4, 1, places=two).of_role("client")
+    assert client.env[SHARE] == "3,3"
+    assert SHARE in client.command, "mpirun takes it to the other host"
+    assert "OMPI_MCA_mpi_yield_when_idle" not in client.env
+    (client,) = plan(4, 1, local=False).of_role("client")
+    assert client.env[SHARE] == "1,1", "mpirun knows where they are"
+
+
+@pytest.mark.parametrize(("told", "others", "cores", "expected"), [
+    ("4,6", {}, 16, {"OMP_NUM_THREADS": "4"}),
+    ("4,6", {"OMP_NUM_THREADS": "7"}, 16, {"OMP_NUM_THREADS": "7"}),
+    ("4,6", {}, 2, {"OMP_NUM_THREADS": "1"}),
+    ("4,6", {"OMPI_COMM_WORLD_SIZE": "4"}, 6, {"OMP_NUM_THREADS": "1"}),
+    ("4,6", {"OMPI_COMM_WORLD_SIZE": "4"}, 5, {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}),
+    ("1,1", {"OMPI_COMM_WORLD_SIZE": "64", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, {"OMP_NUM_THREADS": "4"}),
+    ("1,1", {"MPI_LOCALNRANKS": "8"}, 8, {"OMP_NUM_THREADS": "1"}),
+    ("", {}, 8, {}),
+])  # fmt: skip
+def test_cores_are_shared_on_the_host_itself(told, others, cores, expected):
+    environ = {SHARE: told, **others} if told else dict(others)
+    share_cores(environ, cores)
+    assert environ == {**others, **expected}
 
 
 def test_ranks_yield_only_when_there_are_more_processes_than_cores():

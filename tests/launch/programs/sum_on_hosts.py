@@ -1,5 +1,9 @@
-"""A worker that says where it is and what the sum of all workers' ranks plus one is; with "wait" it then stays."""
+"""A worker that says where it is and what the sum of all workers' ranks plus one is; with "wait" it then stays.
 
+With "threads" it says how many threads it is to compute with, too, and whether its MPI yields.
+"""
+
+import os
 import socket
 import sys
 import time
@@ -7,11 +11,15 @@ import time
 import numpy as np
 
 import kvmpi
+from kvmpi.launchers.cores import THREADS, YIELD
 
-with kvmpi.create("dist_sync_mpi") as kv:
+with kvmpi.create("mpi" if "mpi" in sys.argv else "dist_sync_mpi") as kv:
     kv.init("w", np.zeros(100_000, "f4"))
     out = np.empty(100_000, "f4")
     kv.pushpull("w", np.full(100_000, kv.rank + 1, "f4"), out)
     print(socket.gethostname(), "got", out[0], flush=True)
+    if "threads" in sys.argv:
+        yields = os.environ.get(YIELD, "0")
+        print(socket.gethostname(), "threads", os.environ[THREADS], "yield", yields, flush=True)
     if "wait" in sys.argv:
         time.sleep(1000)

@@ -1,0 +1,39 @@
+"""Shares the cores of a host among a job's workers there: decided on that host, since others may have other numbers.
+
+Only the standard library is used; files beside this one load it by its path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+#: How many workers a process of the job shares its host with, itself included, and how many processes: ``4,6``.
+SHARE = "KVMPI_HOST_SHARE"
+THREADS = "OMP_NUM_THREADS"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+#: By which ranks learn how many of their mpirun's are on their host: Open MPI's, and MPICH's.
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def usable() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(cores: int, workers: int) -> str:
+    """Threads of each worker."""
+    return str(max(1, cores // max(1, workers)))
+
+
+def share_cores(environ: MutableMapping[str, str], cores: int | None = None) -> None:
+    """Set what a program's libraries go by, unless somebody else has; to be called right before the program starts."""
+    told = environ.pop(SHARE, "")
+    if not told:
+        return
+    workers, processes = map(int, told.split(","))
+    here = next((int(size) for name in _LOCAL_SIZES if (size := environ.get(name, "")).isdigit()), 1)
+    workers, cores = max(workers, here), cores or usable()
+    environ.setdefault(THREADS, threads(cores, workers))
+    if max(workers, processes) > cores and "OMPI_COMM_WORLD_SIZE" in environ:
+        environ.setdefault(YIELD, "1")  # who waits lets others run
