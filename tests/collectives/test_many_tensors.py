@@ -80,11 +80,10 @@ def check(
     where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
     way=st.sampled_from(["slots", "stage", "attach"]), mapped=st.booleans(),
-    scale=st.sampled_from([1.0, 0.25, -1 / 3]),
 )  # fmt: skip
 def test_any_list_of_sizes(
     run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
-    in_place: bool, way: str, mapped: bool, scale: float,
+    in_place: bool, way: str, mapped: bool,
 ) -> None:  # fmt: skip
     algorithm, hosts = where.split()
     with pytest.MonkeyPatch.context() as patch:
@@ -92,10 +91,24 @@ def test_any_list_of_sizes(
             patch.setattr(shared, "SLOT_BYTES", 0)
         if way != "stage":
             patch.setattr(shared, "STAGE_BYTES", 0)
-        check(
-            run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped,
-            scale=1.0 if dtype == "int16" else scale,
-        )  # fmt: skip
+        check(run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("where", [
+    "shared a", "shared aa slots", "shared aaa stage", "shared aaa attach", "hierarchical aab", "hierarchical aabb",
+    "ring abc", "multi_ring ab", "host_ring aab", "naive abc", "auto aa",
+])  # fmt: skip
+def test_sums_times_a_scale(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str) -> None:
+    """Every element once, by whoever finishes it, and half types before they are rounded."""
+    algorithm, hosts, *way = where.split()
+    if way and way != ["slots"]:
+        monkeypatch.setattr(shared, "SLOT_BYTES", 0)
+    if way == ["attach"]:
+        monkeypatch.setattr(shared, "STAGE_BYTES", 0)
+    for counts in ([700], [700, 1, 0, 55, 300], [70_001]):
+        for scale, in_place in ((-1 / 3, True), (0.25, False)):
+            check(run_ranks, algorithm, hosts, counts, [1, 2], dtype, scale=scale, in_place=in_place)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

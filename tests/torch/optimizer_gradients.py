@@ -148,7 +148,10 @@ def summed_where_they_are(kv: kvmpi.KVStore) -> None:
         places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
         loops.gradients_in_place(model, optimizer, lambda step: [shard(step, kv.rank)])
         assert places == made == {name: p.grad.data_ptr() for name, p in model.named_parameters()}
-        assert len({place // (1 << 16) for place in places.values()}) < len(places), "they lie in blocks"
+        buckets = optimizer._exchange._buckets
+        kept = {i: grad.data_ptr() for bucket in buckets for i, grad in bucket._kept.items()}
+        large = [i for i, p in enumerate(optimizer._params.tensors) if p.numel() * 8 >= 100]
+        assert kept == {i: optimizer._params.tensors[i].grad.data_ptr() for i in large}, "not in memory of kv.empty"
         optimizer.detach()
 
 
@@ -177,12 +180,14 @@ def gradients_that_others_hold(kv: kvmpi.KVStore) -> None:
     shared = torch.full((7, 5), 1.0 + kv.rank, dtype=torch.float64)
     gaps = torch.full((6, 14), 2.0 + kv.rank, dtype=torch.float64)[:, ::2]
     for overlap in (True, False):
-        optimizer = DistributedOptimizer(torch.optim.SGD(held, lr=1.0), kv, bucket_bytes=1, overlap=overlap)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(held, lr=1.0), kv, bucket_bytes=1, overlap=overlap, average=False
+        )
         for p, grad in zip(held, (shared.clone(),) * 2 + (gaps,), strict=True):
             p.grad = grad
         optimizer.step()
         for p, value in zip(held, (1.0, 1.0, 2.0), strict=True):
-            assert torch.equal(p.grad, torch.full_like(p, value + (kv.num_workers - 1) / 2)), p.grad
+            assert torch.equal(p.grad, torch.full_like(p, sum(value + rank for rank in range(kv.num_workers)))), p.grad
         assert torch.equal(gaps, torch.full_like(gaps, 2.0 + kv.rank))
         optimizer.detach()
 
