@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-#: How many workers a process of the job shares its host with, itself included, and how many processes: ``4,6``.
+#: How many workers a process of the job shares its host with, itself included, and how many processes: ``4,6``. Where
+#: only an mpirun knows its ranks' hosts: how many there may be beside its ranks, and how many such mpiruns: ``0,2,3``.
 SHARE = "KVMPI_HOST_SHARE"
 THREADS = "OMP_NUM_THREADS"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -31,9 +32,11 @@ def share_cores(environ: MutableMapping[str, str], cores: int | None = None) -> 
     told = environ.pop(SHARE, "")
     if not told:
         return
-    workers, processes = map(int, told.split(","))
-    here = next((int(size) for name in _LOCAL_SIZES if (size := environ.get(name, "")).isdigit()), 1)
-    workers, cores = max(workers, here), cores or usable()
+    workers, processes, *mpiruns = map(int, told.split(","))
+    if mpiruns:  # each may have put as many ranks here
+        ranks = mpiruns[0] * next((int(n) for name in _LOCAL_SIZES if (n := environ.get(name, "")).isdigit()), 1)
+        workers, processes = workers + ranks, processes + ranks
+    cores = cores or usable()
     environ.setdefault(THREADS, threads(cores, workers))
-    if max(workers, processes) > cores and "OMPI_COMM_WORLD_SIZE" in environ:
+    if processes > cores and "OMPI_COMM_WORLD_SIZE" in environ:
         environ.setdefault(YIELD, "1")  # who waits lets others run

@@ -289,7 +289,7 @@ def plan(
         mpi_env = mpi.env(job_dir, shm_dir, crowded=crowded, one_host=one_host)
     mpi_env = {name: value for name, value in mpi_env.items() if name not in base}
     processes = [Process("scheduler", 0, commands.scheduler, {"KVMPI_ROLE": "scheduler", "KVMPI_RANK": "0"})]
-    shares = {} if jsm is not None else _shares(bounds, local, places)
+    shares = {} if jsm is not None else _shares(bounds, num_servers, local, places)
     alone = {THREADS: "1"} if shares and THREADS not in base else {}  # servers add up in threads of their own
     processes[0].env.update(alone)
     if places is not None:
@@ -308,10 +308,14 @@ def plan(
     return Job(job_id, job_dir, *shape, tuple(processes), env, tuple(common), replicas, restarts, places, shm_dir)
 
 
-def _shares(bounds: Sequence[tuple[int, int]], local: bool, places: Places | None) -> dict[int, str]:
+def _shares(bounds: Sequence[tuple[int, int]], num_servers: int, local: bool, places: Places | None) -> dict[int, str]:
     """By client: ``cores.SHARE`` of its workers, where not all of the job is on this host."""
     if places is None:
-        return {} if local else dict.fromkeys(range(len(bounds)), "1,1")  # the rest is known where they are
+        if local:
+            return {}
+        # Clients of one worker are here, the others where their mpirun puts them; they may be the same host.
+        alone = sum(end - first == 1 for first, end in bounds)
+        return dict.fromkeys(range(len(bounds)), f"{alone},{alone + num_servers},{len(bounds) - alone}")
     layout, workers = places.layout, Counter[str]()
     for host in (host for client in layout.clients for host in client):
         spread = places.reach.resources[host.name].hosts if isinstance(places.reach, BatchReach) else 1

@@ -118,8 +118,9 @@ def test_each_host_has_its_cores_for_its_own_workers():
     assert client.env[SHARE] == "3,3"
     assert SHARE in client.command, "mpirun takes it to the other host"
     assert "OMPI_MCA_mpi_yield_when_idle" not in client.env
-    (client,) = plan(4, 1, local=False).of_role("client")
-    assert client.env[SHARE] == "1,1", "mpirun knows where they are"
+    client, other, worker = plan(5, 3, 1, cores=8, local=False).of_role("client", "worker")
+    assert client.env[SHARE] == other.env[SHARE] == "1,2,2", "their mpiruns know where they are"
+    assert (worker.env["OMP_NUM_THREADS"], worker.env.get(SHARE)) == ("2", None)
 
 
 @pytest.mark.parametrize(("told", "others", "cores", "expected"), [
@@ -128,8 +129,11 @@ def test_each_host_has_its_cores_for_its_own_workers():
     ("4,6", {}, 2, {"OMP_NUM_THREADS": "1"}),
     ("4,6", {"OMPI_COMM_WORLD_SIZE": "4"}, 6, {"OMP_NUM_THREADS": "1"}),
     ("4,6", {"OMPI_COMM_WORLD_SIZE": "4"}, 5, {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}),
-    ("1,1", {"OMPI_COMM_WORLD_SIZE": "64", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, {"OMP_NUM_THREADS": "4"}),
-    ("1,1", {"MPI_LOCALNRANKS": "8"}, 8, {"OMP_NUM_THREADS": "1"}),
+    ("0,0,1", {"OMPI_COMM_WORLD_SIZE": "64", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, {"OMP_NUM_THREADS": "4"}),
+    ("0,0,2", {"OMPI_COMM_WORLD_SIZE": "64", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, {"OMP_NUM_THREADS": "2"}),
+    ("2,3,1", {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "6"}, 8,
+     {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}),
+    ("0,0,1", {"MPI_LOCALNRANKS": "8"}, 8, {"OMP_NUM_THREADS": "1"}),
     ("", {}, 8, {}),
 ])  # fmt: skip
 def test_cores_are_shared_on_the_host_itself(told, others, cores, expected):
