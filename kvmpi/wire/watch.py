@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import weakref
@@ -44,14 +43,17 @@ class Watch(Generic[S]):
             for descriptor in [*waker.handles, *self._sources]:
                 self._poller.register(descriptor, zmq.POLLIN)
             return
-        # What is waited for, with or without news. Who stands in turns the news off for the other, without waking it.
-        self._news, self._all = select.epoll(), select.epoll()
+        # What is waited for, with or without news. Who stands in turns the news off for the other, without waking it,
+        # and waits for news and nudges: the other, which may have heard of news just before, must not take those.
+        self._news, self._all, self._standing = select.epoll(), select.epoll(), select.epoll()
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._nudge)  # another thread may still be standing in for a watch of old
-        for descriptor in [self._nudge, *self._sources]:
+        for descriptor in self._sources:
             self._news.register(descriptor, _IN)
         for descriptor in [*waker.handles, self._news.fileno()]:
             self._all.register(descriptor, _IN)
+        for descriptor in (self._nudge, self._news.fileno()):
+            self._standing.register(descriptor, _IN)
 
     def wait(self, timeout_s: float) -> list[S]:
         """Sleep until something has come or the waker says so, at most ``timeout_s``; where, maybe twice."""
@@ -59,7 +61,7 @@ class Watch(Generic[S]):
             found = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
             return [self._sources[descriptor] for descriptor, _ in found if descriptor in self._sources]
         ready = {descriptor for descriptor, _ in self._all.poll(timeout_s)}
-        return self._look(0) if self._news.fileno() in ready else []
+        return self._look() if self._news.fileno() in ready else []
 
     def begin_to_stand_in(self) -> bool:
         """From now on ``wait`` hears of no news, and ``stand_in`` does, in one other thread; False: it cannot."""
@@ -69,8 +71,11 @@ class Watch(Generic[S]):
         return bool(_IN)
 
     def stand_in(self, timeout_s: float) -> list[S]:
-        """``wait`` in its place; ends with ``nudge`` too."""
-        return self._look(timeout_s)
+        """``wait`` in its place; ends with ``nudge`` too, also with one that came too late for the time before."""
+        ready = {descriptor for descriptor, _ in self._standing.poll(timeout_s)}
+        if self._nudge in ready:
+            os.eventfd_read(self._nudge)
+        return self._look() if self._news.fileno() in ready else []
 
     def nudge(self) -> None:
         """End ``stand_in``, from any thread."""
@@ -82,10 +87,5 @@ class Watch(Generic[S]):
         self._stands_in = False
         self._all.modify(self._news.fileno(), _IN)
 
-    def _look(self, timeout_s: float) -> list[S]:
-        found = {descriptor for descriptor, _ in self._news.poll(timeout_s)}
-        if self._nudge in found:  # it may be late
-            found.remove(self._nudge)
-            with contextlib.suppress(BlockingIOError):  # the other thread was faster
-                os.eventfd_read(self._nudge)
-        return [self._sources[descriptor] for descriptor in found]
+    def _look(self) -> list[S]:
+        return [self._sources[descriptor] for descriptor, _ in self._news.poll(0)]
