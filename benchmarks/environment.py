@@ -17,9 +17,8 @@ import numpy as np
 
 import kvmpi
 from kvmpi.benchmarks.peers import network_interface
+from kvmpi.launchers.cores import YIELD
 
-#: Tells the ranks of Open MPI whether to yield while they wait.
-YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 MEMORY_BYTES = 64_000_000
 _MEMORY_ROUNDS = 7
 Facts = dict[str, Any]
@@ -36,7 +35,7 @@ def facts(world: Any) -> Facts:
     cores = world.allgather(_cores())
     on_this_host = set().union(*(its for its, host in zip(cores, hosts, strict=True) if host == socket.gethostname()))
     bindings = list(map(_binding, cores))
-    yields = os.environ.get(YIELD_VARIABLE, "0") not in ("0", "false")
+    yields = os.environ.get(YIELD, "0") not in ("0", "false")
     library = MPI.Get_library_version()
     return {
         **here(), "cores": len(on_this_host) or os.cpu_count(),

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from kvmpi.benchmarks.environment import YIELD_VARIABLE
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers import job as launcher_jobs
 from kvmpi.launchers import mpirun, processes
+from kvmpi.launchers.cores import THREADS, YIELD, threads
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.machine import num_cores
@@ -114,7 +114,7 @@ class MpiSpec(JobSpec):
         cores = num_cores()
         num_ranks = self.plan.num_ranks
         # Not measured, but a program that is: with more threads than cores everything would be slow.
-        env = {"OMP_NUM_THREADS": str(max(1, cores // num_ranks)), "PYTHONUNBUFFERED": "1"}
+        env = {THREADS: threads(cores, num_ranks), "PYTHONUNBUFFERED": "1"}
         shm = "" if self.on_hosts else shm
         env |= self.mpi.env(folder, shm, crowded=num_ranks > cores, one_host=not self.on_hosts)
         merged: dict[str, str] = {**env, **users, **self.settings}
@@ -122,7 +122,7 @@ class MpiSpec(JobSpec):
             if name in env:
                 merged[name] = env[name]
         if self.yields is not None:
-            merged[YIELD_VARIABLE] = "1" if self.yields else "0"
+            merged[YIELD] = "1" if self.yields else "0"
         return merged
 
 

@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 #: only an mpirun knows its ranks' hosts: how many there may be beside its ranks, and how many such mpiruns: ``0,2,3``.
 SHARE = "KVMPI_HOST_SHARE"
 THREADS = "OMP_NUM_THREADS"
+#: Tells the ranks of Open MPI whether to yield while they wait.
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 #: By which ranks learn how many of their mpirun's are on their host: Open MPI's, and MPICH's.
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

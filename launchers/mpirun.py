@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmpi.errors import ConfigError
+from kvmpi.launchers.cores import YIELD
 from kvmpi.launchers.hosts import Host
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
@@ -102,7 +103,7 @@ class MPI:
             # It serves one-sided messages between hosts, and where it finds none to serve it sleeps for a second.
             env["OMPI_MCA_btl"] = "^ofi"
         if crowded:
-            env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+            env[YIELD] = "1"
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         return env

@@ -20,7 +20,6 @@ from kvmpi.collectives.library import Library
 from kvmpi.collectives.naive import Naive
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
-from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.collectives.topology import Topology, locate
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
@@ -38,8 +37,6 @@ _TELL_BYTES = 1 << 10
 #: Memory that ranks share is given out from this size on, and from this size on MPI's own collectives are not chosen:
 #: they would leave partial sums there.
 COMMON_FROM_BYTES = 256 << 10
-#: Elements that a rank by itself adds up at a time.
-_ALONE_COUNT = 1 << 16
 #: Seconds at most to find out who answers when a call has failed.
 _ROLL_CALL_S = 5.0
 
@@ -416,15 +413,5 @@ class Collectives:
 
 
 def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str, scale: float) -> None:
-    if scale != 1.0 and dtype in host.HALF and len(vectors) > 1:  # to be rounded once
-        terms, wide = HostTerms(vectors, dtype), np.empty(min(out.size, _ALONE_COUNT), np.float32)
-        for start in range(0, out.size, _ALONE_COUNT):
-            part = out[start : start + _ALONE_COUNT]
-            total = terms.own(start, start + part.size, wide[: part.size])
-            times(total, scale)
-            host.narrow(total, part, dtype)
-        return
-    if len(vectors) > 1 or address_of(vectors[0]) != address_of(out):
-        host.sum_vectors(out, vectors, dtype)
-    if scale != 1.0:
-        host.scale(out, scale, dtype)
+    if len(vectors) > 1 or scale != 1.0 or address_of(vectors[0]) != address_of(out):
+        host.sum_vectors(out, vectors, dtype, scale)

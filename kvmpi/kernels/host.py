@@ -106,13 +106,14 @@ def add_widened(acc: Array, acc_dtype: str, src: Array, src_dtype: str) -> None:
             np.add(acc[part], wide, out=acc[part])
 
 
-def sum_vectors(dst: Array, sources: Sequence[Array], dtype: str) -> None:
-    """``dst = sources[0] + sources[1] + ...``, added from left to right, all of ``dtype``, in one pass over memory.
+def sum_vectors(dst: Array, sources: Sequence[Array], dtype: str, factor: float = 1.0) -> None:
+    """``dst = (sources[0] + sources[1] + ...) * factor``, added from left to right, all of ``dtype``.
 
-    Half types accumulate in float32 and round once. One source is copied. ``dst`` may be any of the sources, and a
-    source may stand in the list several times.
+    Half types accumulate in float32 and round once. ``factor`` is as for ``scale``. One source is copied. ``dst`` may
+    be any of the sources, and a source may stand in the list several times.
 
-    Cost: n reads and one write of a vector; one block of scratch where it is needed.
+    Cost: one pass over memory, n reads and one write of a vector; one block of scratch where it is needed. Another pass
+    for a ``factor``, but of half types.
     """
     assert sources, "the sum of no vectors"
     _check_storage(dst, dtype)
@@ -121,14 +122,18 @@ def sum_vectors(dst: Array, sources: Sequence[Array], dtype: str) -> None:
     if len(sources) == 1:
         if sources[0] is not dst:
             np.copyto(dst, sources[0])
+    elif dtype in HALF:
+        with np.errstate(all="ignore"):
+            _sum_half(dst, sources, dtype, factor)
         return
-    with np.errstate(all="ignore"):
-        if dtype in HALF:
-            _sum_half(dst, sources, dtype)
-        elif len(sources) == 2:
-            np.add(sources[0], sources[1], out=dst)
-        else:
-            _sum_blocks(dst, sources)
+    else:
+        with np.errstate(all="ignore"):
+            if len(sources) == 2:
+                np.add(sources[0], sources[1], out=dst)
+            else:
+                _sum_blocks(dst, sources)
+    if factor != 1.0:
+        scale(dst, factor, dtype)
 
 
 def scale(dst: Array, factor: float, dtype: str) -> None:
@@ -174,7 +179,7 @@ def _sum_blocks(dst: Array, sources: Sequence[Array]) -> None:
             np.copyto(dst[part], acc)
 
 
-def _sum_half(dst: Array, sources: Sequence[Array], dtype: str) -> None:
+def _sum_half(dst: Array, sources: Sequence[Array], dtype: str, factor: float) -> None:
     wide, scratch = _float32_and_bits(dst.size)
     term = scratch.view(np.float32)  # free until the block is narrowed
     for part in _blocks(dst.size):
@@ -183,6 +188,8 @@ def _sum_half(dst: Array, sources: Sequence[Array], dtype: str) -> None:
         for src in sources[1:]:
             _widen_block(src[part], dtype, term[: acc.size])
             np.add(acc, term[: acc.size], out=acc)
+        if factor != 1.0:
+            np.multiply(acc, float(factor), out=acc)
         _narrow_block(acc, dst[part], dtype, scratch)
 
 

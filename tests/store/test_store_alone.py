@@ -119,10 +119,6 @@ def test_allreduce_leaves_the_value_alone(any_store):
         np.testing.assert_array_equal(each, out)
     kv.allreduce(3, [array(1), array(2)], out, scale=0.25)
     np.testing.assert_array_equal(out, np.float32(0.25) * (array(1) + array(2)))
-    with pytest.raises(errors.ConfigError, match="scale=nan; expected a finite number"):
-        kv.allreduce(3, value, scale=float("nan"))
-    with pytest.raises(errors.ConfigError, match="scale='2'"):
-        kv.allreduce(3, value, scale="2")
     same = torch.from_numpy(array(4))
     kv.allreduce(3, same, async_op=True).wait()
     np.testing.assert_array_equal(same, array(4))
