@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
-from kvmpi.collectives.waiting import Patience, wait_all
+from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import (
     BY_NAME,
@@ -50,6 +50,8 @@ _JOINED = b"\xff" * _DIGEST_BYTES
 CLOSE = "close"
 #: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
 _GRACE_S = 5.0
+#: Waits for ranks that still compute.
+_CALLS = Habit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     try:
         if call.op == JOIN:
             deadline = _await_a_call(requests, digests, deadline)
-        wait_all(requests.values(), deadline, lambda: _missing_text(comm, call, missing_of(requests)))
+        wait_all(requests.values(), deadline, lambda: _missing_text(comm, call, missing_of(requests)), _CALLS)
     except KVTimeoutError:
         missing = missing_of(requests)
         _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
@@ -229,6 +231,7 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
             f"{_at(comm, call)}: no answer from MPI rank 0 of this client within {grace.timeout_s:.1f} s; "
             "is it in another call, stopped, or dead? Look at rank 0, or raise KVMPI_TIMEOUT_S"
         ),
+        _CALLS,
     )
     kind, count, speaker = answer.tolist()
     if kind == _AGREED:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives.cross_memory import CrossMemory
-from kvmpi.collectives.waiting import Patience
+from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 from kvmpi.errors import PeerLostError
 
@@ -41,6 +41,9 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 #: Polls before a wait is taken for one that needs patience.
 _FIRST_POLLS = 32
+
+#: Waits for other ranks' pages.
+_PAGES = Habit()
 
 #: Gives the beginning of an error message.
 What = Callable[[], str]
@@ -252,12 +255,13 @@ class HostGroup:
                     "look at that worker, or raise KVMPI_TIMEOUT_S"
                 )
 
-            patience = Patience(deadline, describe)
+            patience = Patience(deadline, describe, _PAGES)
             while late:
                 if words[late[-1]][word] >= call:
                     late.pop()
                 else:
                     patience.pause()
+            patience.progress()
         if not _ORDERED:
             self._fence()
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
-from kvmpi.collectives.waiting import Patience
+from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 from kvmpi.trace import timeline
 
@@ -42,6 +42,8 @@ _TAG_RING = 32
 _TAG_CHAIN = 31
 #: Transfers in flight in each direction: enough to hide a nap of a neighbour, few enough to stay in cache.
 _WINDOW = 4
+#: Waits for the ranks beside this one.
+_NEIGHBOURS = Habit()
 
 
 def segment_bounds(count: int, num_segments: int) -> list[Range]:
@@ -144,7 +146,7 @@ def drive(
             moved |= machine.advance()
         left = [machine for machine in left if not machine.done]
         if patience is None:
-            patience = Patience(deadline, describe)
+            patience = Patience(deadline, describe, _NEIGHBOURS)
         if moved:
             patience.progress()
         else:

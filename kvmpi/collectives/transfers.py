@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.exchange import MAX_MESSAGE_BYTES, pieces
-from kvmpi.collectives.waiting import Patience
+from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVTimeoutError, ShapeMismatchError, UnsupportedError
 
 Buffer = npt.NDArray[Any]
+
+#: Waits for single messages.
+_MESSAGES = Habit()
 
 
 class Transfer(Work):
@@ -70,12 +73,13 @@ class Transfer(Work):
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
         """As of ``Work``; the waiting thread polls, which is faster than to be woken."""
-        patience = Patience(Deadline(timeout_s), lambda: f"{self.name}: not done")
+        patience = Patience(Deadline(timeout_s), lambda: f"{self.name}: not done", _MESSAGES)
         with self._lock:
             self._waiting += 1
         try:
             while not self.poll():
                 patience.pause()
+            patience.progress()
         except KVTimeoutError:
             return self.done()
         finally:

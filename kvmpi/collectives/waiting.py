@@ -17,18 +17,25 @@ from kvmpi.trace import stall
 # MPI makes progress only inside calls, so waiting must poll; but a rank that spins takes the core from the rank it
 # waits for, and the interpreter from the training thread. Hence few bare polls, then polls between yields, then naps.
 # A yield costs as much as the others on this core take, a nap costs its length and that of a wake-up: yields suit
-# ranks that wait for each other, naps suit ranks whose core a training thread uses. Which it is, is found out.
+# ranks that wait for each other, naps suit ranks whose core a training thread uses. Which it is, is found out. So is
+# how long such waits last: polls that come to nothing are time that a training thread does not get.
 _BARE_POLLS_CROWDED = 16
 _BARE_POLLS_OWN_CORE = 500
 _BARE_POLLS_BUSY = 2
-_YIELDING_S = 200e-6
+#: What lasts longer is worth no polls, only naps.
+_POLLING_S = 200e-6
 #: A yield that takes longer has met somebody who computes; how long to remember that.
 _LONG_YIELD_S = 0.5e-3
 _SHORTEST_BUSY_S, _LONGEST_BUSY_S = 0.05, 0.8
-#: A nap takes this part of the time waited so far: that is how much later than it could the wait may end.
+#: A nap takes this part of the time waited so far, or of what is usual: so much later than it could the wait may end.
 _NAP_SHARE = 0.125
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
+#: How much one more wait counts in what is usual, and up to what length: if fewer than a third of them are long, that
+#: is not usual.
+_LEARNING = 0.25
+_LONGEST_USUAL_S = _LONGEST_NAP_S / _NAP_SHARE
+_MOST_TIMES_USUAL, _SURPRISE_S = 4, 100e-6
 
 #: A wait that lasts is told of so often.
 _TELL_EVERY_S = 0.5
@@ -91,19 +98,43 @@ class _Neighbours:
 _neighbours = _Neighbours()
 
 
+class Habit:
+    """How long waits of one kind last as a rule."""
+
+    __slots__ = ("usual_s",)
+
+    def __init__(self) -> None:
+        self.usual_s = 0.0
+
+    def learn(self, waited_s: float) -> None:
+        """One more such wait is over."""
+        believed_s = min(waited_s, _LONGEST_USUAL_S, _MOST_TIMES_USUAL * self.usual_s + _SURPRISE_S)
+        self.usual_s += _LEARNING * (believed_s - self.usual_s)
+
+
+_ANY = Habit()
+
+
 class Patience:
-    """The waiting of one call: ``pause`` after every fruitless poll, ``progress`` after a fruitful one."""
+    """The waiting of one call: ``pause`` after every fruitless poll, ``progress`` after a fruitful one.
 
-    __slots__ = ("_deadline", "_describe", "_idle", "_last_s", "_since_s", "_tell_at_s", "_waiting")
+    Args:
+        habit: of waits of this kind.
+    """
 
-    def __init__(self, deadline: Deadline, describe: Callable[[], str]) -> None:
-        self._deadline, self._describe = deadline, describe
+    __slots__ = ("_deadline", "_describe", "_habit", "_idle", "_last_s", "_since_s", "_tell_at_s", "_waiting")
+
+    def __init__(self, deadline: Deadline, describe: Callable[[], str], habit: Habit = _ANY) -> None:
+        self._deadline, self._describe, self._habit = deadline, describe, habit
         self._idle, self._since_s, self._last_s = 0, 0.0, 0.0
         self._waiting: stall.Waiting | None = None
         self._tell_at_s = 0.0
 
     def progress(self) -> None:
-        self._idle, self._waiting = 0, None
+        """What was waited for has come, or a part of it."""
+        if self._idle:
+            self._habit.learn(self._last_s - self._since_s)
+            self._idle, self._waiting = 0, None
 
     def pause(self) -> None:
         """Let others run for a moment.
@@ -118,16 +149,17 @@ class Patience:
         elif now_s - self._last_s > _LONG_YIELD_S:
             _neighbours.let_run(now_s - self._last_s, now_s)
         self._last_s = now_s
-        if self._idle <= (_BARE_POLLS_BUSY if _neighbours.compute else _bare_polls):
+        waited_s, usual_s = now_s - self._since_s, self._habit.usual_s
+        polls = waited_s < _POLLING_S and usual_s < _POLLING_S
+        if self._idle <= (_bare_polls if polls and not _neighbours.compute else _BARE_POLLS_BUSY):
             return
-        waited_s = now_s - self._since_s
-        if waited_s < _YIELDING_S and _neighbours.may_yield(now_s):
+        if polls and _neighbours.may_yield(now_s):
             _yield_core()
             self._last_s = time.monotonic()
             _neighbours.let_run(self._last_s - now_s, self._last_s)
         else:
             _sharpen_naps()
-            time.sleep(min(max(_NAP_SHARE * waited_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            time.sleep(min(max(_NAP_SHARE * max(waited_s, usual_s), _SHORTEST_NAP_S), _LONGEST_NAP_S))
             self._last_s = time.monotonic()
             if now_s >= self._tell_at_s:
                 self._tell(now_s)
@@ -142,9 +174,9 @@ class Patience:
         self._tell_at_s = now_s + _TELL_EVERY_S
 
 
-def wait_all(requests: Iterable[Request], deadline: Deadline, describe: Callable[[], str]) -> None:
+def wait_all(requests: Iterable[Request], deadline: Deadline, describe: Callable[[], str], habit: Habit = _ANY) -> None:
     """Return when every request is done, or raise ``KVTimeoutError`` with the text of ``describe``."""
-    patience = Patience(deadline, describe)
+    patience = Patience(deadline, describe, habit)
     pending = list(requests)
     while pending:
         left = [request for request in pending if not request.test()]

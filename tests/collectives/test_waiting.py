@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 
 import pytest
 
 from kvmpi.collectives import waiting
-from kvmpi.collectives.waiting import Patience, wait_all
+from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
 
@@ -54,7 +55,7 @@ def test_a_long_wait_polls_seldom() -> None:
 
 def test_progress_begins_the_wait_anew() -> None:
     """After progress come polls again, not the long naps that the wait before had reached."""
-    patience = Patience(Deadline(None), lambda: "never")
+    patience = Patience(Deadline(None), lambda: "never", Habit())
     end_s = time.monotonic() + 0.1
     while time.monotonic() < end_s:
         patience.pause()
@@ -83,10 +84,10 @@ def test_who_meets_neighbours_that_compute_yields_to_them_seldom(monkeypatch: py
             pass
 
     def waits(seconds: float) -> tuple[int, int]:
-        """How many waits of 1 ms there were, each of which begins with progress, and how many yields."""
+        """How many waits there were, of which nobody knows how long they usually take, and how many yields."""
         yields[0], count, end_s = 0, 0, time.monotonic() + seconds
         while time.monotonic() < end_s:
-            wait_all([Flag(1e-3)], Deadline(10), lambda: "never")
+            wait_all([Flag(1e-3)], Deadline(10), lambda: "never", Habit())
             count += 1
         return count, yields[0]
 
@@ -114,6 +115,45 @@ def test_polls_in_which_a_library_yields_count_as_yields(monkeypatch: pytest.Mon
     assert waiting._neighbours.compute
     assert flag.polls < 75, "it napped between them"
     assert time.thread_time() - start_s < 0.05
+
+
+@pytest.mark.parametrize("own_core", [False, True])
+def test_waits_that_are_long_as_a_rule_are_slept_through(monkeypatch: pytest.MonkeyPatch, own_core: bool) -> None:
+    """The first ones poll; then it is known that this is in vain, until they are short again."""
+    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
+    monkeypatch.setattr(waiting, "_bare_polls", 500 if own_core else 16)
+    habit = Habit()
+
+    def wait(seconds: float) -> tuple[int, float]:
+        """How often it polled, and how much later than it could it ended."""
+        flag = Flag(seconds)
+        wait_all([flag], Deadline(10), lambda: "never", habit)
+        return flag.polls, time.monotonic() - flag.due_s
+
+    first, _ = wait(5e-3)
+    for _ in range(10):
+        wait(5e-3)
+    later = [wait(5e-3) for _ in range(20)]
+    polls, late_s = (statistics.median(column) for column in zip(*later, strict=True))
+    assert first > 50
+    assert polls < 20
+    assert late_s < 1.5e-3
+    short = [wait(20e-6) for _ in range(40)]
+    assert short[0][0] <= 4, "a nap, since such waits are long"
+    assert statistics.median(polls for polls, _ in short[20:]) > 4, "they are short now: polls again"
+
+
+def test_a_long_wait_now_and_then_is_not_usual() -> None:
+    habit = Habit()
+    for number in range(100):
+        habit.learn(3600.0 if number % 4 == 0 else 20e-6)
+        assert habit.usual_s < waiting._POLLING_S
+    for number in range(100):
+        habit.learn(3600.0 if number % 2 == 0 else 20e-6)
+    assert habit.usual_s > waiting._POLLING_S, "every other one is"
+    for _ in range(20):
+        habit.learn(20e-6)
+    assert habit.usual_s < waiting._POLLING_S
 
 
 def test_a_waiting_rank_lets_other_threads_run() -> None:
