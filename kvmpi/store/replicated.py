@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -101,8 +102,31 @@ class ReplicatedStore(KVStore):
 
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
         whole = [part for part in parts if part.rows is None]
+        self._copy_views(whole, call)
         works = [self._bucket_op(bucket, call) for bucket in self._buckets(whole)]
         return works + [self._rows_op(part, call) for part in parts if part.rows is not None]
+
+    def _copy_views(self, parts: Sequence[Part], call: Invocation) -> None:
+        """Copy what is pushed out of common values of the same call: sums are written there while others still read."""
+        replicas = [self._replicas.get(part.state.key) for part in parts]
+        spans = sorted(arrays.span_of(r.value) for r in replicas if r is not None and r.common)
+        if not spans:
+            return
+        found = []
+        for part in parts:
+            for i, vector in enumerate(part.vectors):
+                if vector.on_host and (start := vector.address) < spans[-1][1]:
+                    after = bisect.bisect_left(spans, (start + vector.nbytes, 0))  # the first that begins behind it
+                    if after and spans[after - 1][1] > start:
+                        found.append((part, i))
+        if found:
+            values = [part.state.value for part in parts]
+            name = f"{call.op} of a view"
+            earlier = self._engine.push(lambda _: None, reads=values, lane="inline", name=name, no_skip=True)
+            earlier.wait_done(call.deadline.remaining_s())
+        for part, i in found:
+            vector = part.vectors[i]
+            part.vectors[i] = Vector(vector.buffer.copy(), vector.dtype, vector.device, shared=False)
 
     def _bucket_op(self, bucket: list[Part], call: Invocation) -> Work:
         """Push: sum, apply the push rule, and copy out what the parts ask for."""

@@ -105,6 +105,39 @@ def overlap(kv):
             assert (shifted[:count] == n * index[3:]).all()
 
 
+def pushed_views(kv):
+    """What is pushed is the value of the same or another key of the call, read in place: the value before the call."""
+    n, index = kv.num_workers, np.arange(LARGE) % 1000.0
+    kv.init(["a", "b", "c"], [np.zeros(LARGE)] * 3)
+    kv.push(["a", "b"], [index, 7 * index])
+    kv.push("a", kv.view("a"))
+    assert (kv.view("a") == n**2 * index).all()
+    for vectors in ([kv.view("a"), index], [index, kv.view("a")]):
+        before = kv.view("a").copy()
+        kv.push("a", vectors)
+        assert (kv.view("a") == n * (before + index)).all()
+    a, b = kv.view("a").copy(), kv.view("b").copy()
+    kv.push(["a", "b"], [kv.view("b"), kv.view("a")], async_op=True)
+    kv.push("c", kv.view("a")[::-1])  # of what the call before has made
+    kv.wait_all()
+    for key, expected in (("a", n * b), ("b", n * a), ("c", n * n * b[::-1])):
+        assert (kv.view(key) == expected).all(), key
+
+
+def uneven(kv):
+    """Many small keys, of which workers push different numbers of vectors; more than a page of places holds."""
+    n, keys, count = kv.num_workers, list(range(600)), 150
+    numbers = [(1, 4, 9, 2)[rank % 4] for rank in range(n)]
+    kv.init(keys, [np.zeros(count, "f4")] * len(keys))
+    for num_keys, number_of in ((600, numbers), (300, numbers[::-1]), (300, [20] + [1] * (n - 1))):
+        used = keys[:num_keys]
+        own = [[np.full(count, k + v + kv.rank, "f4") for v in range(number_of[kv.rank])] for k in used]
+        outs = [np.zeros(count, "f4") for _ in used]
+        kv.pushpull(used, own, outs)
+        for k, out in zip(used, outs, strict=True):
+            assert (out == sum(k + v + rank for rank in range(n) for v in range(number_of[rank]))).all(), k
+
+
 def rules(kv, path):
     """An optimizer after plain sums: every worker updates a value of its own from then on, and all get the same."""
     keys, counts = ["small", "large"], [10, LARGE]
@@ -129,6 +162,10 @@ for name in sys.argv[2:]:
         for turn in range(ROUNDS):
             check(kv, turn)
         overlap(kv)
+        if kv.is_capable("view"):
+            pushed_views(kv)
+    with kvmpi.create(name) as kv:
+        uneven(kv)
     with kvmpi.create(name) as kv:
         rules(kv, f"{sys.argv[1]}/{name}")
     print(f"lists {name} right", flush=True)
