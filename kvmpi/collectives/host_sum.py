@@ -20,6 +20,8 @@ Buffer = npt.NDArray[Any]
 #: Of one tensor of one rank: where its result goes, and where its vectors are.
 Places = tuple[list[int], list[int]]
 
+#: Vectors of a tensor for which there is room in any case.
+MOST_VECTORS = 8
 #: A block and what is added to it stay in a core's cache.
 BLOCK_BYTES = 1 << 20
 #: A word says how many places for a result follow, and below this bit how many of vectors.
@@ -217,9 +219,28 @@ def _exchange_places(group: HostGroup, mine: list[Places], act: Act, awaited: Se
     return {group.index: mine, **{rank: places_of(group, rank, len(mine)) for rank in awaited}}
 
 
-def fits(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is room to post so many."""
-    return sum(2 + len(tensor.vectors) for tensor in tensors) <= MAX_PLACES
+def fits(num_tensors: int) -> bool:
+    """Whether there is room to post so many, however many vectors other ranks have; ``folded`` sees to that."""
+    return num_tensors * (2 + MOST_VECTORS) <= MAX_PLACES
+
+
+def folded(tensors: Sequence[Tensor], dtype: str, act: Act) -> Sequence[Tensor]:
+    """The tensors with at most ``MOST_VECTORS`` vectors each, where there are too many of them to post all.
+
+    The vectors from there on are added up in scratch; of half types, their sum is rounded once more.
+    """
+    if sum(2 + len(tensor.vectors) for tensor in tensors) <= MAX_PLACES:
+        return tensors
+    found = []
+    for tensor in tensors:
+        vectors, rest = list(tensor.vectors[: MOST_VECTORS - 1]), tensor.vectors[MOST_VECTORS - 1 :]
+        if len(rest) > 1:
+            vectors.append(act.scratch(tensor.out.size, tensor.out.dtype))
+            host.sum_vectors(vectors[-1], rest, dtype)
+        else:
+            vectors += rest
+        found.append(Tensor(vectors, tensor.out, tensor.copies))
+    return found
 
 
 def places_of(group: HostGroup, rank: int, num_tensors: int) -> list[Places]:

@@ -32,6 +32,7 @@ from kvmpi.collectives.host_sum import (
     Posted,
     block_for,
     fits,
+    folded,
     parts_of,
     pieces_of,
     places_of,
@@ -88,12 +89,12 @@ class Shared:
         if count * host.STORAGE[host.ACCUMULATE[dtype]].itemsize <= self.slot_bytes:
             self._sum_slots(tensors, count, dtype, act)
             return
-        if not fits(tensors):
+        if not fits(len(tensors)):  # of numbers that are the same on all ranks: all must post the same tensors
             packed = pack(tensors, act)
             self._sum_segments([packed], dtype, act)
             unpack(tensors, packed)
             return
-        self._sum_segments(tensors, dtype, act)
+        self._sum_segments(folded(tensors, dtype, act), dtype, act)
 
     def sum_one(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
         """``allreduce`` of one vector that needs no widening, where ranks can attach: the same steps without detours.
