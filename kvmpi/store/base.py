@@ -231,7 +231,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         The workers of one host read each other's arrays in it directly; of a client of one worker, the servers of its
         host do. It is freed with its last view. It may be shared memory: a process that this one forks writes to the
         same. After a call has failed, as when its time was over, others may be reading still: leave such an array
-        unchanged until the store is closed, unless the same call is made again with the same contents.
+        unchanged until the store is closed, unless the same call is made again with the same contents. What a failed
+        call was to fill, wherever it lies, may still be written to, since MPI goes on with what has begun.
         """
         allocate = self._reduce.empty if self.mpi_size > 1 else self._empty
         return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, allocate)
@@ -313,7 +314,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         self._check_open()
         start_s = time.perf_counter()
         try:
-            self._engine.wait_all(self._config.timeout_s)
+            self._settle(Deadline(self._config.timeout_s))
         finally:
             self._recorder.blocked(time.perf_counter() - start_s)
 
@@ -375,7 +376,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         except Exception as first:
             error = first
         try:
-            self._engine.wait_all(call.deadline.remaining_s())
+            self._settle(call.deadline)
         except Exception as first:
             error = error or first
         try:

@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 #: Up to here a copy in the thread at hand costs less than a hand-over to another.
 INLINE_BYTES = 8 << 20
+#: Part of its time that an operation which has failed may take to find out who is missing.
+_EXPLAINING = 0.9
 
 
 class StoreCore:
@@ -315,8 +317,11 @@ class StoreCore:
         return works[0] if len(works) == 1 else JoinedWork(works, op)
 
     def _settle(self, deadline: Deadline) -> None:
-        """Wait until everything that was started is done; its errors surface here."""
-        self._engine.wait_all(deadline.remaining_s())
+        """Wait until everything that was started is done; its errors surface here.
+
+        An operation gives up at its own deadline, and knows whom it waited for some time later.
+        """
+        self._engine.wait_all(deadline.remaining_s() + _EXPLAINING * deadline.timeout_s)
 
     def _barrier(self, call: Invocation) -> None:
         """All workers are here. The agreement has seen to it where there is one client."""

@@ -59,20 +59,24 @@ def test_mistakes_of_clients_of_one(job):
 
 
 @pytest.mark.parametrize(
-    ("options", "store", "others", "named"),
+    ("options", "store", "others", "named", "call"),
     [
-        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client"),
-        ("-n 4 -c 2 -s 1", "dist_sync_mpi", {2}, "MPI rank 1 of this client"),
-        ("-n 3 -c 3 -s 2", "dist_sync", {0, 1}, "waits for client 2"),
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "pushpull"),
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "wait_all"),
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "barrier"),
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "save"),
+        ("-n 4 -c 2 -s 1", "dist_sync_mpi", {2}, "MPI rank 1 of this client", "pushpull"),
+        ("-n 3 -c 3 -s 2", "dist_sync", {0, 1}, "waits for client 2", "pushpull"),
     ],
 )
-def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, named):
-    arguments = (store, tmp_path, ",".join(map(str, others)))
+def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, named, call):
+    arguments = (store, tmp_path, ",".join(map(str, others)), call)
     done = run_job(options, PROGRAMS / "absent.py", *arguments, timeout_s=60, settings={"timeout_s": 3})
     assert done.returncode == 1
     late = dict(re.findall(r"^\[worker (\d+)\] late after [0-9.]+ s: (.*)$", done.stdout, re.MULTILINE))
     assert {int(worker) for worker in late} >= others, done.stdout + done.stderr
-    assert all(named in late[str(worker)] and "'w'" in late[str(worker)] for worker in others), late
+    about = {"pushpull": "'w'", "wait_all": "'w'"}.get(call, f"{call}()")
+    assert all(named in late[str(worker)] and about in late[str(worker)] for worker in others), late
     seconds = [float(text) for text in re.findall(r"late after ([0-9.]+) s", done.stdout)]
     assert max(seconds) < 2 * 3
 

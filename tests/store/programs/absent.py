@@ -1,6 +1,7 @@
 """The last worker never makes the call: all others end in KVTimeoutError that names it.
 
-``absent.py STORE FOLDER WORKERS``: the launcher ends the job with the first of us, so all wait in FOLDER for WORKERS.
+``absent.py STORE FOLDER WORKERS CALL``: the launcher ends the job with the first of us, so all wait in FOLDER for
+WORKERS.
 """
 
 import sys
@@ -17,7 +18,10 @@ if kv.rank == kv.num_workers - 1:
     time.sleep(600)
 start = time.monotonic()
 try:
-    kv.pushpull("w", np.ones(4, "f4"))
+    if sys.argv[4] == "wait_all":
+        kv.pushpull("w", np.ones(4, "f4"), async_op=True)
+    arguments = {"pushpull": ("w", np.ones(4, "f4")), "save": (f"{sys.argv[2]}/saved",)}.get(sys.argv[4], ())
+    getattr(kv, sys.argv[4])(*arguments)
 except kvmpi.KVTimeoutError as error:
     print(f"late after {time.monotonic() - start:.1f} s: {error}", flush=True)
     folder = Path(sys.argv[2])
