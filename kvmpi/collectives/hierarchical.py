@@ -121,6 +121,7 @@ class Hierarchical:
         if group.index != leader:
             copies = Copies(group, leader, posted, tensors, pieces(chunks))
             drive([copies], act.deadline, act.describe, buffer.nbytes)
+            group.check(leader)  # else it may be something else by now
             group.finish()
             return
         if act.rank == root:

@@ -132,16 +132,24 @@ class HostGroup:
         """Copy ``block`` to the elements ``part`` of what ``rank`` has posted at ``place`` for its result.
 
         Raises:
-            PeerLostError: that rank waits no more, so its memory is its own again.
+            PeerLostError: see ``check``.
         """
-        if self._words[rank][_GIVEN_UP]:
-            raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
+        self.check(rank)
         if place & IN_ARENA:
             np.copyto(self.fetch(rank, place, part, block), block)
             return
         memory = self._peers[rank].memory
         assert memory is not None, "a private result was posted where ranks cannot write to each other's memory"
         memory.write(place + part.start * block.itemsize, block)
+
+    def check(self, rank: int) -> None:
+        """After reading from ``rank``, or before writing there.
+
+        Raises:
+            PeerLostError: that rank waits no more, so its memory is its own again.
+        """
+        if self._words[rank][_GIVEN_UP]:
+            raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
 
     def slot(self, rank: int, count: int, dtype: Any, call: int) -> Buffer:
         """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""

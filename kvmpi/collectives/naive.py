@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor
-from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
@@ -66,14 +66,14 @@ def naive_allreduce(
         if comm.rank == 0:
             _gather_sum(comm, piece, deadline, label)
         else:
-            wait_all([comm.isend(piece, 0, _TAG)], deadline, lambda: _late(comm, label, [0]))
+            _await(comm, [0], [comm.isend(piece, 0, _TAG)], deadline, label)
         naive_broadcast(comm, piece, 0, deadline, label)
 
 
 def _gather_sum(comm: Comm, piece: Buffer, deadline: Deadline, label: str) -> None:
     parts = [np.empty_like(piece) for _ in range(1, comm.size)]
-    requests = [comm.irecv(part, rank, _TAG) for rank, part in enumerate(parts, start=1)]
-    wait_all(requests, deadline, lambda: _late(comm, label, [r for r, q in enumerate(requests, 1) if not q.test()]))
+    receives = [comm.irecv(part, rank, _TAG) for rank, part in enumerate(parts, start=1)]
+    _await(comm, range(1, comm.size), receives, deadline, label)
     total = piece.astype(np.float64 if piece.dtype.kind == "f" else piece.dtype)
     with np.errstate(all="ignore"):
         for part in parts:
@@ -89,15 +89,19 @@ def naive_broadcast(
     for start in range(0, buffer.size, max_piece_count):
         piece = buffer[start : start + max_piece_count]
         if comm.rank == root:
-            sends = [comm.isend(piece, rank, _TAG) for rank in others]
-            wait_all(sends, deadline, lambda: _late(comm, label, others))
+            _await(comm, others, [comm.isend(piece, rank, _TAG) for rank in others], deadline, label)
         else:
-            wait_all([comm.irecv(piece, root, _TAG)], deadline, lambda: _late(comm, label, [root]))
+            _await(comm, [root], [comm.irecv(piece, root, _TAG)], deadline, label)
 
 
-def _late(comm: Comm, label: str, missing: list[int]) -> str:
-    names = ", ".join(map(str, missing))
-    return (
-        f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}; "
-        "look at that worker, or raise KVMPI_TIMEOUT_S"
-    )
+def _await(comm: Comm, ranks: Sequence[int], requests: Sequence[Request], deadline: Deadline, label: str) -> None:
+    """Return when each of ``ranks`` has done what its request is about."""
+
+    def late() -> str:
+        names = ", ".join(str(rank) for rank, request in zip(ranks, requests, strict=True) if not request.test())
+        return (
+            f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}; "
+            "look at that worker, or raise KVMPI_TIMEOUT_S"
+        )
+
+    wait_all(requests, deadline, late)

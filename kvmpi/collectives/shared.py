@@ -289,6 +289,7 @@ class Shared:
         posted = Posted(group, [Tensor((), buffer)], act, own=own, wait_for=[root] if group.index != root else [])
         if group.index != root:
             posted.copy_result(root, 0, slice(0, buffer.size), buffer)
+            group.check(root)  # else it may be something else by now
         group.finish(group.others if group.index == root else (), act.deadline, act.describe)
 
 

@@ -260,7 +260,18 @@ class Collectives:
         with self._recorder.timed("broadcast", buffer.nbytes):
             self._scratch.begin()
             algorithm, act = self._begin("broadcast", buffer.nbytes, deadline, label)
-            self._guarded(lambda: algorithm.broadcast(buffer, root, act), deadline)
+            names_them = act.choice.algorithm in ("shared", "naive")
+            asked = None if names_them else deadline
+
+            def run() -> None:
+                algorithm.broadcast(buffer, root, act)
+                if self.rank != root and deadline.expired():
+                    raise KVTimeoutError(
+                        f"{act.describe()}: ended when its time was over; MPI rank {root} may have given up, and "
+                        "changed what it sent"
+                    )
+
+            self._guarded(run, asked, all_fail=False)
 
     def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> Choice:
         """How ``op`` on ``count`` elements is done on two ranks or more. Collective at first."""
@@ -388,28 +399,35 @@ class Collectives:
             heard += rest.tobytes()
         return heard
 
-    def _guarded(self, run: Callable[[], Any], deadline: Deadline | None = None) -> Any:
-        """``run()``; with a ``deadline``, those who do not answer are named when that has passed."""
+    def _guarded(self, run: Callable[[], Any], deadline: Deadline | None = None, *, all_fail: bool = True) -> Any:
+        """``run()``; with a ``deadline``, those who do not answer are named when that has passed.
+
+        ``all_fail``: no rank can be through with it when one of them fails.
+        """
         if self._broken is not None:
             raise self._unusable()
         try:
             return run()
         except BaseException as error:
-            raise self._failed(error, deadline) from None
+            raise self._failed(error, deadline, all_fail=all_fail) from None
 
     def _unusable(self) -> PeerLostError:
         return PeerLostError(f"this client's communicator is unusable since an earlier failure: {self._broken}")
 
-    def _failed(self, error: BaseException, deadline: Deadline | None) -> BaseException:
+    def _failed(self, error: BaseException, deadline: Deadline | None, *, all_fail: bool = True) -> BaseException:
         """What to raise for ``error``; from here on nothing can be exchanged."""
         # Whatever it was, messages may be on their way that a later call would take for its own.
         self._broken = f"{type(error).__name__}: {error}"
+        if self._topology is not None and not isinstance(self._topology.group, str):
+            self._topology.group.give_up()
         if type(error) is not KVTimeoutError or deadline is None:
             return error
         # Who waits names whom it waits for, which may itself wait for another. All others give up at about this time.
         silent = roll_call(self._comm, Deadline(min(_ROLL_CALL_S, 0.5 * deadline.timeout_s)))
-        names = ", ".join(map(str, silent))
-        return KVTimeoutError(f"{error}. No answer from MPI rank {names}, stopped or dead") if silent else error
+        if not silent:
+            return error
+        names, what = ", ".join(map(str, silent)), "stopped or dead" if all_fail else "stopped, dead or through with it"
+        return KVTimeoutError(f"{error}. No answer from MPI rank {names}, {what}")
 
 
 def _sum_alone(vectors: Sequence[Buffer], out: Buffer, dtype: str, scale: float) -> None:

@@ -9,6 +9,7 @@ they waited for and the rank. After SIGSTOP the rank is woken again for the next
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from mpi4py import MPI
 from kvmpi.collectives import Collectives, mpi_comm
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.mpi_comm import MpiComm
+from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
 
@@ -32,6 +34,9 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SILENT = SIZE - 1
 TIMEOUT_S = 0.7
+
+#: In which collective, by the first word of a case's name; else in an allreduce.
+OPS = {"scatter": "reduce_scatter", "gather": "allgather", "cast": "broadcast"}
 
 #: Name -> (algorithm, elements, object and method whose n-th call in the failing collective the signal precedes, n).
 CASES: dict[str, tuple[str, int, Any, str, int]] = {
@@ -53,6 +58,21 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "hierarchical-finish": ("hierarchical", 3_000_000, HostGroup, "finish", 1),
     "naive": ("naive", 100_000, MpiComm, "isend", 1),
     "mpi": ("mpi", 100_000, MpiComm, "iallreduce", 1),
+    "scatter-slots": ("shared", 1000, HostGroup, "post", 1),
+    "scatter-attached": ("shared", 3_000_000, HostGroup, "fetch", 2),
+    "scatter-ring": ("ring", 3_000_000, MpiComm, "irecv", 2),
+    "scatter-hierarchical": ("hierarchical", 3_000_000, MpiComm, "irecv", 2),
+    "scatter-mpi": ("mpi", 100_000, MpiComm, "ireduce_scatter", 1),
+    "gather-slots": ("shared", 1000, HostGroup, "post", 1),
+    "gather-attached": ("shared", 3_000_000, HostGroup, "deliver", 2),
+    "gather-multi_ring": ("multi_ring", 3_000_000, MpiComm, "irecv", 4),
+    "gather-naive": ("naive", 100_000, MpiComm, "irecv", 1),
+    "gather-mpi": ("mpi", 100_000, MpiComm, "iallgather", 1),
+    "cast-post": ("shared", 3_000_000, HostGroup, "post", 1),
+    "cast-read": ("shared", 3_000_000, HostGroup, "read", 1),
+    "cast-naive": ("naive", 100_000, MpiComm, "irecv", 1),
+    "cast-hierarchical": ("hierarchical", 3_000_000, HostGroup, "post", 1),
+    "cast-mpi": ("mpi", 100_000, MpiComm, "ibroadcast", 1),
 }
 
 
@@ -71,18 +91,33 @@ def strike_before(owner: Any, method: str, number: int, number_of_signal: int, s
     setattr(owner, method, counting)
 
 
+def run(collectives: Collectives, op: str, buffer: np.ndarray, out: np.ndarray, seconds: float, label: str) -> None:
+    """The collective, of which ``out`` gets the result; a broadcast is rank 0's."""
+    deadline, own = Deadline(seconds), slice(*segment_bounds(out.size, SIZE)[RANK])
+    if op == "allreduce":
+        collectives.allreduce(on_host([buffer], "float32"), out, "float32", deadline, label)
+    elif op == "reduce_scatter":
+        collectives.reduce_scatter(on_host([buffer], "float32"), out[own], "float32", deadline, label)
+    elif op == "allgather":
+        collectives.allgather(buffer[own], out, deadline, label)
+    else:
+        out[:] = buffer
+        collectives.broadcast(out, 0, deadline, label)
+
+
 def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
     (folder / f"pid{RANK}").write_text(str(os.getpid()))
     for name in names:
         algorithm, count, owner, method, number = CASES[name]
+        op = OPS.get(name.partition("-")[0], "allreduce")
         comm = mpi_comm.world()
         if algorithm == "hierarchical":
             comm.host = f"host {RANK // 2}"
         collectives = Collectives(comm, algorithm, 512 << 10)
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
-        sources = on_host([buffer], "float32")
-        collectives.allreduce(sources, out, "float32", Deadline(60.0), "first")
-        assert (out == SIZE).all()
+        run(collectives, op, buffer, out, 60.0, "first")
+        assert op != "allreduce" or (out == SIZE).all()
+        buffer[:] = RANK + 1
         (folder / f"mapped{RANK}").write_text("\n".join(shared_files()))
         WORLD.Barrier()
         if RANK == SILENT:
@@ -91,24 +126,32 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
                 owner, method, number, number_of_signal, lambda name=name: (folder / f"struck-{name}").touch()
             )
             try:  # asleep in the middle; when it wakes up, the others are gone
-                collectives.allreduce(sources, out, "float32", Deadline(0.5), f"push of key '{name}'")
+                seconds = 20.0 if op == "broadcast" and owner is HostGroup else 0.5  # longer than the root waits
+                run(collectives, op, buffer, out, seconds, f"push of key '{name}'")
+                assert op != "broadcast" or (out == 1).all(), f"{name}: what the root's memory held afterwards"
             except (KVTimeoutError, PeerLostError):
                 pass
             setattr(owner, method, original)
         elif algorithm == "hierarchical" and method == "finish" and RANK // 2 != SILENT // 2:
             # Another host's ranks have all that they need by then.
-            collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), f"push of key '{name}'")
-            assert (out == SIZE).all()
+            run(collectives, op, buffer, out, TIMEOUT_S, f"push of key '{name}'")
+            assert (out == sum(range(1, SIZE + 1))).all()
+            (folder / f"done-{name}-{RANK}").touch()
+        elif op == "broadcast" and waits_for_nobody(algorithm):
+            run(collectives, op, buffer, out, TIMEOUT_S, f"push of key '{name}'")
+            assert (out == 1).all()
+            out[:] = -1
             (folder / f"done-{name}-{RANK}").touch()
         else:
             start_s = time.monotonic()
-            with pytest.raises(KVTimeoutError, match=f"push of key '{name}': {algorithm} allreduce") as caught:
-                collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), f"push of key '{name}'")
-            elapsed_s = time.monotonic() - start_s
+            with pytest.raises(KVTimeoutError, match=f"push of key '{name}': {algorithm} {op}") as caught:
+                run(collectives, op, buffer, out, TIMEOUT_S, f"push of key '{name}'")
+            elapsed_s, text = time.monotonic() - start_s, str(caught.value)
             assert elapsed_s < 2 * TIMEOUT_S, f"{name}: {elapsed_s:.1f} s"
-            assert f"MPI rank {SILENT}" in str(caught.value), f"{name}: {caught.value}"
+            assert re.search(rf"MPI rank [0-9, ]*{SILENT}\b", text), f"{name}: {text}"
+            assert op != "broadcast" or algorithm == "mpi" or "rank 1" not in text, f"{name} blames others: {text}"
             with pytest.raises(PeerLostError, match="earlier failure"):
-                collectives.allreduce(sources, out, "float32", Deadline(TIMEOUT_S), "after")
+                run(collectives, op, buffer, out, TIMEOUT_S, "after")
             out[:] = -1  # whoever handles the error may use the memory again
             (folder / f"done-{name}-{RANK}").touch()
         if RANK == 0:
@@ -120,6 +163,12 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
     if RANK == 0:
         print(f"{len(names)} failures reported on {SIZE} ranks", flush=True)
     mpi_comm.end_job(0)  # messages of the failed calls are still on their way
+
+
+def waits_for_nobody(algorithm: str) -> bool:
+    """Whether this rank gets what it is sent, whatever the silent one does."""
+    root_or_leader = SILENT - 1 if algorithm == "hierarchical" else 0
+    return root_or_leader != RANK
 
 
 def shared_files() -> set[str]:

@@ -16,6 +16,9 @@ CASES = [
     "slots-begin", "slots-post", "staged-post", "staged-sum", "staged-deliver", "attached-post", "attached-sum",
     "attached-deliver", "attached-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring",
     "hierarchical-post", "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
+    "scatter-slots", "scatter-attached", "scatter-ring", "scatter-hierarchical", "scatter-mpi",
+    "gather-slots", "gather-attached", "gather-multi_ring", "gather-naive", "gather-mpi",
+    "cast-post", "cast-read", "cast-naive", "cast-hierarchical", "cast-mpi",
 ]  # fmt: skip
 
 
