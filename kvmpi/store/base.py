@@ -366,7 +366,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
         An error that nobody has seen yet is raised after the store is closed.
         """
-        if self._closed:
+        if self._closed or self._forked:
             return
         call = self._call("close")
         error: BaseException | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -81,6 +82,7 @@ class StoreCore:
         self._keys: dict[Key, KeyState] = {}
         self._rule: optim.Rule | None = None
         self._clock = 0
+        self._pid = os.getpid()
         self._closed = False
         self._joined = False
 
@@ -137,6 +139,16 @@ class StoreCore:
     def _check_open(self) -> None:
         if self._closed:
             raise KVError(f"this {self._type} store is closed; create another with kvmpi.create")
+        if self._forked:
+            raise KVError(
+                f"this {self._type} store belongs to process {self._pid}, from which this one, {os.getpid()}, was "
+                "forked without its threads; send the arrays to that process, or create a store of type 'local' here"
+            )
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a fork of the process that made the store: none of its threads is here."""
+        return os.getpid() != self._pid
 
     def _check_kind(self, found: Sequence[Group], op: str) -> None:
         kind = type(next(iter(self._keys), found[0].key if found else 0))
@@ -183,7 +195,7 @@ class StoreCore:
             prepared = prepare()
             described = entries(prepared)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            if self._reduce.size == 1 or self._closed:
+            if self._reduce.size == 1 or self._closed or self._forked:
                 raise
             failure = error
         if self._reduce.size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -189,6 +190,15 @@ _FACTORIES: dict[str, Factory] = {
     "dist_sync_mpi": _dist("sync", grouped=True),
     "dist_async_mpi": _dist("async", grouped=True),
 }
+
+
+def _forget() -> None:
+    """In a forked child: what is open is its parent's to close."""
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

@@ -41,6 +41,7 @@ def test_mistakes_in_clients_of_two(job):
         "order": (r"OrderMismatchError: .*position 1.*'v'.*no key",) * 2,
         "call": (r"OrderMismatchError: .*push\('w'\).*pull\('w'\)",) * 2,
     }
+    everywhere |= dict.fromkeys(("fork", "fork all"), "KVError: KVError: this dist_sync_mpi store belongs to process")
     for name, pattern in everywhere.items():
         for worker in range(4):
             assert re.match(pattern, found[name][worker]), (name, worker, found[name])
@@ -56,6 +57,13 @@ def test_mistakes_of_clients_of_one(job):
     assert re.match(r"DTypeMismatchError: .*float64.*float32", found["init dtype"][2])
     for name in ("shape", "init shape", "init dtype"):
         assert found[name][0] == found[name][1] == "nothing", found[name]
+
+
+def test_a_forked_child_leaves_the_store_to_its_parent(job):
+    found = mistakes(job("-n 2", PROGRAMS / "mistakes.py", "local", timeout_s=60))
+    for name in ("fork", "fork all"):
+        for worker in range(2):
+            assert re.match(r"KVError: KVError: this local store belongs to process \d+", found[name][worker]), found
 
 
 @pytest.mark.parametrize(

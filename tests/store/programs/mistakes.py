@@ -3,6 +3,8 @@
 Prints one line for each mistake and worker: what was raised.
 """
 
+import os
+import signal
 import sys
 
 import numpy as np
@@ -28,7 +30,26 @@ def expect(label, call):
     assert (out == n * (n + 1) / 2).all(), (label, out)  # the store goes on, with every worker
 
 
+def in_a_fork(call):
+    """What ``call`` raises in a forked child, which ends by itself."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            call()
+            os.write(writing, b"nothing")
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        kv.close()  # the parent's business
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    said = os.read(reading, 10_000).decode() if status == 0 else f"status {status}"
+    raise kvmpi.KVError(said)
+
+
 kv.init(["w", "v"], [good, good])
+expect("fork", lambda: in_a_fork(lambda: kv.push("w", good)))
+expect("fork all", lambda: in_a_fork(lambda: kv.wait_all()))
 expect("uninitialised", lambda: kv.push("nope", good))
 expect("twice", lambda: kv.init("w", good))
 expect("kind", lambda: kv.push(7, good))
