@@ -184,22 +184,11 @@ class Shared:
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
         """Every rank offers the sum of its vectors in its slot, and adds up all ranks' slots."""
         group, half = self._group, dtype in host.HALF
-        storage = host.STORAGE[host.ACCUMULATE[dtype]]
-        call = group.begin(act.deadline, act.describe)
-        slot, start = group.slot(group.index, count, storage, call), 0
-        for tensor in tensors:
-            part = slot[start : start + tensor.out.size]
-            start += part.size
-            own = HostTerms(tensor.vectors, dtype).own(0, part.size, part)
-            if own is not part:
-                np.copyto(part, own)
-        group.post()
-        group.await_posts(group.others, act.deadline, act.describe)
+        slots = self._offered([tensor.vectors for tensor in tensors], count, dtype, act)
         direct = len(tensors) == 1 and not half and act.scale == 1.0  # other ranks may share that memory, too
-        total = tensors[0].out if direct else act.scratch(count, storage)
-        slots = [group.slot(rank, count, storage, call) for rank in range(group.size)]
+        total = tensors[0].out if direct else act.scratch(count, slots[0].dtype)
         with np.errstate(all="ignore"):
-            _add_up(slots, act.scratch(count if group.size > 2 else 0, storage), total)
+            _add_up(slots, act.scratch(count if group.size > 2 else 0, slots[0].dtype), total)
         group.finish()
         times(total, act.scale)
         start = 0
@@ -212,6 +201,22 @@ class Shared:
                 np.copyto(tensor.out, part)
             for copy in tensor.copies:
                 np.copyto(copy, tensor.out)
+
+    def _offered(self, of_tensors: Sequence[Sequence[Buffer]], count: int, dtype: str, act: Act) -> list[Buffer]:
+        """Every rank's slot, with the sums of its vectors of each tensor, ``count`` elements in all."""
+        group, storage = self._group, host.STORAGE[host.ACCUMULATE[dtype]]
+        call = group.begin(act.deadline, act.describe)
+        slots = [group.slot(rank, count, storage, call) for rank in range(group.size)]
+        start = 0
+        for vectors in of_tensors:
+            part = slots[group.index][start : start + vectors[0].size]
+            start += part.size
+            own = HostTerms(vectors, dtype).own(0, part.size, part)
+            if own is not part:
+                np.copyto(part, own)
+        group.post()
+        group.await_posts(group.others, act.deadline, act.describe)
+        return slots
 
     def _sum_segments(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         """Every rank sums one segment of all tensors end to end, and delivers it."""
@@ -246,11 +251,27 @@ class Shared:
     # ---- the others
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
-        group, tensors = self._group, [Tensor(vectors, out)]
-        posted = Posted(group, tensors, act, with_results=False)
+        group, count = self._group, vectors[0].size
+        if count * host.STORAGE[host.ACCUMULATE[dtype]].itemsize <= self.slot_bytes:
+            self._scatter_slots(vectors, out, dtype, act)
+            return
+        posted = Posted(group, [Tensor(vectors, out)], act, with_results=False)
         total = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, self._block_bytes, act), act.scale)
-        total.finish(None, *act.segments(vectors[0].size)[group.index], out)
+        total.finish(None, *act.segments(count)[group.index], out)
         group.finish(group.others, act.deadline, act.describe)
+
+    def _scatter_slots(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
+        """Every rank offers the sum of its vectors in its slot, and adds up its segment of all ranks' slots."""
+        group, own = self._group, slice(*act.segments(vectors[0].size)[self._group.index])
+        parts = [slot[own] for slot in self._offered([vectors], vectors[0].size, dtype, act)]
+        half = dtype in host.HALF
+        total = act.scratch(out.size, parts[0].dtype) if half else out
+        with np.errstate(all="ignore"):
+            _add_up(parts, act.scratch(out.size if group.size > 2 else 0, total.dtype), total)
+        group.finish()
+        times(total, act.scale)
+        if half:
+            host.narrow(total, out, dtype)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         group, segments = self._group, act.segments(out.size)
