@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from kvmpi.errors import ConfigError
-from kvmpi.optim.rule import Rule, check_known
+from kvmpi.optim.rule import Rule, make
 
 C = TypeVar("C", bound=type[Rule])
 
@@ -48,9 +48,8 @@ def create(name: str, hyperparams: Mapping[str, Any] | None = None) -> Rule:
             f"registered in the servers too: give the option --import MODULE"
         )
     given = dict(hyperparams or {})
-    check_known(cls, given)
     try:
-        return cls(**given)
+        return make(cls, given)
     except TypeError as err:
         raise ConfigError(f"update rule {name!r} with {given}: {err}") from err
 

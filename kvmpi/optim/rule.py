@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,6 +16,9 @@ from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
 
 Array = npt.NDArray[Any]
 R = TypeVar("R", bound="Rule")
+
+#: Between a hyperparameter's name and the key that has a value of its own.
+_OF_KEY = "@"
 
 #: Bytes of one vector that are updated at a time: with state and scratch a block still fits into a level-2 cache.
 BLOCK_BYTES = 256 << 10
@@ -71,18 +75,36 @@ class Rule:
     # Hyperparameters.
 
     def hyperparams(self) -> dict[str, Any]:
-        """Every hyperparameter: float, bool or list of floats."""
-        return {name: _plain(self, name) for name in _parameters(type(self))}
+        """Every hyperparameter: float, bool or list of floats; and as ``NAME@KEY`` what is different for one key."""
+        own = {name: _plain(self, name) for name in _parameters(type(self))}
+        return own | {f"{name}{_OF_KEY}{key}": _plain(rule, name) for key, rule in self._by_key.items()
+                      for name in self._changed[key]}  # fmt: skip
 
     def with_hyperparams(self: R, **changes: Any) -> R:
-        """A new rule that differs in ``changes``.
+        """A new rule that differs in ``changes``; those of the form ``NAME@KEY`` are for one key.
 
         Raises:
             ConfigError: a name that this rule does not have, or a value that makes no sense.
         """
-        current = self.hyperparams()
-        check_known(type(self), changes)
-        return type(self)(**{**current, **changes})
+        return make(type(self), {**self.hyperparams(), **changes})
+
+    def for_keys(self: R, keys: Iterable[int | str], **changes: Any) -> R:
+        """A new rule that has other hyperparameters for some keys: ``rule.for_keys(["bias"], weight_decay=0.0)``.
+
+        They stay as they are for these keys when they change for all others.
+
+        Raises:
+            ConfigError: see ``with_hyperparams``.
+        """
+        return self.with_hyperparams(**{f"{n}{_OF_KEY}{key}": value for key in keys for n, value in changes.items()})
+
+    def of_key(self, key: int | str) -> Rule:
+        """What this rule is for ``key``."""
+        return self._by_key.get(str(key), self) if self._by_key else self
+
+    #: By key: the rule, and the names of the hyperparameters in which it differs.
+    _by_key: Mapping[str, Rule] = MappingProxyType({})
+    _changed: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.hyperparams() == self.hyperparams()  # type: ignore[attr-defined]
@@ -96,9 +118,14 @@ class Rule:
         shown = [
             f"{name}={tuple(value) if isinstance(value, list) else value!r}"
             for name, value in self.hyperparams().items()
-            if (tuple(value) if isinstance(value, list) else value) != parameters[name].default
+            if name in parameters and (tuple(value) if isinstance(value, list) else value) != parameters[name].default
         ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        keys: dict[str, list[str]] = {}
+        for key, rule in self._by_key.items():
+            changes = ", ".join(f"{name}={_plain(rule, name)!r}" for name in self._changed[key])
+            keys.setdefault(changes, []).append(key)
+        others = "".join(f".for_keys({of}, {changes})" for changes, of in keys.items())
+        return f"{type(self).__name__}({', '.join(shown)}){others}"
 
     # Updates.
 
@@ -208,8 +235,30 @@ def _parameters(cls: type[Rule]) -> Mapping[str, inspect.Parameter]:
     return _parameters_of[cls]
 
 
-def check_known(cls: type[Rule], given: dict[str, Any]) -> None:
-    """Raise a ``ConfigError`` that lists the hyperparameters of ``cls`` if ``given`` names another."""
+def make(cls: type[R], given: Mapping[str, Any]) -> R:
+    """A rule of hyperparameters as ``Rule.hyperparams`` gives them.
+
+    Raises:
+        ConfigError: a name that it does not have, or a value that makes no sense.
+        TypeError: a value is missing.
+    """
+    own = {name: value for name, value in given.items() if _OF_KEY not in name}
+    of_keys: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        if name not in own:
+            plain, _, key = name.partition(_OF_KEY)
+            of_keys.setdefault(key, {})[plain] = value
+    for names in (own, *of_keys.values()):
+        _check_known(cls, names)
+    found = cls(**own)
+    if of_keys:
+        by_key = {key: cls(**{**own, **changes}) for key, changes in sorted(of_keys.items())}
+        object.__setattr__(found, "_by_key", by_key)
+        object.__setattr__(found, "_changed", {key: tuple(sorted(of_keys[key])) for key in by_key})
+    return found
+
+
+def _check_known(cls: type[Rule], given: Mapping[str, Any]) -> None:
     parameters = list(_parameters(cls))
     if unknown := sorted(set(given) - set(parameters)):
         raise ConfigError(

@@ -326,7 +326,7 @@ class Slot:
         current = self.rules[0]
         if current.generation != self.generation:
             self.generation, self.state, self.updates = current.generation, {}, 0
-        return current.rule
+        return None if current.rule is None else current.rule.of_key(self.key)
 
     def _accumulator_dtype(self) -> np.dtype[Any]:
         return DTYPES[host.ACCUMULATE[self.dtype]]

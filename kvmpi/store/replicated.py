@@ -170,7 +170,7 @@ class ReplicatedStore(KVStore):
                 state.key, arrays.wrap(pushed, shape, dtype, like), arrays.wrap(replica.value, shape, dtype, like)
             )
         elif self._rule is not None:
-            rule = self._rule
+            rule = self._rule.of_key(state.key)
             replica.updates += 1
             self._prepare_master(state, replica, rule)
             optim.update(
@@ -245,11 +245,12 @@ class ReplicatedStore(KVStore):
                 pushed = arrays.sparse_tensor(rows.ids, rows.values.reshape(-1), state.shape, state.dtype)
             self._updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
         elif self._rule is not None:
+            rule = self._rule.of_key(state.key)
             replica.updates += 1
-            self._prepare_master(state, replica, self._rule)
+            self._prepare_master(state, replica, rule)
             wide = Rows(rows.ids, by_rows.widened(rows.values, state.dtype))
             optim.update_rows(
-                self._rule, replica.value, state.dtype, wide, replica.state, replica.updates, master=replica.master
+                rule, replica.value, state.dtype, wide, replica.state, replica.updates, master=replica.master
             )
         else:
             by_rows.put(replica.value, rows)

@@ -84,7 +84,10 @@ class Query(Message, tag="query"):
 
 
 class SetRule(Message, tag="rule"):
-    """The client's ``ordinal``-th choice of the update rule: a registered name and plain numbers."""
+    """The client's ``ordinal``-th choice of the update rule: a registered name and plain numbers.
+
+    What is different for one key is called ``NAME@KEY``, with an int key in decimal.
+    """
 
     request: int
     ordinal: int

@@ -22,6 +22,8 @@ EXAMPLES = [
     optim.Elastic(alpha=0.25),
     optim.Outer(lr=1, momentum=0),
     optim.Test(),
+    optim.SGD(lr=0.1, weight_decay=1e-4).for_keys([3, 5], weight_decay=0.0).for_keys([5], lr=0.5),
+    optim.Adam().for_keys(["a@b", "lr"], betas=(0.5, 0.75)),
 ]
 
 
@@ -43,6 +45,22 @@ def test_travels_as_name_and_plain_numbers(rule):
     assert copy.deepcopy(rule) == rule
     for value in rule.hyperparams().values():
         assert type(value) in (float, bool) or (type(value) is list and all(type(v) is float for v in value))
+
+
+def test_a_key_may_have_hyperparameters_of_its_own():
+    rule = optim.SGD(lr=0.1, weight_decay=1e-4).for_keys([3, "x@y"], weight_decay=0.0)
+    assert rule.of_key(3) == rule.of_key("x@y") == optim.SGD(lr=0.1)
+    assert rule.of_key(4) is rule
+    later = rule.with_hyperparams(lr=0.01, **{"lr@3": 0.5})
+    assert later.of_key(3) == optim.SGD(lr=0.5)
+    assert later.of_key("x@y") == optim.SGD(lr=0.01), "what is not different for a key is as for all"
+    assert later.of_key(4).lr == 0.01
+    assert rule.of_key(3) == optim.SGD(lr=0.1), "rules never change"
+    assert rule != optim.SGD(lr=0.1, weight_decay=1e-4)
+    assert optim.Adam().for_keys([], lr=1.0) == optim.Adam()
+    for wrong in ({"rate": 1.0}, {"lr": "fast"}):
+        with pytest.raises(ConfigError):
+            rule.for_keys([1], **wrong)
 
 
 @pytest.mark.parametrize("rule", EXAMPLES, ids=repr)

@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import pytest
 
 import kvmpi
 
@@ -157,6 +158,35 @@ def rules(kv, path):
         assert (out == -kv.num_workers).all()
 
 
+def rules_of_keys(kv, path):
+    """A rule that is another one for one of the keys; a key may have a name that looks like an option of it."""
+    n, keys, counts = kv.num_workers, ["small", "lr@large"], [10, LARGE]
+    kv.init(keys, [np.ones(c, "f4") for c in counts])
+    expected = np.ones(2)
+
+    def push(*rates):
+        outs = [np.empty(c, "f4") for c in counts]
+        kv.pushpull(keys, [np.full(c, 1.0, "f4") for c in counts], outs)
+        expected[:] -= n * np.array(rates)
+        for out, value in zip(outs, expected, strict=True):
+            assert (out == value).all(), (out[0], value)
+
+    kv.set_optimizer(kvmpi.optim.SGD(lr=1.0).for_keys(["lr@large"], lr=0.25))
+    push(1.0, 0.25)
+    kv.set_hyperparams(lr=2.0)
+    push(2.0, 0.25)
+    kv.set_hyperparams(**{"lr@lr@large": 0.5})
+    push(2.0, 0.5)
+    kv.save(path)
+    kv.set_optimizer(kvmpi.optim.SGD(lr=1.0))
+    push(1.0, 1.0)
+    kv.load(path)
+    expected[:] += n
+    push(2.0, 0.5)
+    with pytest.raises(kvmpi.errors.ConfigError, match="no hyperparameter rate"):
+        kv.set_hyperparams(**{"rate@small": 1.0})
+
+
 for name in sys.argv[2:]:
     with kvmpi.create(name, bucket_bytes=3_000_000) as kv:
         for turn in range(ROUNDS):
@@ -168,4 +198,6 @@ for name in sys.argv[2:]:
         uneven(kv)
     with kvmpi.create(name) as kv:
         rules(kv, f"{sys.argv[1]}/{name}")
+    with kvmpi.create(name) as kv:
+        rules_of_keys(kv, f"{sys.argv[1]}/{name}.keys")
     print(f"lists {name} right", flush=True)
