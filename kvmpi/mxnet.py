@@ -47,6 +47,7 @@ class Store(mx.kvstore.KVStoreBase):
         self.store: KVStore = kvmpi.create(self._name)
         self._optimizer: Any = None
         self._options: tuple[Any, ...] = ()  # of the optimizer, as the servers know them
+        self._rates: dict[Any, tuple[float, float]] = {}  # learning rate and weight decay by key, likewise
         self._updates = 0
 
     # ---- who and where
@@ -155,7 +156,7 @@ class Store(mx.kvstore.KVStoreBase):
             self._optimizer = None
         else:
             self.store.set_optimizer(rule_of(optimizer))
-            self._optimizer, self._options = optimizer, _options(optimizer)
+            self._optimizer, self._options, self._rates = optimizer, _options(optimizer), {}
 
     def _follow(self, key: Any) -> None:
         """Count an update of the keys, and tell the servers of changes in the optimizer before it is applied."""
@@ -164,24 +165,24 @@ class Store(mx.kvstore.KVStoreBase):
             return
         keys = list(key) if isinstance(key, list | tuple) else [key]
         optimizer._update_count(keys)
-        options = _options(optimizer)
-        for one, lr, wd in zip(keys, optimizer._get_lrs(keys), optimizer._get_wds(keys), strict=True):
-            if (lr, wd) != (optimizer.learning_rate, optimizer.wd):
-                raise UnsupportedError(
-                    f"key {one!r} has learning rate {lr} and weight decay {wd}, the optimizer "
-                    f"{optimizer.learning_rate} and {optimizer.wd}: one rule serves all keys, so lr_mult and wd_mult "
-                    f"must be 1{_INSTEAD}"
-                )
         if self._updates < optimizer.num_update:
             self._updates = optimizer.num_update
             self.store.clock()
-        if options != self._options:
-            wanted, now = rule_of(optimizer).hyperparams(), self.store.optimizer
-            assert now is not None
-            changed = {name: value for name, value in wanted.items() if now.hyperparams()[name] != value}
-            if changed:
-                self.store.set_hyperparams(**changed)
-            self._options = options
+        options, rates = _options(optimizer), _rates(optimizer, keys)
+        if options == self._options and all(self._rates.get(one) == rates[one] for one in keys):
+            return
+        self._options, self._rates = options, _rates(optimizer, [*self._rates, *keys])
+        rule, now = rule_of(optimizer), self.store.optimizer
+        assert now is not None
+        for one, (lr, wd) in self._rates.items():
+            own = rule_of(optimizer, lr, wd).hyperparams()
+            rule = rule.for_keys([one], **{n: value for n, value in own.items() if value != rule.hyperparams()[n]})
+        wanted, known = rule.hyperparams(), now.hyperparams()
+        for name in known:  # what is different for a key no more
+            wanted.setdefault(name, wanted[name.partition("@")[0]])
+        changed = {name: value for name, value in wanted.items() if known.get(name) != value}
+        if changed:
+            self.store.set_hyperparams(**changed)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write what the rule remembers, and how many updates there were, to one file. Collective; worker 0 writes.
@@ -252,8 +253,10 @@ class Trainer(mx.gluon.Trainer):
 _INSTEAD = "; let MXNet's optimizer step in the workers: update_on_kvstore=False, with a synchronous store"
 
 
-def rule_of(optimizer: Any) -> optim.Rule:
+def rule_of(optimizer: Any, lr: float | None = None, wd: float | None = None) -> optim.Rule:
     """The rule of ``kvmpi.optim`` that does what an optimizer of MXNet does with its next gradient.
+
+    ``lr`` and ``wd`` are those of a key that has its own.
 
     MXNet's SGD and NAG put the learning rate into the momentum, ``v = momentum * v + lr * gradient``, torch's do not.
     So where there is momentum, the rule has a learning rate of 1, and gradient and weight decay are multiplied by it:
@@ -267,24 +270,30 @@ def rule_of(optimizer: Any) -> optim.Rule:
         raise UnsupportedError(
             f"{label} with clip_gradient={optimizer.clip_gradient} has no equivalent in kvmpi.optim{_INSTEAD}"
         )
-    kind, lr = type(optimizer), float(getattr(optimizer, "learning_rate", 0.0))
+    kind, lr = type(optimizer), float(getattr(optimizer, "learning_rate", 0.0) if lr is None else lr)
+    wd = getattr(optimizer, "wd", 0.0) if wd is None else wd
     common: dict[str, Any] = {}
     if kind in (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.Adam):
         common = {"rescale_grad": optimizer.rescale_grad, "multi_precision": bool(optimizer.multi_precision)}
     if kind in (mx.optimizer.SGD, mx.optimizer.NAG):
         if optimizer.momentum == 0.0:
-            return optim.SGD(lr, weight_decay=optimizer.wd, **common)
+            return optim.SGD(lr, weight_decay=wd, **common)
         nesterov = kind is mx.optimizer.NAG
-        if nesterov and optimizer.wd != 0.0:  # MXNet lets the weights decay where the momentum will have taken them
-            raise UnsupportedError(f"{label} with momentum and wd={optimizer.wd} has no equivalent{_INSTEAD}")
+        if nesterov and wd != 0.0:  # MXNet lets the weights decay where the momentum will have taken them
+            raise UnsupportedError(f"{label} with momentum and wd={wd} has no equivalent{_INSTEAD}")
         common["rescale_grad"] *= lr
-        return optim.SGD(1.0, optimizer.momentum, nesterov=nesterov, weight_decay=lr * optimizer.wd, **common)
+        return optim.SGD(1.0, optimizer.momentum, nesterov=nesterov, weight_decay=lr * wd, **common)
     if kind is mx.optimizer.Adam:
         betas = (optimizer.beta1, optimizer.beta2)
-        return optim.Adam(lr, betas, optimizer.epsilon, weight_decay=optimizer.wd, **common)
+        return optim.Adam(lr, betas, optimizer.epsilon, weight_decay=wd, **common)
     if kind is mx.optimizer.Test:
         return optim.Test(lr=-1.0, rescale_grad=optimizer.rescale_grad)
     raise UnsupportedError(f"{label} has no equivalent in kvmpi.optim (SGD, NAG, Adam and Test have){_INSTEAD}")
+
+
+def _rates(optimizer: Any, keys: list[Any]) -> dict[Any, tuple[float, float]]:
+    """By key: learning rate and weight decay, with what ``lr_mult`` and ``wd_mult`` say."""
+    return dict(zip(keys, zip(optimizer._get_lrs(keys), optimizer._get_wds(keys), strict=True), strict=True))
 
 
 def _options(optimizer: Any) -> tuple[Any, ...]:
