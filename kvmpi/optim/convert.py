@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvmpi.errors import ConfigError, UnsupportedError
@@ -48,6 +48,23 @@ def from_any(optimizer: object) -> Rule:
     )
 
 
+def stated_by(optimizer: Any, rule: Rule) -> Rule:
+    """``rule`` with the hyperparameters of the same name that a torch optimizer has.
+
+    A rule that ``from_any`` makes of torch optimizers must be the one that it makes of this one; of a rule without an
+    equivalent in torch, the optimizer says what it can.
+
+    Raises:
+        UnsupportedError: the optimizer is of another rule, has no equivalent, or its groups differ.
+    """
+    if any(type(rule) is known for known, _ in _TORCH.values()):
+        own = from_any(optimizer)
+        if type(own) is not type(rule):
+            raise UnsupportedError(f"{own!r} is another rule")
+    own_names = set(rule.hyperparams()) - {"rescale_grad", "multi_precision"}
+    return rule.with_hyperparams(**_agreed(optimizer, own_names & set(optimizer.param_groups[0])))
+
+
 def _is_torch(cls: type) -> bool:
     return cls.__module__ == "torch.optim.optimizer" and cls.__name__ == "Optimizer"
 
@@ -73,15 +90,22 @@ def _from_torch(optimizer: Any) -> Rule:
         for option in _MISSING:
             if group.get(option):
                 raise UnsupportedError(f"{label} with {option}={group[option]!r} has no equivalent in kvmpi.optim")
+    return rule(**_agreed(optimizer, options))
+
+
+def _agreed(optimizer: Any, options: Iterable[str]) -> dict[str, Any]:
+    """These options of a torch optimizer, which all of its groups have alike."""
+    groups: list[Mapping[str, Any]] = optimizer.param_groups
     first = {option: _plain(groups[0][option]) for option in options}
     for index, group in enumerate(groups):
-        for option in options:
+        for option in first:
             if _plain(group[option]) != first[option]:
                 raise UnsupportedError(
-                    f"{label}: parameter group {index} has {option}={group[option]!r}, group 0 has "
-                    f"{first[option]!r}; one optimizer serves all keys, so all groups must agree"
+                    f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: parameter group {index} has "
+                    f"{option}={group[option]!r}, group 0 has {first[option]!r}; one optimizer serves all keys, so all "
+                    "groups must agree"
                 )
-    return rule(**first)
+    return first
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
+from kvmpi.torch import rules
 from kvmpi.torch.buckets import BUCKET_BYTES
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
@@ -44,11 +45,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     nothing, which is what accumulation wants for all but the last.
 
     **Weights come back** with ``update_on_kvstore=True``, a store with an optimizer (``kv.set_optimizer``), and
-    asynchronous stores. The store updates with the optimizer's rule and options; schedulers reach it before the next
-    gradients do. What leaves in ``backward`` cannot be changed any more: clipping and ``GradScaler`` are errors. Given
-    the model, ``step`` does not wait for the weights: each layer's next forward waits for its own, and so do the
-    model's and this optimizer's ``state_dict``. Call ``synchronize`` before anything else reads weights (a moving
-    average, a norm). Given parameters only, ``step`` waits.
+    asynchronous stores. The store updates with the optimizer's rule and options, for this optimizer alone; it is an
+    error if its user has given it others. Schedulers reach it before the next gradients do. What leaves in ``backward``
+    cannot be changed any more: clipping and ``GradScaler`` are errors. Given the model, ``step`` does not wait for the
+    weights: each layer's next forward waits for its own, and so do the model's and this optimizer's ``state_dict``.
+    Call ``synchronize`` before anything else reads weights (a moving average, a norm). Given parameters only, ``step``
+    waits.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             overlap: they leave during the backward pass; else at its end. By default, unless all workers are on one
                 host and compute on all of its cores: what is exchanged meanwhile would take them from that.
         Raises:
-            ConfigError: (a ``ValueError``) the arguments do not go together.
+            ConfigError: (a ``ValueError``) the arguments do not go together, or with the optimizer that the store has.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer is {type(optimizer).__name__}: expected an instance of a torch.optim class")
@@ -89,17 +91,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes}: expected at least 1")
         self._inner, self._kv, self._bucket_bytes = optimizer, kvstore, bucket_bytes
+        given = rules.given_rule(kvstore)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
         self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
         self._names = self._names_of(named_parameters)
         self._divisor = 1
-        self._average = kvstore.optimizer is None if average is None else average
+        self._average = given is None if average is None else average
         if self._average:
             self._divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
-        scale = 1.0 if self._update_on_kvstore and kvstore.optimizer is None else 1.0 / self._divisor
+        scale = 1.0 if self._update_on_kvstore and given is None else 1.0 / self._divisor
         self._scale, self._warned = scale, False
         warn_of_forks(kvstore)
         self._layers: Layers | None = None
+        self._tenant = object()
         # In the order of the model, where it is known: the reverse of it is the first guess at what comes when.
         place = {identity: number for number, identity in enumerate(self._names)}
         tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
@@ -108,9 +112,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model is not None:
             start_alike(kvstore, self._rest_of(self._model))
         self._exchange = self._new_exchange()
-        if self._update_on_kvstore and kvstore.optimizer is None:
-            kvstore.set_optimizer(self._own_rule().with_hyperparams(**self._rescaled()))
-        self._options = options_of(optimizer)
+        if self._update_on_kvstore and given is None:
+            rules.make_rule(kvstore, optim.from_any(optimizer).with_hyperparams(rescale_grad=1.0 / self._divisor))
+        # What the store knows of; nothing, where it is to hear of what a scheduler has done before.
+        in_force = given is None or not self._update_on_kvstore or rules.agrees(given, optimizer)
+        self._options = options_of(optimizer) if in_force else None
         if self._model is not None:
             if norm_buffers != "own":
                 self._exchange.norms = NormBuffers(
@@ -118,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
             if self._update_on_kvstore:
                 self._layers = Layers(self._model, self._index, self._exchange)
+        rules.move_in(kvstore, self._tenant)
 
     # ---- construction
 
@@ -136,7 +143,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return False
         if not kv.is_capable("optimizer"):
             raise ConfigError(f"update_on_kvstore=True with store type {kv.type!r}: it takes no optimizer")
-        if kv.optimizer is None:
+        rules.check_empty(kv)
+        given = rules.given_rule(kv)
+        if given is None:
             if self._inner.state:
                 raise ConfigError(
                     "the optimizer has stepped already, and the store would not get its state: pass a new one"
@@ -146,6 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             except UnsupportedError as error:
                 hint = "" if must else "; or leave update_on_kvstore=False"
                 raise ConfigError(f"the store cannot apply this optimizer: {error}{hint}") from None
+        else:
+            rules.agrees(given, self._inner)
         return True
 
     def _names_of(self, named: Any) -> dict[int, str]:
@@ -189,23 +200,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- the rule of the store
 
-    def _own_rule(self) -> optim.Rule:
-        return optim.from_any(self._inner)
-
-    def _rescaled(self) -> dict[str, float]:
-        return {"rescale_grad": 1.0 / self._divisor}
-
     def _send_options(self) -> None:
-        """Bring the store's rule up to date with what a scheduler, or anybody else, has written into the optimizer."""
-        kv, options = self._kv, options_of(self._inner)
-        if not self._update_on_kvstore or options == self._options:
-            return
-        assert kv.optimizer is not None
-        now, mine = kv.optimizer.hyperparams(), self._own_rule().hyperparams()
-        changed = {n: v for n, v in mine.items() if n in now and n != "rescale_grad" and now[n] != v}
-        if changed:
-            kv.set_hyperparams(**changed)
-        self._options = options
+        """Tell the store what has changed in the optimizer's options."""
+        options = options_of(self._inner)
+        if self._update_on_kvstore and options != self._options:
+            rules.follow(self._kv, self._inner)
+            self._options = options
 
     # ---- as an optimizer
 
@@ -315,7 +315,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._inner.add_param_group(param_group)
         if self._update_on_kvstore:
-            self._own_rule()
+            assert self._kv.optimizer is not None
+            rules.stated(self._kv.optimizer, self._inner)
         added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
         new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
         new.create_in(self._kv, as_they_lie=True)
@@ -369,5 +370,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Take the hooks off parameters and model: the optimizer that this one was made from goes on alone."""
         self.synchronize()
         self._exchange.close()
+        rules.move_out(self._kv, self._tenant)
         if self._layers is not None:
             self._layers.close()

@@ -7,8 +7,10 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optimizer_loops as loops
 import pytest
 import torch
@@ -277,6 +279,24 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         kv.set_optimizer(rule)
         return lambda model: DistributedOptimizer(sgd(model), kv, model, **options)
 
+    def given(kv: kvmpi.KVStore, rule: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+        kv.set_optimizer(rule)
+        return DistributedOptimizer(optimizer, kv, model)
+
+    def two_rates(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.5}], lr=0.1
+        )
+
+    def warming(model: nn.Module) -> torch.optim.Optimizer:
+        torch.optim.lr_scheduler.LinearLR(optimizer := torch.optim.SGD(model.parameters(), lr=1.0))
+        return optimizer
+
+    def after(kv: kvmpi.KVStore, model: nn.Module, update_on_kvstore: bool) -> Any:
+        """Whatever the first of two does: when the second one's rule is in force, it is that of both."""
+        DistributedOptimizer(sgd(other := mlp()), kv, other, update_on_kvstore=update_on_kvstore)
+        return DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=True)
+
     def rms(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters())
 
@@ -292,6 +312,15 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         "takes no optimizer": lambda kv, m: DistributedOptimizer(sgd(m), kv.client, m, update_on_kvstore=True),
         "works on weights": lambda kv, m: with_rule(kv, optim.Elastic(0.5))(m),
         "applies SGD": lambda kv, m: with_rule(kv, optim.SGD(0.1), update_on_kvstore=False)(m),
+        r"the optimizer has lr=0\.1:": lambda kv, m: with_rule(kv, optim.SGD(0.3, momentum=0.9, weight_decay=0.01))(m),
+        r"Adam\(lr=0\.1\), but SGD\(lr=0\.1.* is another rule": lambda kv, m: with_rule(kv, optim.Adam(0.1))(m),
+        "but .*RMSprop has no equivalent": lambda kv, m: given(kv, optim.SGD(0.1), rms(m), m),
+        "parameter group 1 has lr=0.5": lambda kv, m: given(kv, optim.SGD(0.1), two_rates(m), m),
+        r"the optimizer has weight_decay=0\.0": lambda kv, m: given(
+            kv, optim.SGD(1.0, weight_decay=0.1), warming(m), m
+        ),
+        "has one rule": lambda kv, m: after(kv, m, update_on_kvstore=True),
+        "already, and a store": lambda kv, m: after(kv, m, update_on_kvstore=False),
     }
 
 
@@ -299,6 +328,58 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
 def test_forbidden_combinations(kv: kvmpi.KVStore, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         refusals()[said](kv, mlp())
+
+
+@optim.register("sign of tests/torch")
+@dataclass(frozen=True)
+class Sign(optim.Rule):
+    lr: float = 0.1
+    factor: float = 2.0
+
+    def compute(self, b: optim.Block) -> None:
+        b.out[...] = b.stored - self.lr * self.factor * np.sign(b.pushed)
+
+
+def test_the_rule_of_the_user_stays_but_for_what_schedulers_write(kv: kvmpi.KVStore) -> None:
+    """Also what they have written before: and nothing else, as whether there are master copies."""
+
+    def loop(model: Any, optimizer: Any, shards: Any, schedule: Any) -> None:
+        for step in range(4):
+            plain_steps(model, optimizer, lambda _, step=step: shards(step), 1)
+            schedule.step()
+
+    model, plain = mlp(), mlp()
+    optimizers = sgd(model), sgd(plain)
+    schedules = [torch.optim.lr_scheduler.LinearLR(each, 0.25, total_iters=3) for each in optimizers]
+    kv.set_optimizer(optim.SGD(0.1, momentum=0.9, weight_decay=0.01, multi_precision=True))
+    optimizer = DistributedOptimizer(optimizers[0], kv, model)
+    loop(model, optimizer, lambda step: [shard(step, 0)], schedules[0])
+    loop(plain, optimizers[1], lambda step: [shard(step, 0)], schedules[1])
+    optimizer.synchronize()
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    assert kv.optimizer.multi_precision
+
+
+def test_a_rule_without_an_equivalent_hears_what_an_optimizer_can_say(kv: kvmpi.KVStore) -> None:
+    kv.set_optimizer(Sign(0.5))
+    model, target = nn.Linear(2, 2, bias=False), torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match=r"Sign\(lr=0\.5, .*\), but the optimizer has lr=0\.25"):
+        DistributedOptimizer(torch.optim.RMSprop(model.parameters(), lr=0.25), kv, model)
+    inner = torch.optim.RMSprop(model.parameters(), lr=0.5)
+    optimizer, before = DistributedOptimizer(inner, kv, model), model.weight.detach().clone()
+    for lr in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        (model.weight - target).sum().backward()
+        optimizer.step()
+    assert torch.allclose(model.state_dict()["weight"], before - 2 * (0.5 + 0.25))
+
+
+def test_after_one_is_detached_another_has_its_own_rule() -> None:
+    with kvmpi.create("dist_async") as kv:
+        for make in (sgd, loops.adamw):
+            same_in_all(kv, plain_steps, optimizer=make)
+            assert isinstance(kv.optimizer, optim.SGD if make is sgd else optim.AdamW)
 
 
 def test_an_asynchronous_store_has_no_gradients_to_give_back() -> None:

@@ -1,0 +1,96 @@
+"""The rule by which a store updates for a ``DistributedOptimizer``: whose it is, and what the optimizer says of it."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvmpi import optim
+from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.optim.convert import stated_by
+from kvmpi.store import KVStore
+
+#: By store, what stands for each ``DistributedOptimizer`` that trains with it.
+_TENANTS: WeakKeyDictionary[KVStore, set[object]] = WeakKeyDictionary()
+#: By store, the rule that such an optimizer has put in force; who finds another there has been given it.
+_MADE: WeakKeyDictionary[KVStore, optim.Rule] = WeakKeyDictionary()
+#: What schedulers write into an optimizer.
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+
+
+def move_in(kv: KVStore, tenant: object) -> None:
+    """An optimizer trains with ``kv`` from here on."""
+    _TENANTS.setdefault(kv, set()).add(tenant)
+
+
+def move_out(kv: KVStore, tenant: object) -> None:
+    """It does no more."""
+    _TENANTS.get(kv, set()).discard(tenant)
+
+
+def check_empty(kv: KVStore) -> None:
+    """Raise if another optimizer trains with a store that is to update weights: its one rule would be that of both."""
+    if _TENANTS.get(kv):
+        raise ConfigError(
+            "a DistributedOptimizer trains with this store already, and a store that updates weights has one rule: "
+            "create a store for each, or detach() the first"
+        )
+
+
+def given_rule(kv: KVStore) -> optim.Rule | None:
+    """The store's rule, if its user has set it; not what an optimizer that is detached has left there."""
+    return None if _MADE.get(kv) is kv.optimizer else kv.optimizer
+
+
+def make_rule(kv: KVStore, rule: optim.Rule) -> None:
+    """Put an optimizer's own rule in force."""
+    kv.set_optimizer(rule)
+    assert kv.optimizer is not None
+    _MADE[kv] = kv.optimizer
+
+
+def agrees(rule: optim.Rule, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer says what the rule of the user says; False where a scheduler has moved it on.
+
+    Raises:
+        ConfigError: it says something else, which the store would not do.
+    """
+    now = rule.hyperparams()
+    wanted = stated(rule, optimizer).hyperparams()
+    differing = [name for name in now if wanted[name] != now[name]]
+    scheduled = all("initial_lr" in group for group in optimizer.param_groups)
+    for name in differing:
+        if not (scheduled and name in _SCHEDULED):
+            raise _refusal(rule, f"the optimizer has {name}={wanted[name]!r}")
+    return not differing
+
+
+def stated(rule: optim.Rule, optimizer: torch.optim.Optimizer) -> optim.Rule:
+    """The store's rule as the optimizer says that it should be.
+
+    Raises:
+        ConfigError: it says something that the store cannot do.
+    """
+    try:
+        return stated_by(optimizer, rule)
+    except UnsupportedError as error:
+        raise _refusal(rule, str(error)) from None
+
+
+def follow(kv: KVStore, optimizer: torch.optim.Optimizer) -> None:
+    """Bring the store's rule up to date with what a scheduler, or anybody else, has written into the optimizer."""
+    assert kv.optimizer is not None
+    made, now = given_rule(kv) is None, kv.optimizer.hyperparams()
+    changed = {n: v for n, v in stated(kv.optimizer, optimizer).hyperparams().items() if now[n] != v}
+    if changed:
+        kv.set_hyperparams(**changed)
+        if made:
+            _MADE[kv] = kv.optimizer
+
+
+def _refusal(rule: optim.Rule, what: str) -> ConfigError:
+    return ConfigError(
+        f"the store applies {rule!r}, but {what}: give kv.set_optimizer what the optimizer says, or leave it out; "
+        "optimizers that differ need a store each"
+    )
