@@ -24,7 +24,7 @@ from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import INLINE_BYTES, scaled
+from kvmpi.store.core import INLINE_BYTES, on_host, scaled
 from kvmpi.store.grammar import Key
 from kvmpi.trace import timeline
 
@@ -134,7 +134,7 @@ class DistStore(KVStore):
             self._ps.add_keys([(state.key, state.shape, state.dtype) for state in states])
         works = []
         for state, vector in zip(states, values, strict=True):
-            value = _on_host(vector) if self.rank == 0 else None
+            value = on_host(vector) if self.rank == 0 else None
             works.append(
                 self._ask_op(state, lambda ps, s=state, v=value: ps.init(s.key, v, call.deadline), call)  # type: ignore[misc]
             )
@@ -443,7 +443,15 @@ class DistStore(KVStore):
     def _imbalance(self) -> float:
         return 1.0 if self._ps is None else self._ps.imbalance()
 
-    # ---- checkpoints
+    # ---- values from elsewhere
+
+    def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
+        saved = SavedKey(state.key, state.shape, state.dtype, 0)
+        if self.rank == 0:
+            saved = self._dump(state, call.deadline)
+            saved.arrays["value"] = on_host(vector)
+            saved.arrays.pop("master", None)
+        self._restore([saved], True, call.deadline)
 
     def _dump(self, state: KeyState, deadline: Deadline) -> SavedKey:
         assert self._ps is not None
@@ -485,14 +493,3 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.abort()
         super().abort()
-
-
-def _on_host(vector: Vector) -> Buffer:
-    if vector.on_host:
-        buffer: Buffer = vector.buffer
-        return buffer
-    from kvmpi.kernels import gpu
-
-    staged = host.empty(vector.count, vector.dtype)
-    gpu.sum_vectors_to_host(staged, [vector.buffer], vector.dtype)
-    return staged

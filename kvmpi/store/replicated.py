@@ -297,7 +297,20 @@ class ReplicatedStore(KVStore):
         values = [state.value for state in self._keys.values()]
         return self._engine.push(run, reads=call.done, writes=[self._control, *values], lane="cpu", name=name)
 
-    # ---- checkpoints
+    # ---- values from elsewhere
+
+    def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
+        label = f"assign of key {state.key!r}"
+
+        def run(cause: BaseException | None) -> None:
+            call.check()
+            replica = self._replicas[state.key]
+            if self.mpi_rank == 0:
+                _copy_to_host(vector, replica.value)
+            self._reduce.broadcast(replica.value, 0, call.deadline, label)
+            replica.master = None
+
+        self._engine.push(run, reads=call.done, writes=[state.value], lane="reduce", name=label, no_skip=True).wait()
 
     def _dump(self, state: KeyState, deadline: Deadline) -> SavedKey:
         replica = self._replicas[state.key]

@@ -1,4 +1,4 @@
-"""Checkpoints: what ``save`` and ``load`` do on every worker, whatever the type of the store."""
+"""Values from elsewhere: what ``assign``, ``save`` and ``load`` do on every worker, whatever the type of the store."""
 
 from __future__ import annotations
 
@@ -6,19 +6,43 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
+from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.store import checkpoint
-from kvmpi.store.call import KeyState
+from kvmpi.store.call import Invocation, KeyState
 from kvmpi.store.core import StoreCore
-from kvmpi.store.grammar import Group
+from kvmpi.store.grammar import Group, groups
 
 if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
 
 class Saving(StoreCore):
-    """The part of a store that goes to a file and comes from there."""
+    """The part of a store that goes to a file and comes from there, or from memory."""
+
+    def assign(self, key: Any, value: Any) -> None:
+        """Replace values past the optimizer: what it remembers of them stays. Collective over all workers.
+
+        For weights that come from elsewhere in the middle of training. Worker 0's count; returns when they can be read.
+
+        Raises:
+            KeyNotInitializedError: a key does not exist.
+            ShapeMismatchError, DTypeMismatchError: a value is not like the one that is there.
+        """
+        call = self._call("assign")
+
+        def prepare() -> list[tuple[KeyState, Vector]]:
+            found = [(self._match(group, "assign"), group.arrays[0]) for group in groups(key, value, "assign")]
+            return [(state, arrays.read(array)) for state, array in found]
+
+        found = self._enter(call, prepare, lambda found: [state.entry for state, _ in found])
+        self._settle(call.deadline)
+        store = cast("KVStore", self)
+        store.barrier()  # nobody reads or pushes what others have written, or have yet to write
+        for state, vector in found:
+            self._assign(state, vector, call)
+        store.barrier()
 
     def save(self, path: Any) -> None:
         """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes."""
@@ -75,6 +99,10 @@ class Saving(StoreCore):
         self._restore(found.keys, with_values, call.deadline)
         self._clock = found.clock
         store.barrier()
+
+    def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
+        """Put worker 0's ``vector`` in the place of a value."""
+        raise NotImplementedError
 
     @abstractmethod
     def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:

@@ -313,6 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every optimizer; collective over all workers, since new keys are made."""
         self.synchronize()
+        self._exchange.hand_over()
         self._inner.add_param_group(param_group)
         if self._update_on_kvstore:
             assert self._kv.optimizer is not None
@@ -360,6 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         To be called once by every worker, after its last ``step``.
         """
         self.synchronize()
+        self._exchange.hand_over()
         self._exchange.leave()
         self._kv.join()
         if self._update_on_kvstore:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError
+from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, gradients
 from kvmpi.torch.gradients import Bucket
@@ -111,6 +111,8 @@ class Exchange:
         self.fresh = False
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
+        #: Of which parameters the store is still to take the weights: they were loaded into the model.
+        self.loaded: set[int] = set()
         self._flights: dict[int, _Flight] = {}
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
@@ -237,6 +239,7 @@ class Exchange:
                     "a second backward before optimizer.step(), when the gradients of the first have left for the "
                     "store: do all but the last of them inside 'with optimizer.no_sync():'"
                 )
+        self.hand_over()
         self._before_pass()
         if self._trained != [p.requires_grad for p in self._tensors]:
             self._plan()
@@ -426,6 +429,24 @@ class Exchange:
                     self._flights.pop(other, None)
                 flight.wait()
                 self._note_change(flight.bucket)
+
+    def hand_over(self) -> None:
+        """Weights that were loaded become the store's, worker 0's for all. Collective over all workers, if there are.
+
+        Raises:
+            KVError: other workers have loaded none.
+        """
+        if not self.loaded:
+            return
+        found = sorted(self.loaded)
+        try:
+            self._kv.assign([self._params.keys[i] for i in found], [self._params.as_it_lies(i) for i in found])
+        except KVError as error:
+            what = (
+                "weights were loaded into the model, for the store to go on from, which all workers do before one step"
+            )
+            raise rebuild(type(error).__name__, f"{what}: {error}") from error
+        self.loaded.clear()
 
     def check_unchanged(self) -> None:
         """Raise if somebody has changed gradients that the store has taken already: it would be in vain."""

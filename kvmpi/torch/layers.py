@@ -1,4 +1,4 @@
-"""Which layer waits for which weights: forward hooks, where weights come back while the loop goes on."""
+"""Which layer waits for which weights, and which were loaded: hooks, where weights come back while the loop goes on."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Layers:
     Those are its own, and those of modules inside it that are never called (as the projection inside
     ``nn.MultiheadAttention``): which are called is seen in the first forward, when nothing is under way. Weights of
     modules that no called module contains, and of models that were compiled in place, are waited for after the step.
+    A module's ``state_dict`` and ``load_state_dict`` wait as well, and what is loaded is noted for the store.
 
     Args:
         index: the numbers of parameters, by identity.
@@ -38,6 +39,7 @@ class Layers:
     def __init__(self, model: torch.nn.Module, index: Mapping[int, int], exchange: Exchange) -> None:
         self._parents: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._called: set[torch.nn.Module] = set()
+        self._before: dict[torch.nn.Module, dict[int, int]] = {}
         self._handles: list[Any] = []
         # A compiler that met the hook and looked into it would compile anew as what is under way changes.
         self._hook = _Hook(torch.compiler.disable(self._before_forward))
@@ -59,7 +61,11 @@ class Layers:
         if module in self._parents:
             return
         self._parents[module] = parent
-        self._handles.append(module.register_state_dict_pre_hook(_Hook(lambda *_: self._exchange.wait())))
+        self._handles += [
+            module.register_state_dict_pre_hook(_Hook(lambda *_: self._exchange.wait())),
+            module._register_load_state_dict_pre_hook(_Hook(self._before_load), with_module=True),
+            module.register_load_state_dict_post_hook(_Hook(self._after_load)),
+        ]
         in_place = getattr(module, "_compiled_call_impl", None) is not None  # hooks are part of what is compiled
         if hooked and not in_place:
             self._handles.append(module.register_forward_pre_hook(self._hook, prepend=True))
@@ -73,6 +79,19 @@ class Layers:
             self._stale = True
         if self._exchange.in_flight:
             self._exchange.wait(self._weights_of(module))
+
+    def _before_load(self, module: torch.nn.Module, *_: Any) -> None:
+        self._exchange.wait()  # or what is under way would come on top of it
+        self._before[module] = self._versions(module)
+
+    def _after_load(self, module: torch.nn.Module, _: Any) -> None:
+        before = self._before.pop(module, {})
+        self._exchange.loaded.update(i for i, version in self._versions(module).items() if version != before.get(i))
+
+    def _versions(self, module: torch.nn.Module) -> dict[int, int]:
+        """How often each of a module's own weights was written to, by their numbers."""
+        own = [p for p in module._parameters.values() if p is not None]
+        return {self._index[id(p)]: p._version for p in own if id(p) in self._index}
 
     def after_step(self) -> None:
         """Wait for what no forward would wait for."""

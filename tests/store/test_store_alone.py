@@ -498,3 +498,25 @@ assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the proc
     )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_assigned_values_are_what_the_optimizer_goes_on_from(store):
+    """With the momentum that it has; of half types also the master copy is of the new value."""
+    store.set_optimizer(optim.SGD(lr=1.0, momentum=0.5, multi_precision=True))
+    store.init(["f4", "f2"], [np.zeros(3, "f4"), np.zeros(3, "f2")])
+    for dtype in ("f4", "f2"):
+        store.push(dtype, np.ones(3, dtype))
+        store.assign(dtype, np.full(3, 100, dtype))
+        assert (pulled(store, dtype, np.empty(3, dtype)) == 100).all()
+        store.push(dtype, np.ones(3, dtype))
+        assert (pulled(store, dtype, np.empty(3, dtype)) == 98.5).all()
+    store.assign(["f2", "f4"], [torch.ones(3, dtype=torch.float16), np.arange(9, dtype="f4")[::3]])
+    assert (pulled(store, "f2", np.empty(3, "f2")) == 1).all()
+    assert (pulled(store, "f4", np.empty(3, "f4")) == [0, 3, 6]).all()
+    with pytest.raises(errors.KeyNotInitializedError, match="assign of key 'none'"):
+        store.assign("none", np.ones(3, "f4"))
+    with pytest.raises(errors.ShapeMismatchError):
+        store.assign("f4", np.ones(4, "f4"))
+    with pytest.raises(errors.DTypeMismatchError):
+        store.assign(["f2", "f4"], [np.ones(3, "f4")] * 2)
+    assert (pulled(store, "f2", np.empty(3, "f2")) == 1).all()

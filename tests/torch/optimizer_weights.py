@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 import kvmpi
 from kvmpi import optim
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, KVError
 from kvmpi.torch import DistributedOptimizer
 
 
@@ -275,6 +275,45 @@ def resumed(store: str) -> None:
         assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
 
 
+def loaded(store: str) -> None:
+    """What all load into the model, or into a layer, is what the store goes on from; its momentum stays."""
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        for step in range(STEPS):
+            plain_steps(model, optimizer, lambda _, step=step: shards(step), 1)
+            if step == 1:
+                model.load_state_dict(mlp(5).state_dict())
+            if step == 3:
+                part = {
+                    name.removeprefix("2."): tensor for name, tensor in mlp(6).state_dict().items() if name[0] == "2"
+                }
+                model[2].load_state_dict({"weight": part["weight"]}, strict=False)
+        model[0].load_state_dict(mlp(7)[0].state_dict())  # and no step after it
+
+    for parts in (1, 150):  # each bucket is under way when the model is loaded, or all
+        with kvmpi.create(store) as kv:
+            same_in_all(kv, loop, update_on_kvstore=True, bucket_bytes=parts)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, loop, optimizer=adamw, update_on_kvstore=True)
+    with training(store) as (kv, model, optimizer):
+        model.load_state_dict(mlp(kv.rank + 5).state_dict())
+        optimizer.join()
+        assert torch.equal(flat(model.parameters()), flat(mlp(5).parameters())), "worker 0's weights count"
+
+
+def loaded_by_one(store: str) -> None:
+    """Nobody waits for ever for those who have loaded nothing."""
+    with kvmpi.create(store, timeout_s=4) as kv:
+        model = mlp(kv.rank)
+        optimizer = DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=True)
+        plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 3)
+        if kv.rank == 1:
+            model.load_state_dict(mlp(5).state_dict())
+        said = "weights were loaded into the model" if kv.rank == 1 else "assign" if kv.mpi_size > 1 else "in 4.0 s"
+        expect(KVError, said, lambda: plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 2))
+        kv.abort()
+
+
 def uneven_batches(store: str) -> None:
     with training(store) as (kv, model, optimizer):
         batches = [2, 5] if kv.num_workers == 2 else [5, 0, 3, 5]
@@ -293,7 +332,10 @@ def uneven_batches(store: str) -> None:
 
 
 def asynchronous(store: str) -> None:
-    """Gradients that do not depend on weights: the sum of all steps is known, whatever their order."""
+    """Gradients that do not depend on weights: the sum of all steps is known, whatever their order.
+
+    Of those after weights were loaded, since all workers meet there.
+    """
     with kvmpi.create(store) as kv:
         torch.manual_seed(kv.rank)
         model = nn.ParameterDict({"used": torch.randn(40), "unused": torch.ones(3)}).double()
@@ -301,7 +343,9 @@ def asynchronous(store: str) -> None:
         given = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.0)
         optimizer = DistributedOptimizer(given, kv, model, bucket_bytes=1)
         assert torch.equal(model["used"].detach().float(), start.float())
-        for step in range(STEPS):
+        for step in range(-STEPS, STEPS):
+            if step == 0:
+                model.load_state_dict({"used": start, "unused": torch.ones(3).double()})
             optimizer.zero_grad()
             (model["used"] * (torch.arange(40) + kv.rank + step)).sum().backward()
             optimizer.step()
@@ -316,5 +360,5 @@ def asynchronous(store: str) -> None:
 
 CHECKS = (
     loops_of_people, rule_of_the_user, graphs_that_change, layers_wait_for_their_own, compiled, too_late, resumed,
-    uneven_batches, asynchronous,
+    loaded, uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

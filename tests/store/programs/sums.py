@@ -18,7 +18,11 @@ for name in sys.argv[1:]:
         outs = [np.empty_like(one) for one in ones]
         kv.pull(keys, outs)
         assert all((out == 1).all() for out in outs), "init"
+        kv.assign(keys, [np.full_like(one, r + 5) for one in ones])  # where a host's workers may share what they hold
+        kv.pull(keys, outs)
+        assert all((out == 5).all() for out in outs), "assign"
         kv.set_optimizer(kvmpi.optim.Test(rescale_grad=2))
+        kv.assign(keys, [np.full_like(one, r + 1) for one in ones])
         for i in range(ROUNDS):
             values = [np.full_like(one, r + 1) for one in ones]
             if i % 2:
