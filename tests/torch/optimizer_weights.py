@@ -159,11 +159,12 @@ def first_layers_first(store: str) -> None:
         assert sorted(schedule(full_s, cost_s)) == list(range(len(full_s)))
         return [1, 0, *range(len(full_s) - 1, 1, -1)] if kv.mpi_rank == 0 else list(range(len(full_s)))
 
-    def noted(self: Exchange, number: int) -> None:
-        if not passes or len(passes[-1]) == len(self._buckets):
-            passes.append([])
-        passes[-1].append(number)
-        send(self, number)
+    def noted(self: Exchange, numbers: list[int]) -> None:
+        for number in numbers:
+            if not passes or len(passes[-1]) == len(self._buckets):
+                passes.append([])
+            passes[-1].append(number)
+        send(self, numbers)
 
     with kvmpi.create(store) as kv:
         buckets.schedule, Exchange._send = found, noted
@@ -359,6 +360,6 @@ def asynchronous(store: str) -> None:
 
 
 CHECKS = (
-    loops_of_people, rule_of_the_user, graphs_that_change, layers_wait_for_their_own, compiled, too_late, resumed,
-    loaded, uneven_batches, asynchronous, loaded_by_one,
+    loops_of_people, rule_of_the_user, graphs_that_change, layers_wait_for_their_own, first_layers_first, compiled,
+    too_late, resumed, loaded, uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip
