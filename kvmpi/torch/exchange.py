@@ -14,10 +14,11 @@ import torch
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
-from kvmpi.torch import buckets, gradients
+from kvmpi.torch import buckets
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
+from kvmpi.torch.plans import Plans
 
 #: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
 _TIMED, _LAST_PLANNED = 1, 3
@@ -92,7 +93,7 @@ class Exchange:
         bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
     ) -> None:  # fmt: skip
         self._kv, self._params, self._weights_back, self._overlap = kv, params, weights_back, overlap
-        self._scale, self._average, self._bucket_bytes, self._before_pass = scale, average, bucket_bytes, before_pass
+        self._scale, self._average, self._before_pass = scale, average, before_pass
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and not weights_back else scale
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
@@ -129,7 +130,9 @@ class Exchange:
             self._order_key = next_key(self._planners)
             self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
         self._order = buckets.complete_order((), len(self._tensors))
+        self._plans = Plans(kv, params, with_keys=not weights_back, bucket_bytes=bucket_bytes)
         self._buckets: list[Bucket] = []
+        self._progress = buckets.Progress(())
         self._plan()
 
     def close(self) -> None:
@@ -141,39 +144,21 @@ class Exchange:
     # ---- the plan
 
     def _plan(self) -> None:
-        """Lay out buckets for what requires a gradient now; all workers do so at the same point of their programs."""
+        """Take buckets for what requires a gradient now; all workers do so at the same point of their programs."""
+        found, self._planned_for = self._plans.find(self._order), self._plans.look()
         self._trained = [p.requires_grad for p in self._tensors]
-        order = [i for i in self._order if self._trained[i]]
-        nbytes = [p.numel() * p.element_size() for p in self._tensors]
-        plan = buckets.plan(order, nbytes, self._bucket_bytes)
-        if self._buckets and [sorted(indices) for indices in plan] == [bucket.indices for bucket in self._buckets]:
+        if found == self._buckets:
             return
-        self._buckets = [
-            Bucket(indices, self._tensors, self._kv.empty, filter(self._is_direct, indices)) for indices in plan
-        ]
+        for bucket in self._buckets:
+            bucket.forget()
+        self._buckets = found
         self._leaving = self._timing = None
-        if not self._weights_back:
-            self._make_keys()
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.indices}
-        self._progress = buckets.Progress(plan)
-        for i in order:
+        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
+        for i in self._bucket_of:
             if i not in self._hooks:
                 self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
-
-    def _is_direct(self, index: int) -> bool:
-        tensor = self._tensors[index]
-        large = tensor.numel() * tensor.element_size() >= gradients.DIRECT_BYTES
-        return large and tensor.device.type == "cpu" and not self._weights_back and self._kv.is_capable("allreduce")
-
-    def _make_keys(self) -> None:
-        """A key for each block of gradients that come back: one array costs less than its many parts."""
-        blocks, key = [block for bucket in self._buckets for block in bucket.blocks], next_key(self._kv)
-        if blocks:
-            self._kv.init(list(range(key, key + len(blocks))), blocks)
-        for bucket in self._buckets:
-            bucket.keys = list(range(key, key + len(bucket.blocks)))
-            key += len(bucket.blocks)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return functools.partial(self._arrived, index)
@@ -216,19 +201,15 @@ class Exchange:
             if not self._open:
                 self._begin(index)
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            if not self._trained[index]:
+                return
             if index in self._progress.arrived:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
                     "backward before this one has failed; call optimizer.synchronize() where you catch that error"
                 )
-            if not self._trained[index]:
-                return
             self._note_filled(index)
-            full = self._progress.arrive(index)
-            if self._overlap:
-                self._send(full)
-            else:
-                self._held += full
+            self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
         if self.fresh and (self._weights_back or not self._average):
@@ -241,7 +222,7 @@ class Exchange:
                 )
         self.hand_over()
         self._before_pass()
-        if self._trained != [p.requires_grad for p in self._tensors]:
+        if self._planned_for != self._plans.look():
             self._plan()
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._leaving)
         if self._passes == _TIMED and self._weights_back:
@@ -251,6 +232,16 @@ class Exchange:
         self.release()
         self._taken.clear()
         self._open = True
+        for i in self._bucket_of:
+            if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
+                self._leave(self._progress.arrive(i))
+
+    def _leave(self, full: list[int]) -> None:
+        """Buckets are full."""
+        if self._overlap:
+            self._send(full)
+        else:
+            self._held += full
 
     def _gather(self, bucket: Bucket) -> None:
         """Bring gradients, scaled, to where they leave from, and let the parameters show them there.
@@ -261,12 +252,16 @@ class Exchange:
         grads: list[torch.Tensor] = []
         for i in bucket.direct:
             self._check_dense(i)
-            self._used[i] = 1.0 if bucket.find(i, self._taken) else 0.0
+            self._used[i] = 1.0 if bucket.find(i, self._taken, hidden=not self._trained[i]) else 0.0
         for i in bucket.copied:
-            tensor, place = self._tensors[i], bucket.grads[i]
+            tensor, place = self._tensors[i], bucket.place(i)
             grad = tensor.grad
             if i in self._flights:
                 self.wait([i])  # a layer that was not used since
+            if not self._trained[i]:
+                if grad is place:
+                    tensor.grad = grad.clone()  # to stay as it is
+                grad = None
             if grad is None:
                 place.zero_()
                 continue
@@ -397,6 +392,8 @@ class Exchange:
         self._flying.clear()
         used = self._all_used.tolist()
         for i, bucket in self._bucket_of.items():
+            if not self._trained[i]:
+                continue
             self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
 
     def leave(self) -> None:

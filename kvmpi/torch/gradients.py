@@ -34,6 +34,7 @@ class Bucket:
         self.version = 0
         self._tensors, self._empty = tensors, empty
         self._kept: dict[int, torch.Tensor] = {}
+        self._addresses: dict[int, int] = {}
         self._orders = {i: memory_order(tensors[i]) for i in self.indices}
         self.copied = [i for i in self.indices if i not in set(self.direct)]
         self.blocks = self._lay_out(self.copied)
@@ -52,9 +53,21 @@ class Bucket:
                 order = self._orders[i]
                 shape = [self._tensors[i].shape[d] for d in order]
                 self.arrays[i] = blocks[-1][start : start + math.prod(shape)].view(shape)
-                self.grads[i] = self.arrays[i].permute([order.index(d) for d in range(len(order))])
+                self._lay(i)
                 start += math.prod(shape)
         return blocks
+
+    def _lay(self, index: int) -> torch.Tensor:
+        """The gradient as its parameter shows it, in the memory of ``arrays``."""
+        order = self._orders[index]
+        self.grads[index] = self.arrays[index].permute([order.index(d) for d in range(len(order))])
+        self._addresses[index] = self.arrays[index].data_ptr()
+        return self.grads[index]
+
+    def place(self, index: int) -> torch.Tensor:
+        """Where a gradient lies in its block. To convert or move a model puts other memory into what it shows."""
+        place = self.grads[index]
+        return place if place.data_ptr() == self._addresses[index] else self._lay(index)
 
     def keep(self) -> None:
         """Direct gradients move to memory that others read without a copy, to stay there."""
@@ -66,16 +79,17 @@ class Bucket:
             if grad is not self._kept[i]:
                 self._tensors[i].grad = self._kept[i].copy_(grad)
 
-    def find(self, index: int, taken: set[int]) -> bool:
+    def find(self, index: int, taken: set[int], *, hidden: bool) -> bool:
         """Where the gradient of a direct parameter is now; zeros, and False, if there is none.
 
         One that no array describes is copied, and so is one that starts where another does, or that has a graph.
 
         Args:
             taken: addresses of those that were found before; this one's is added.
+            hidden: there is to be none, whatever the parameter shows.
         """
         tensor = self._tensors[index]
-        grad, order = tensor.grad, self._orders[index]
+        grad, order = None if hidden else tensor.grad, self._orders[index]
         has_one = grad is not None
         if grad is None:
             grad = torch.zeros_like(tensor)

@@ -42,12 +42,15 @@ class KeyedParameters:
                 raise ConfigError(f"{self.names[index]} is the same tensor as {self.names[first[id(tensor)]]}")
             first[id(tensor)] = index
         self.keys = list(range(first_key, first_key + len(self.tensors)))
+        #: Those that the keys are made of.
+        self.dtypes = [tensor.dtype for tensor in self.tensors]
 
     def extend(self, others: KeyedParameters) -> None:
         """Go on with ``others``, too."""
         self.names += others.names
         self.tensors += others.tensors
         self.keys += others.keys
+        self.dtypes += others.dtypes
 
     def __len__(self) -> int:
         return len(self.tensors)

@@ -101,6 +101,51 @@ def graphs_that_change(kv: kvmpi.KVStore) -> None:
     assert isinstance(model, Winding)
 
 
+def frozen_in_turn(kv: kvmpi.KVStore) -> None:
+    """Keys and memory do not grow with the number of times, and gradients of what is frozen stay what they are."""
+    made, empty = [], kv.empty
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        return empty(*arguments, **options)
+
+    kv.empty = counted
+    for which in (loops.one_in_turn, loops.all_sets_in_turn):
+        for in_place in (False, True):
+            found = []
+            for steps in (16, 48):
+                keys, blocks = len(kv.keys), len(made)
+                same_in_all(
+                    kv, loops.freezing(which, steps, set_to_none=not in_place), bucket_bytes=10**6, overlap=True
+                )
+                same_in_all(kv, loops.freezing(which, steps, set_to_none=not in_place), overlap=False)
+                found.append((len(kv.keys) - keys, len(made) - blocks))
+            assert found[0] == found[1], f"{which.__name__}: {found} keys and blocks"
+    kv.empty = empty
+
+
+def converted(kv: kvmpi.KVStore) -> None:
+    """After ``model.to``, gradients of the new dtype are exchanged; also there and back, which moves ``p.grad``."""
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        plain_steps(model, optimizer, shards, 2)
+        model.float()
+        model.double()
+        for p in model.parameters():
+            p.grad.mul_(3.0)
+        optimizer.step()  # with these gradients, and not with what the block still has
+        plain_steps(model, optimizer, shards, 2)
+        model.float()
+        single = [lambda step, first=first: [(r, x.float(), y) for r, x, y in shards(first + step)] for first in (2, 4)]
+        loops.gradients_in_place(model, optimizer, single[0])
+        model[2].requires_grad_(False)
+        plain_steps(model, optimizer, single[1], 2)
+
+    for parts in (1, 10**6):
+        sgd_once = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+        same_in_all(kv, loop, optimizer=sgd_once, tolerance=1e-5, bucket_bytes=parts)
+
+
 def images(kv: kvmpi.KVStore) -> None:
     for policy in ("first", "mean"):
         model, _ = same_in_all(kv, plain_steps, make=convolutions, get=image_shard, norm_buffers=policy)
@@ -401,7 +446,7 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
 #: Where weights of 100 bytes are large.
 DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
-    every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, images, no_copies, compiled,
-    nothing_leaves_without_sync,
+    every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
+    images, no_copies, compiled, nothing_leaves_without_sync,
     order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error, forks, uneven_batches,
 )  # fmt: skip

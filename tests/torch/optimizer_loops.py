@@ -275,6 +275,29 @@ def winding_steps(model: Any, optimizer: Any, shards: Shards) -> list[list[str]]
     return missing
 
 
+def freezing(which: Callable[[int], Any], steps: int = 12, set_to_none: bool = True) -> Callable[..., None]:
+    """``which(step)`` of the layers of an ``mlp`` are trained in a step."""
+
+    def loop(model: Any, optimizer: Any, shards: Shards) -> None:
+        for step in range(steps):
+            for layer in (0, 2, 4):
+                model[layer].requires_grad_(layer in which(step))
+            optimizer.zero_grad(set_to_none)
+            loss_of(model, shards(step)).backward()
+            optimizer.step()
+
+    return loop
+
+
+def one_in_turn(step: int) -> tuple[int, ...]:
+    return (0, 2, 4) if step % 2 else (2, 4)
+
+
+def all_sets_in_turn(step: int) -> tuple[int, ...]:
+    """Of three layers there are seven that are not empty."""
+    return tuple(layer for bit, layer in enumerate((0, 2, 4)) if (step % 7 + 1) >> bit & 1)
+
+
 # ---- images
 
 

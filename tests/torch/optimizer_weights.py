@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,47 @@ def graphs_that_change(store: str) -> None:
 
     with kvmpi.create(store) as kv:
         same_in_all(kv, loop, make=make, optimizer=filled, update_on_kvstore=True)
+
+
+def frozen_in_turn(store: str) -> None:
+    """What is frozen stays as it is; memory is that of a few plans, and there are no keys for gradients."""
+    for which in (loops.one_in_turn, loops.all_sets_in_turn):
+        with kvmpi.create(store) as kv:
+            made, empty, alive = list[Any](), kv.empty, list[int]()
+
+            def counted(*arguments: Any, made: Any = made, empty: Any = empty, **options: Any) -> Any:
+                block = empty(*arguments, **options)
+                made.append(weakref.ref(block))
+                return block
+
+            def noted(step: int, which: Any = which, made: Any = made, alive: Any = alive, kv: Any = kv) -> Any:
+                if step in (16, 47):
+                    alive += [sum(ref() is not None for ref in made), len(kv.keys)]
+                return which(step)
+
+            kv.empty = counted
+            same_in_all(kv, loops.freezing(noted, 48), update_on_kvstore=True, optimizer=sgd_of_trained)
+            assert alive[3] == alive[1], f"{which.__name__}: {alive}"
+            assert alive[2] <= max(alive[0], 4 * 6), f"{which.__name__}: {alive}"
+
+
+def sgd_of_trained(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def converted(store: str) -> None:
+    """The store holds weights as they were: it says so before anything leaves."""
+    with training(store) as (kv, model, optimizer):
+        plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 2)
+        optimizer.synchronize()
+        model.float()
+        _, x, y = shard(2, kv.rank)
+        backward = nn.functional.cross_entropy(model(x.float()), y).backward
+        expect(ConfigError, "0.weight is of torch.float32 now, and the store", backward)
+        model.double()
+        optimizer.zero_grad()
+        loss_of(model, [shard(2, kv.rank)]).backward()
+        optimizer.step()
 
 
 class Attentive(nn.Module):
@@ -360,6 +402,6 @@ def asynchronous(store: str) -> None:
 
 
 CHECKS = (
-    loops_of_people, rule_of_the_user, graphs_that_change, layers_wait_for_their_own, first_layers_first, compiled,
-    too_late, resumed, loaded, uneven_batches, asynchronous, loaded_by_one,
+    loops_of_people, rule_of_the_user, graphs_that_change, frozen_in_turn, converted, layers_wait_for_their_own,
+    first_layers_first, compiled, too_late, resumed, loaded, uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Which buckets there are for the parameters that are trained just now; those that were laid out before come again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvmpi.errors import ConfigError
+from kvmpi.store import KVStore
+from kvmpi.torch import buckets, gradients
+from kvmpi.torch.gradients import Bucket
+from kvmpi.torch.parameters import KeyedParameters, next_key
+
+#: So many sets of parameters have buckets of their own: keys are for ever, and memory lasts while it may come again.
+_MOST_PLANS = 4
+
+
+class Plans:
+    """Buckets by what they are made of: parameters, their dtypes and devices.
+
+    Where layers are frozen and unfrozen in turn, the same sets of trained parameters come again and again. If there are
+    ever new ones, gradients that come back travel with all that were ever trained, some as zeros. Where weights come
+    back, which zeros would move, earlier buckets are forgotten.
+
+    Args:
+        with_keys: gradients come back, for which each block has a key.
+    """
+
+    def __init__(self, kv: KVStore, params: KeyedParameters, *, with_keys: bool, bucket_bytes: int) -> None:
+        self._kv, self._params, self._with_keys, self._bucket_bytes = kv, params, with_keys, bucket_bytes
+        self._made: dict[tuple[Any, ...], Bucket] = {}
+        self._sets: set[tuple[Any, ...]] = set()
+        self._ever = [False] * len(params)
+        self._order: list[int] = []
+
+    def look(self) -> list[tuple[bool, torch.dtype, torch.device]]:
+        """What a plan depends on, to see whether it has changed."""
+        return [(p.requires_grad, p.dtype, p.device) for p in self._params.tensors]
+
+    def find(self, order: list[int]) -> list[Bucket]:
+        """Buckets for what requires a gradient now; collective over all workers where there are keys.
+
+        Args:
+            order: of all parameters: that in which their gradients are expected.
+        Raises:
+            ConfigError: the store holds weights of another dtype.
+        """
+        trained, kinds = [p.requires_grad for p in self._params.tensors], self.look()
+        self._check_dtypes(trained)
+        self._ever = [before or now for before, now in zip(self._ever, trained, strict=True)]
+        wanted = tuple(kinds)
+        if wanted not in self._sets:
+            if len(self._sets) < _MOST_PLANS:
+                self._sets.add(wanted)
+            elif self._with_keys:
+                trained = self._ever
+            else:
+                self._made, self._sets = {}, {wanted}
+        tensors = self._params.tensors
+        nbytes = [p.numel() * p.element_size() for p in tensors]
+        plan = buckets.plan([i for i in order if trained[i]], nbytes, self._bucket_bytes)
+        found, new = list[Bucket](), list[Bucket]()
+        for indices in plan:
+            parts = tuple((i, tensors[i].dtype, tensors[i].device) for i in sorted(indices))
+            if parts not in self._made:
+                self._made[parts] = Bucket(indices, tensors, self._kv.empty, filter(self._is_direct, indices))
+                new.append(self._made[parts])
+            found.append(self._made[parts])
+        if order != self._order:  # what was cut from another order will not come again
+            self._order, self._sets = list(order), {wanted}
+            self._made = {parts: bucket for parts, bucket in self._made.items() if bucket in found}
+        if self._with_keys:
+            self._make_keys(new)
+        return found
+
+    def _check_dtypes(self, trained: Sequence[bool]) -> None:
+        if self._with_keys:
+            return
+        for i, tensor in enumerate(self._params.tensors):
+            if trained[i] and tensor.dtype != self._params.dtypes[i]:
+                raise ConfigError(
+                    f"{self._params.names[i]} is of {tensor.dtype} now, and the store that updates it holds weights of "
+                    f"{self._params.dtypes[i]}: convert the model before it goes to DistributedOptimizer, or make "
+                    "another one with a store of its own"
+                )
+
+    def _is_direct(self, index: int) -> bool:
+        tensor = self._params.tensors[index]
+        if not self._with_keys or not self._kv.is_capable("allreduce") or tensor.dtype != self._params.dtypes[index]:
+            return False
+        return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= gradients.DIRECT_BYTES
+
+    def _make_keys(self, new: Sequence[Bucket]) -> None:
+        """A key for each block of gradients that come back: one array costs less than its many parts."""
+        blocks, key = [block for bucket in new for block in bucket.blocks], next_key(self._kv)
+        if blocks:
+            self._kv.init(list(range(key, key + len(blocks))), blocks)
+        for bucket in new:
+            bucket.keys = list(range(key, key + len(bucket.blocks)))
+            key += len(bucket.blocks)
