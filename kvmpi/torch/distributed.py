@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
@@ -269,6 +270,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     delattr(self._inner, name)
             self._exchange.fresh = False
             return result
+        # With the hooks of the optimizer, and of all optimizers, around it.
+        step = torch.optim.Optimizer.profile_hook_step(self._step_in_store)
+        return step(self._inner) if closure is None else step(self._inner, closure)
+
+    def _step_in_store(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -277,8 +283,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.finish()
         self._exchange.check_unchanged()
         self._exchange.fresh = False
-        if self._layers is None:
-            self._exchange.wait()
+        if self._layers is None or self._inner._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            self._exchange.wait()  # a hook may read weights
         else:
             self._layers.after_step()
         # Where lr_scheduler looks whether the optimizer has stepped, before it warns that it should have.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from optimizer_loops import flat, loss_of, mlp, plain_steps, same_in_all, sgd, shard, winding, winding_steps
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import kvmpi
 from kvmpi import optim
@@ -114,6 +115,40 @@ def test_schedulers_see_that_it_steps(kv: kvmpi.KVStore, update: bool, inner_sch
     for metric in (1.0, 2.0):
         plateau.step(metric)
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_hooks_of_the_step_are_those_of_the_optimizer(kv: kvmpi.KVStore, update: bool) -> None:
+    """With its arguments, which they may replace; after the step they see its weights."""
+    model, plain = mlp(), mlp()
+
+    def observed(model: Any, optimizer: Any) -> list[Any]:
+        seen = list[Any]()
+        inner = optimizer.__dict__.get("_inner", optimizer)
+
+        def before(owner: Any, args: Any, kwargs: Any) -> Any:
+            assert owner is inner is args[0]
+            seen.append(("before", len(args), dict(kwargs)))
+            return (args[0], lambda: seen.append("closure")), {}
+
+        def after(owner: Any, args: Any, kwargs: Any) -> None:
+            assert owner is inner
+            seen.append(("after", len(args), [round(v, 12) for v in flat(model.parameters()).tolist()]))
+
+        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        handles.append(register_optimizer_step_pre_hook(lambda *_: seen.append("all before")))
+        handles.append(register_optimizer_step_post_hook(lambda *_: seen.append("all after")))
+        plain_steps(model, optimizer, lambda step: [shard(step, 0)], 2)
+        for handle in handles:
+            handle.remove()
+        plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+        return seen
+
+    found = observed(model, DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=update))
+    assert found == observed(plain, sgd(plain))
+    assert [each if isinstance(each, str) else each[0] for each in found] == [
+        "all before", "before", "closure", "after", "all after"
+    ] * 2  # fmt: skip
 
 
 @pytest.mark.parametrize("update", [True, False])
