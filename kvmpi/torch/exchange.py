@@ -288,8 +288,9 @@ class Exchange:
         grad = self._tensors[index].grad
         if grad is not None and grad.layout is not torch.strided:
             raise ConfigError(
-                f"the gradient of {self._params.names[index]} is sparse, which stores do not carry; "
-                "make it dense (torch.nn.Embedding(..., sparse=False))"
+                f"the gradient of {self._params.names[index]} is sparse, which DistributedOptimizer does not exchange; "
+                "kvmpi.torch.Trainer does, and so does DistributedDataParallel on kvmpi.torch.c10d. Or make it dense "
+                "(torch.nn.Embedding(..., sparse=False))"
             )
 
     def release(self) -> None:
