@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ class HorovodGroup(KvmpiProcessGroup):
     """All ranks of the job. Results whose sizes only the others know are those of the works."""
 
     def all_gather_rows(self, tensor: torch.Tensor, title: str) -> GroupWork:
-        """The tensors of all ranks along the first dimension, in which they may differ."""
-        found: list[torch.Tensor] = []
+        """The tensors of all ranks along the first dimension, in which they may differ; and how many rows each has."""
+        found: list[Any] = []
 
         def prepare() -> Plan:
             flat, rest = octets(tensor), _rest(tensor, title)
@@ -32,7 +33,7 @@ class HorovodGroup(KvmpiProcessGroup):
                 self._collectives.allgather(np.array([tensor.shape[0]]), rows, deadline, label)
                 output, parts = self._rows_of(rows.tolist(), rest, tensor)
                 self._collectives.exchange([flat.buffer] * self.size(), parts, deadline, label)
-                found.append(output.to(tensor.device))
+                found.extend([output.to(tensor.device), rows.tolist()])
 
             return Plan([Entry(0, rest, _dtype(tensor))], run, found)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.horovod import basics
@@ -14,6 +15,8 @@ from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.group import GroupWork
 
 Compressor = type[NoneCompressor]
+#: From tensors to as many others.
+Run = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class Operation:
@@ -35,17 +38,18 @@ Adasum = Operation("Adasum", "")
 class Handle:
     """An operation under way; ``synchronize`` waits for it and gives its result."""
 
-    def __init__(self, work: GroupWork, result: Callable[[], Any]) -> None:
-        self._work, self._finish = work, result
+    def __init__(self, works: Sequence[GroupWork], result: Callable[[], Any]) -> None:
+        self._works, self._finish = works, result
         self._result: Any = None
         self._taken = False
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Any:
         """The result; the operation's error is raised here."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         if not self._taken:
             self._result, self._taken = self._finish(), True
         return self._result
@@ -81,6 +85,36 @@ def chosen(op: Operation | None, average: bool | None, where: str) -> Operation:
     if op is Adasum:
         raise UnsupportedError(f"{where}: Adasum is not supported; use hvd.Average or hvd.Sum")
     return op
+
+
+# ---- gradients: those of Horovod, to its scale (docs/horovod.md)
+
+
+class _Collective(torch.autograd.Function):
+    """A call of all ranks whose gradient is another one, so that all of them must go back through it, or none."""
+
+    @staticmethod
+    def forward(context: Any, run: Run, back: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        context.back = back
+        return run(*tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, None, *context.back(*gradients)
+
+
+def _through(run: Run, back: Run, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``run(*tensors)``; where autograd looks on, ``back`` makes gradients of the tensors from those of the results."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Collective.apply(run, back, *tensors)
+    return run(*tensors)
+
+
+def _check_linear(op: Operation, title: str) -> None:
+    if op not in (Average, Sum):
+        raise UnsupportedError(
+            f"{title}: {op} has no gradient; detach the tensor, or use hvd.Average or hvd.Sum where gradients flow"
+        )
 
 
 # ---- allreduce
@@ -128,7 +162,7 @@ def start_allreduce(
             found.append(out)
         return found
 
-    return Handle(work, result)
+    return Handle([work], result)
 
 
 def grouped_allreduce_async(
@@ -145,9 +179,10 @@ def grouped_allreduce(
     compression: Compressor = Compression.none, op: Operation | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: Any = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Reduce several tensors, as one, into new ones."""
-    return start_allreduce(list(tensors), False, _title("grouped_allreduce", name), average, op, prescale_factor,
-                            postscale_factor, process_set, compression).wait()  # fmt: skip
+    """Reduce several tensors, as one, into new ones. Gradients flow through it."""
+    title = _title("grouped_allreduce", name)
+    op = chosen(op, average, title)
+    return list(_reduced(tensors, title, op, prescale_factor, postscale_factor, process_set, compression))
 
 
 def grouped_allreduce_(
@@ -178,17 +213,21 @@ def allreduce_async_(
                                    postscale_factor, process_set))  # fmt: skip
 
 
-class _Allreduce(torch.autograd.Function):
-    """The gradient of a reduction by sum or mean is the same reduction of the gradient."""
+def _reduced(
+    tensors: Sequence[torch.Tensor], title: str, op: Operation, prescale: float = 1.0, postscale: float = 1.0,
+    process_set: Any = None, compression: Compressor = Compression.none,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Tensors reduced as one. The gradient of a sum or mean is the same reduction of the gradients."""
+    options = prescale, postscale, process_set, compression
 
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, start: Callable[[torch.Tensor], Handle]) -> torch.Tensor:
-        context.start = start
-        return start(tensor).wait()
+    def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(start_allreduce(list(some), False, title, None, op, *options).wait())
 
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return context.start(gradient).wait(), None
+    def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _check_linear(op, title)
+        return _reduced(gradients, f"gradient of {title}", op, *options)
+
+    return _through(run, back, tensors)
 
 
 def allreduce(
@@ -204,12 +243,9 @@ def allreduce(
         compression: ``Compression.fp16`` halves what travels.
         prescale_factor, postscale_factor: the tensor is multiplied before it travels, and the result afterwards.
     """
-
-    def start(one: torch.Tensor) -> Handle:
-        return _first(start_allreduce([one], False, _title("allreduce", name), average, op, prescale_factor,
-                                       postscale_factor, process_set, compression))  # fmt: skip
-
-    return _Allreduce.apply(tensor, start) if tensor.requires_grad else start(tensor).wait()
+    title = _title("allreduce", name)
+    op = chosen(op, average, title)
+    return _reduced([tensor], title, op, prescale_factor, postscale_factor, process_set, compression)[0]
 
 
 def allreduce_(
@@ -227,12 +263,31 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     """Start ``allgather``."""
     check_process_set(process_set)
     work = basics.group().all_gather_rows(tensor, _title("allgather", name))
-    return Handle(work, lambda: work.result()[0])
+    return Handle([work], lambda: work.result()[0])
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """The tensors of all ranks, one behind the other in the first dimension, in which alone they may differ."""
-    return allgather_async(tensor, name, process_set).wait()
+    """The tensors of all ranks, one behind the other in the first dimension, in which alone they may differ.
+
+    Gradients flow through it: the mean over ranks of those of this rank's rows.
+    """
+    check_process_set(process_set)
+    return _gathered([tensor], _title("allgather", name))[0]
+
+
+def _gathered(tensors: Sequence[torch.Tensor], title: str) -> tuple[torch.Tensor, ...]:
+    rows: list[list[int]] = []
+
+    def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        works = [basics.group().all_gather_rows(tensor, title) for tensor in some]
+        rows[:] = [work.result()[1] for work in works]
+        return tuple(work.result()[0] for work in works)
+
+    def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        means, own = _reduced(gradients, f"gradient of {title}", Average), basics.rank()
+        return tuple(mean.narrow(0, sum(of[:own]), of[own]) for mean, of in zip(means, rows, strict=True))
+
+    return _through(run, back, tensors)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
@@ -240,7 +295,7 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     check_process_set(process_set)
     check_root(root_rank)
     work = basics.group().broadcast([tensor], root_rank)
-    return Handle(work, lambda: tensor)
+    return Handle([work], lambda: tensor)
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
@@ -254,14 +309,59 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, pr
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """A new tensor that holds what ``tensor`` holds on ``root_rank``."""
-    return broadcast_async(tensor, root_rank, name, process_set).wait()
+    """A new tensor that holds what ``tensor`` holds on ``root_rank``.
+
+    Gradients flow through it: on ``root_rank`` the mean over ranks, elsewhere zeros.
+    """
+
+    def run(one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (broadcast_async(one, root_rank, name, process_set).wait(),)
+
+    return _through(run, lambda gradient: (_mean_on(root_rank, gradient),), [tensor])[0]
+
+
+def _mean_on(root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of the ranks' tensors on one of them, zeros on the others."""
+
+    def run(one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = one.detach().clone()
+        basics.group().reduce(own, root_rank, ReduceOp.AVG).wait()
+        return (own if basics.rank() == root_rank else own.zero_(),)
+
+    return _through(run, lambda gradient: (broadcast(gradient, root_rank) / basics.size(),), [tensor])[0]
 
 
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Handle:
     """Start ``alltoall``."""
+    work = _start_alltoall(tensor, splits, name, process_set)
+    return Handle([work], lambda: work.result()[0] if splits is None else tuple(work.result()))
+
+
+def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
+    """Rows of the first dimension go to every rank: ``splits[r]`` to rank r, by default equal parts.
+
+    Gradients flow through it, back to the ranks whose rows they are of.
+
+    Returns:
+        What came, in rank order; with ``splits`` also how many rows came from each rank, int32.
+    """
+    received: list[torch.Tensor] = []
+
+    def run(one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, rows = _start_alltoall(one, splits, name, process_set).result()
+        received[:] = [rows]
+        return (output,)
+
+    def back(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (alltoall(gradient, received[0], name)[0],)
+
+    (output,) = _through(run, back, [tensor])
+    return output if splits is None else (output, received[0])
+
+
+def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: Any) -> GroupWork:
     check_process_set(process_set)
     size = basics.size()
     if splits is None:
@@ -270,22 +370,7 @@ def alltoall_async(
         parts = [tensor.shape[0] // size] * size
     else:
         parts = [int(split) for split in splits]
-    work = basics.group().all_to_all_rows(tensor, parts, _title("alltoall", name))
-
-    def result() -> Any:
-        output, received = work.result()
-        return output if splits is None else (output, received)
-
-    return Handle(work, result)
-
-
-def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
-    """Rows of the first dimension go to every rank: ``splits[r]`` to rank r, by default equal parts.
-
-    Returns:
-        What came, in rank order; with ``splits`` also how many rows came from each rank, int32.
-    """
-    return alltoall_async(tensor, splits, name, process_set).wait()
+    return basics.group().all_to_all_rows(tensor, parts, _title("alltoall", name))
 
 
 def reducescatter_async(
@@ -295,22 +380,46 @@ def reducescatter_async(
     """Start ``reducescatter``."""
     check_process_set(process_set)
     title = _title("reducescatter", name)
-    kind = chosen(op, None, title).kind
-    source = tensor.detach() if prescale_factor == 1.0 else tensor.detach() * prescale_factor
-    work = basics.group().reduce_scatter_rows(source, kind, title)
-    return Handle(
-        work, lambda: work.result()[0].mul_(postscale_factor) if postscale_factor != 1.0 else work.result()[0]
-    )
+    return _start_reducescatter(tensor, title, chosen(op, None, title), prescale_factor, postscale_factor)
 
 
 def reducescatter(
     tensor: torch.Tensor, name: str | None = None, compression: Compressor = Compression.none,
     op: Operation | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Reduce a tensor, and keep this rank's rows of the first dimension; parts differ by one row at most."""
-    packed, context = compression.compress(tensor.detach())
-    handle = reducescatter_async(packed, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(handle.wait(), context)
+    """Reduce a tensor, and keep this rank's rows of the first dimension; parts differ by one row at most.
+
+    Gradients flow through it: those of all ranks' rows, times the number of ranks if ``op`` is ``Sum``.
+    """
+    check_process_set(process_set)
+    title = _title("reducescatter", name)
+    op = chosen(op, None, title)
+    return _scattered([tensor], title, op, prescale_factor, postscale_factor, compression)[0]
+
+
+def _start_reducescatter(tensor: torch.Tensor, title: str, op: Operation, prescale: float, postscale: float) -> Handle:
+    source = tensor.detach() if prescale == 1.0 else tensor.detach() * prescale
+    work = basics.group().reduce_scatter_rows(source, op.kind, title)
+    return Handle([work], lambda: work.result()[0].mul_(postscale) if postscale != 1.0 else work.result()[0])
+
+
+def _scattered(
+    tensors: Sequence[torch.Tensor], title: str, op: Operation, prescale: float, postscale: float,
+    compression: Compressor,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        packed = [compression.compress(tensor) for tensor in some]
+        handles = [_start_reducescatter(sent, title, op, prescale, postscale) for sent, _ in packed]
+        return tuple(
+            compression.decompress(handle.wait(), context) for handle, (_, context) in zip(handles, packed, strict=True)
+        )
+
+    def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _check_linear(op, title)
+        factor = prescale * postscale * (basics.size() if op is Sum else 1)
+        return tuple(whole * factor for whole in _gathered(gradients, f"gradient of {title}"))
+
+    return _through(run, back, tensors)
 
 
 # ---- meetings

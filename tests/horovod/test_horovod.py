@@ -20,6 +20,13 @@ def test_operations_of_three_ranks() -> None:
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(3)]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_flow_through_the_operations(size: int) -> None:
+    job = run_job(f"-n {size}", PROGRAMS / "horovod_gradients.py", size, timeout_s=400, settings={"timeout_s": 60})
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("all gradients agree") == size, job.stdout
+
+
 def test_the_documented_loop() -> None:
     job = run_job("-n 2", PROGRAMS / "digits.py", "--epochs", 4, timeout_s=400)
     assert job.returncode == 0, job.stdout + job.stderr
