@@ -8,13 +8,16 @@ A rank that has joined, ``Call(JOIN)``, sends a digest of its own. If all others
 of them describes the call to those that have joined, and all ranks agree once more, now on that call. So a rank that
 joins costs the others nothing before and one more message each way from then on, and it cannot come at a wrong moment:
 the next agreement is where its peers hear of it.
+
+A rank that leaves, ``leave``, does not wait for long until the others do so. It leaves a message behind: for rank 0 a
+digest of its own, from rank 0 a verdict to each. Whoever makes a call then, or much later, finds it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,10 +45,11 @@ _TAG = 1
 _TAG_ROLL_CALL = 6
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
-_AGREED, _EXPLAIN, _LATE, _FOLLOW = 0, 1, 2, 3
+_AGREED, _EXPLAIN, _LATE, _FOLLOW, _LEFT = 0, 1, 2, 3, 4
 #: What a rank does that has joined: whatever the others do next.
 JOIN = "join"
 _JOINED = b"\xff" * _DIGEST_BYTES
+_LEAVING = b"\xfe" * _DIGEST_BYTES
 #: The last call of a rank: one that makes it while others make another will answer none of theirs any more.
 CLOSE = "close"
 #: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
@@ -93,7 +97,7 @@ class Verdict(NamedTuple):
         num_joined: how many ranks make the call, or do not, because they have joined.
         description: on a rank that has joined, the call that its peers make and wait for it to make; empty if all
             ranks have joined.
-        last: the calls differ, and a rank makes no further ones.
+        last: the calls differ, and a rank makes no further ones, or has left.
     """
 
     error: BaseException | None = None
@@ -154,7 +158,7 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
     try:
         if call.op == JOIN:
-            deadline = _await_a_call(requests, digests, deadline)
+            deadline = _await_another(requests, digests, _JOINED, deadline)
         wait_all(requests.values(), deadline, lambda: _missing_text(comm, call, missing_of(requests)), _CALLS)
     except KVTimeoutError:
         missing = missing_of(requests)
@@ -165,6 +169,10 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
         _send_verdict(comm, call, [_AGREED, 0, 0], grace)
         return _AGREEMENT
     digests[0] = np.frombuffer(own, dtype=np.uint8)
+    left = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _LEAVING]
+    if left:
+        _tell(comm, others, [np.array([_LEFT, left[0], 0], np.int64)], Deadline(_GRACE_S / 5))
+        return _left_behind(comm, call, left[0])
     joined = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _JOINED]
     active = [rank for rank in range(comm.size) if rank not in joined]
     usual = digests[active[0]]
@@ -191,25 +199,28 @@ def _send_verdict(comm: Comm, call: Call, words: list[int], deadline: Deadline) 
     return what
 
 
-def _await_a_call(requests: Mapping[int, Request], digests: Buffer, deadline: Deadline) -> Deadline:
-    """Return when a rank makes a call that is no join, or all have joined: until when the others may take for it.
+def _await_another(requests: Mapping[int, Request], digests: Buffer, usual: bytes, deadline: Deadline) -> Deadline:
+    """Return when a rank makes another call than the ``usual`` one, or all have made that: until when others may come.
 
     From there on as much time as that rank gives them, which came later than this one.
     """
     patience = Patience(deadline, lambda: "")
     while True:
         came = [rank for rank, request in requests.items() if request.test()]
-        if len(came) == len(requests) or any(digests[rank].tobytes() != _JOINED for rank in came):
+        if len(came) == len(requests) or any(digests[rank].tobytes() != usual for rank in came):
             return Deadline(deadline.timeout_s)
         patience.pause()
 
 
 def _report_missing(comm: Comm, ranks: Sequence[int], missing: Sequence[int], deadline: Deadline) -> None:
     """Tell those who came who did not; in vain where they gave up before."""
-    answer = np.array([_LATE, len(missing), 0], dtype=np.int64)
-    names = np.array(missing, dtype=np.int64)
-    sends = [comm.isend(part, rank, _TAG) for rank in ranks for part in (answer, names)]
+    _tell(comm, ranks, [np.array([_LATE, len(missing), 0], np.int64), np.array(missing, np.int64)], deadline)
+
+
+def _tell(comm: Comm, ranks: Iterable[int], parts: Sequence[Buffer], deadline: Deadline) -> None:
+    """Messages to ranks that may listen later, or never: these are no reason to wait for long."""
     try:
+        sends = [comm.isend(part, rank, _TAG) for rank in ranks for part in parts]
         wait_all(sends, Deadline(min(_GRACE_S, deadline.timeout_s / 2)), lambda: "")
     except (KVTimeoutError, PeerLostError):
         pass
@@ -225,7 +236,7 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
     grace = Deadline(deadline.remaining_s() + max(0.1 * deadline.timeout_s, min(0.5, 0.5 * deadline.timeout_s)))
     what = f"{_at(comm, call)}: rank 0 does not explain its verdict; was it stopped?"
     wait_all(
-        [receive, send],
+        [receive],
         grace,
         lambda: (
             f"{_at(comm, call)}: no answer from MPI rank 0 of this client within {grace.timeout_s:.1f} s; "
@@ -233,6 +244,7 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
         ),
         _CALLS,
     )
+    send.test()  # it has come, or rank 0 had left before
     kind, count, speaker = answer.tolist()
     if kind == _AGREED:
         return _AGREEMENT
@@ -246,9 +258,37 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
         missing = np.empty(count, dtype=np.int64)
         wait_all([comm.irecv(missing, 0, _TAG)], grace, lambda: what)
         raise _late(comm, call, missing.tolist(), deadline)
+    if kind == _LEFT:
+        return _left_behind(comm, call, count)
     _send_text(comm, [0], text, grace, what)
     name, message, last = json.loads(_receive_texts(comm, [0], grace, what)[0])
     return Verdict(rebuild(name, message), last=last)
+
+
+def leave(comm: Comm, deadline: Deadline) -> bool:
+    """Make no further calls; whether all ranks have said so by ``deadline``, and nothing is under way on ``comm``.
+
+    Else ranks that make a call, now or later, get an error that names this one, and ``comm`` must live for as long as
+    they may: its number must not be given to another, which would find the messages of this one.
+    """
+    call = Call("leave")
+    try:
+        if comm.rank != 0:
+            return _ask(comm, call, b"", _LEAVING, deadline) is _AGREEMENT
+        others = range(1, comm.size)
+        digests = np.empty((comm.size, _DIGEST_BYTES), dtype=np.uint8)
+        requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
+        try:
+            _await_another(requests, digests, _LEAVING, deadline)
+            if not missing_of(requests) and digests[1:].tobytes() == _LEAVING * len(others):
+                _send_verdict(comm, call, [_AGREED, 0, 0], Deadline(_GRACE_S))
+                return True
+        except KVTimeoutError:
+            pass
+        _tell(comm, others, [np.array([_LEFT, 0, 0], np.int64)], deadline)
+        return False
+    except (KVTimeoutError, PeerLostError):
+        return False
 
 
 def roll_call(comm: Comm, deadline: Deadline) -> list[int]:
@@ -293,6 +333,12 @@ def missing_of(requests: Mapping[int, Request]) -> list[int]:
 def _missing_text(comm: Comm, call: Call, missing: Sequence[int]) -> str:
     did_not = "made no call" if call.op == JOIN else "did not make the call"
     return f"{_at(comm, call)}: MPI rank {', '.join(map(str, missing))} of this client {did_not}"
+
+
+def _left_behind(comm: Comm, call: Call, rank: int) -> Verdict:
+    """What it means for ``call`` that ``rank`` has left."""
+    reason = "has left, and makes no further calls; has it stopped early, or caught an error of its own?"
+    return Verdict(OrderMismatchError(f"{_at(comm, call)}: MPI rank {rank} of this client {reason}"), last=True)
 
 
 def _late(comm: Comm, call: Call, missing: Sequence[int], deadline: Deadline) -> KVTimeoutError:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena
-from kvmpi.collectives.agreement import Call, Verdict, roll_call, verdict
+from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures, costs
@@ -147,6 +147,10 @@ class Collectives:
                 self._broken = f"{type(found.error).__name__}: {found.error}"
             raise found.error
         return found
+
+    def leave(self, deadline: Deadline) -> bool:
+        """``agreement.leave``: the last call here. Whether the communicator may be freed."""
+        return not self.broken and leave(self._comm, deadline)
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:

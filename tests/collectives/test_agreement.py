@@ -119,6 +119,40 @@ def test_nobody_waits_for_a_rank_that_has_closed(run_ranks: RunRanks, leaving: i
     assert [type(second) for _, second in found] == [type(None) if r == leaving else PeerLostError for r in range(3)]
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.6], ids=["at once", "after it has gone"])
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_ranks_hear_of_one_that_has_left(run_ranks: RunRanks, leaving: int, late_s: float) -> None:
+    def rank_main(comm: MemoryComm) -> str:
+        collectives, start_s = Collectives(comm, "ring", 64), time.monotonic()
+        if comm.rank == leaving:
+            assert not collectives.leave(Deadline(0.3))
+            assert not collectives.broken
+        else:
+            time.sleep(late_s)
+            error = outcome(lambda: collectives.agree(Call("push", (A,)), Deadline(TIMEOUT_S)))
+            assert isinstance(error, OrderMismatchError)
+            assert f"push('a') on MPI rank {comm.rank} of 3: MPI rank {leaving} of this client has left" in str(error)
+            assert isinstance(outcome(lambda: collectives.agree(Call("push"), Deadline(TIMEOUT_S))), PeerLostError)
+        assert time.monotonic() - start_s < TIMEOUT_S / 2
+        return "done"
+
+    assert run_ranks(3, rank_main) == ["done"] * 3
+
+
+def test_all_ranks_may_leave_one_after_the_other(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> list[bool]:
+        first, second = (Collectives(one, "ring", 64) for one in (comm, comm.duplicate()))
+        found = first.leave(Deadline(TIMEOUT_S))
+        time.sleep(0.5 * comm.rank)  # rank 0 has gone by then, and rank 2 finds what it has left
+        start_s = time.monotonic()
+        found_late = second.leave(Deadline(0.2))
+        assert time.monotonic() - start_s < TIMEOUT_S / 2
+        return [found, found_late]
+
+    assert run_ranks(3, rank_main) == [[True, False]] * 3
+    assert run_ranks(1, lambda comm: Collectives(comm, "ring", 64).leave(Deadline(1.0))) == [True]
+
+
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_one_ranks_failure_reaches_all(run_ranks: RunRanks, failing: int) -> None:
     own = KeyNotInitializedError("push of key 'a' on worker 9: the key was never initialised")

@@ -45,6 +45,19 @@ def test_two_workers_of_which_one_does_not_come() -> None:
     assert job.returncode == 1, job.stdout + job.stderr
 
 
+def test_ranks_in_a_call_hear_of_one_that_leaves() -> None:
+    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "early", timeout_s=120)
+    said = sorted(line for line in job.stdout.splitlines() if line.startswith("[worker"))
+    assert said == ["[worker 0] has heard", "[worker 1] leaves", "[worker 2] has heard"], job.stdout + job.stderr
+    assert job.returncode == 1, job.stderr  # theirs: they cannot end MPI in good order
+
+
+def test_ranks_may_leave_one_after_the_other() -> None:
+    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "late", timeout_s=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] in good order" for rank in range(3)]
+
+
 def test_three_ranks_under_mpirun(tmp_path: Path) -> None:
     found = mpirun.find(os.environ, 2)
     env = {

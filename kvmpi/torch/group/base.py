@@ -28,6 +28,8 @@ Tensors = Sequence[torch.Tensor]
 _LANE = "collectives"
 #: Seconds that a group which is destroyed gives to what is under way.
 _CLOSE_S = 10.0
+#: Seconds in which the others may destroy it too, so that its communicators can be freed.
+_LEAVE_S = 1.0
 
 
 class Plan(NamedTuple):
@@ -257,17 +259,28 @@ class GroupBase(_ProcessGroup):
         return self.size()
 
     def shutdown(self) -> None:
-        """Wait a little for what is under way, and release everything. ``destroy_process_group`` does this."""
+        """Wait a little for what is under way, and release everything. ``destroy_process_group`` does this.
+
+        The others need not do so at the same time. A collective of theirs, now or later, is an error that names this
+        rank.
+        """
         if self._closed:
             return
         self._closed = True
+        all_left = False
         deadline = Deadline(0.0 if self._collectives.broken else min(_CLOSE_S, self._timeout_s))
+
+        def leave() -> None:
+            nonlocal all_left
+            all_left = self._collectives.leave(Deadline(min(_LEAVE_S, 0.5 * deadline.remaining_s())))
+
+        self._engine.push(leave, lane=_LANE, name="leave")
         try:
             self._engine.close(deadline.remaining_s())
         except KVError:
             self._stuck = True
         self._stuck |= not self._transfers.drain(deadline)
-        if not self.broken:
+        if all_left and not self.broken:
             for comm in self._comms:
                 comm.free()
 
