@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from kvmpi.horovod import basics
 from kvmpi.horovod.operations import check_root
 from kvmpi.torch.group.tensors import octets
 
+_BASICS: Any = ((float, float.__float__), (str, str.__str__), (bytes, bytes))
 _SEQUENCES: Any = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set"))
 #: Nesting of what is sent.
 _MAX_DEPTH = 64
@@ -49,10 +50,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("broadcast_optimizer_state: the state of LBFGS cannot be sent; use another optimizer")
-    state = optimizer.state_dict() if basics.rank() == root_rank else None
-    found = broadcast_object(state, root_rank, "optimizer state")
+    check_root(root_rank)
+    text = _broadcast(lambda: encode(optimizer.state_dict()), root_rank, "optimizer state")
     if basics.rank() != root_rank:
-        optimizer.load_state_dict(found)
+        optimizer.load_state_dict(decode(text))
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -61,20 +62,21 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Args:
         obj: None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of them.
     Raises:
-        UnsupportedError: anything else; it would have to be pickled.
+        UnsupportedError: anything else; it would have to be pickled. Raised on every rank.
     """
     check_root(root_rank)
-    own = basics.rank() == root_rank
-    text = encode(obj) if own else b""
-    work = basics.group().broadcast_text(text, root_rank, f"broadcast_object of {name!r}")
-    return obj if own else decode(work.result()[0])
+    text = _broadcast(lambda: encode(obj), root_rank, name)
+    return obj if basics.rank() == root_rank else decode(text)
+
+
+def _broadcast(text: Callable[[], bytes], root_rank: int, name: str | None) -> bytes:
+    return basics.group().broadcast_text(text, root_rank, f"broadcast_object of {name!r}").result()[0]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, of the kinds that ``broadcast_object`` takes."""
-    return [
-        decode(text) for text in basics.group().all_gather_texts(encode(obj), f"allgather_object of {name!r}").result()
-    ]
+    """The objects of all ranks, of the kinds that ``broadcast_object`` takes; raises on every rank as that does."""
+    work = basics.group().all_gather_texts(lambda: encode(obj), f"allgather_object of {name!r}")
+    return [decode(text) for text in work.result()]
 
 
 def encode(obj: Any) -> bytes:
@@ -98,13 +100,19 @@ def _plain(obj: Any, depth: int) -> Any:
     """With everything that msgpack does not tell apart as a list that begins with its kind."""
     if depth > _MAX_DEPTH:
         raise UnsupportedError(f"an object with more than {_MAX_DEPTH} levels is not sent; does it hold itself?")
-    if obj is None or isinstance(obj, bool | float | str | bytes):
+    if obj is None or isinstance(obj, bool):
         return obj
+    if isinstance(obj, np.generic) and not isinstance(obj, str | bytes):  # some are floats, too
+        return _plain(np.asarray(obj), depth)
+    for basic, narrow in _BASICS:  # msgpack knows these, but no subclasses of them
+        if isinstance(obj, basic):
+            return narrow(obj)
     if isinstance(obj, int):
-        return obj if -(1 << 63) <= obj < 1 << 63 else ["int", str(obj)]
+        number = int.__int__(obj)
+        return number if -(1 << 63) <= number < 1 << 63 else ["int", str(number)]
     if isinstance(obj, torch.Tensor):
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), octets(obj).buffer.tobytes()]
-    if isinstance(obj, np.ndarray | np.generic):
+    if isinstance(obj, np.ndarray):
         if obj.dtype.hasobject:
             raise UnsupportedError(f"an array of {obj.dtype} is not sent: its elements would have to be pickled")
         return ["array", obj.dtype.str, list(obj.shape), obj.tobytes()]

@@ -15,7 +15,9 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 def test_operations_of_three_ranks() -> None:
     # Buckets so small that gradients leave in several.
-    job = run_job("-n 3", PROGRAMS / "horovod_checks.py", 3, timeout_s=400, settings={"bucket_bytes": 100})
+    job = run_job(
+        "-n 3", PROGRAMS / "horovod_checks.py", 3, timeout_s=400, settings={"bucket_bytes": 100, "timeout_s": 60}
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(3)]
 

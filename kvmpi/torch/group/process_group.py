@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,23 +190,25 @@ class KvmpiProcessGroup(Reductions):
     def barrier(self, opts: Any = None) -> GroupWork:
         return self._start("barrier", opts, lambda: Plan([], lambda *_: None, (), "barrier"))
 
-    def broadcast_text(self, text: bytes, root: int, title: str) -> GroupWork:
-        """``text`` of ``root`` as the result on every rank; that of others is ignored."""
+    def broadcast_text(self, text: Callable[[], bytes], root: int, title: str) -> GroupWork:
+        """What ``text`` gives on ``root`` as the result on every rank; where that fails, all ranks fail."""
         heard: list[bytes] = []
 
-        def run(deadline: Deadline, label: str) -> None:
-            heard.append(self._collectives.tell(text, root, deadline, label))
+        def prepare() -> Plan:
+            mine = text() if self.rank() == root else b""
+            return Plan([], lambda *where: heard.append(self._collectives.tell(mine, root, *where)), heard)
 
-        return self._start(title, None, lambda: Plan([], run, heard))
+        return self._start(title, None, prepare)
 
-    def all_gather_texts(self, text: bytes, title: str) -> GroupWork:
-        """The texts of all ranks, which may differ in length, as the results."""
+    def all_gather_texts(self, text: Callable[[], bytes], title: str) -> GroupWork:
+        """What ``text`` gives on each rank, of whatever lengths, as the results; where that fails, all ranks fail."""
         heard: list[bytes] = []
 
-        def run(deadline: Deadline, label: str) -> None:
-            heard.extend(self._collectives.all_tell(text, deadline, label))
+        def prepare() -> Plan:
+            mine = text()
+            return Plan([], lambda *where: heard.extend(self._collectives.all_tell(mine, *where)), heard)
 
-        return self._start(title, None, lambda: Plan([], run, heard))
+        return self._start(title, None, prepare)
 
     # What torch calls the same before 2.13.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced

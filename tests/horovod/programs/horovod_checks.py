@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import re
 import sys
 from collections import OrderedDict
@@ -135,16 +136,29 @@ class Stranger:
     pass
 
 
+class Kind(str, enum.Enum):
+    SMALL = "small"
+
+
+class Seconds(float):
+    pass
+
+
+class Steps(enum.IntEnum):
+    FEW = 3
+
+
 def objects(rank: int, size: int) -> None:
     obj = {
         "list": [1, -2.5, None, True, "ä", b"\0"], "tuple": (0.9, 0.999), 3: {"set": {1, 2}}, "large": 1 << 80,
         "ordered": OrderedDict([("b", 1), ("a", 2)]), "tensor": torch.arange(6).reshape(2, 3).bfloat16(),
         "scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "array": np.arange(4.0).reshape(2, 2),
-        "infinite": float("inf"), "number": np.float32(1.5),
+        "infinite": float("inf"), "number": np.float32(1.5), "double": np.float64(0.1), "whole": np.int64(7),
+        "truth": np.bool_(True),
     }  # fmt: skip
     found = hvd.broadcast_object(obj if rank == size - 1 else None, root_rank=size - 1)
     assert list(found) == list(obj)
-    for key in ("list", "tuple", 3, "large", "ordered", "infinite", "number"):
+    for key in ("list", "tuple", 3, "large", "ordered", "infinite", "number", "double", "whole", "truth"):
         assert found[key] == obj[key], key
         assert type(found[key]) is type(obj[key]), key
     for key in ("tensor", "scalar", "empty"):
@@ -154,8 +168,24 @@ def objects(rank: int, size: int) -> None:
     assert hvd.allgather_object({"rank": rank, "text": "x" * rank}) == [
         {"rank": r, "text": "x" * r} for r in range(size)
     ]
-    with raises(UnsupportedError, "Stranger is not sent between ranks: it would have to be pickled"):
-        hvd.broadcast_object({"a": [Stranger()]}, root_rank=rank)
+    plain = ["small", "text", b"octets", 2.5, 3, ""]
+    narrowed = hvd.broadcast_object(
+        [Kind.SMALL, np.str_("text"), np.bytes_(b"octets"), Seconds(2.5), Steps.FEW, np.str_()]
+    )
+    if rank:  # the root has its own
+        assert narrowed == plain
+        assert [type(item) for item in narrowed] == [type(item) for item in plain]
+    for root in range(min(2, size)):
+        with raises(UnsupportedError, "Stranger is not sent between ranks: it would have to be pickled"):
+            hvd.broadcast_object({"a": [Stranger()]} if rank == root else None, root_rank=root)
+    with raises(UnsupportedError, "Stranger is not sent between ranks"):
+        hvd.allgather_object(Stranger() if rank == size - 1 else 1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=np.float64(0.1) if rank == 0 else 5.0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.param_groups[0]["lr"] = Stranger() if rank == 0 else 5.0
+    with raises(UnsupportedError, "Stranger is not sent between ranks"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 def model() -> nn.Sequential:
