@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -52,7 +53,8 @@ class _Distributed:
                 )
             self._hvd.synchronize()
         self._hvd.synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        update = self._hvd.patched_step or super().step  # type: ignore[misc]
+        return update(closure)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> Any:
         """As of the optimizer; an error while gradients are under way."""
@@ -78,6 +80,9 @@ class _Reduction:
         self._buckets = plan(range(len(nbytes))[::-1], nbytes, Config.from_env().bucket_bytes)
         self._handles: list[Handle] = []
         self.steps_synchronize, self.synchronized = True, False
+        #: What somebody has put over the optimizer's own ``step`` before, and the optimizer that it refers to.
+        self.patched_step: Any = None
+        self.patched: Any = None
         self.set_passes(passes)
         self._alone = basics.size() == 1
         if not self._alone:
@@ -191,4 +196,20 @@ def DistributedOptimizer(
     found._hvd = _Reduction(
         named, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense
     )  # fmt: skip
+    if "step" in optimizer.__dict__:
+        _go_round(optimizer, found)
     return found
+
+
+def _go_round(optimizer: torch.optim.Optimizer, found: Any) -> None:
+    """A scheduler that was made before has put a ``step`` over that of ``optimizer``: it comes last, not instead.
+
+    The scheduler knows its ``step`` by attributes, and looks for it in ``optimizer``, which it refers to weakly.
+    """
+    found._hvd.patched_step, found._hvd.patched = optimizer.__dict__["step"], optimizer
+
+    @functools.wraps(found._hvd.patched_step)
+    def step(*arguments: Any, **options: Any) -> Any:
+        return _Distributed.step(found, *arguments, **options)
+
+    found.__dict__["step"] = step

@@ -6,6 +6,7 @@ import copy
 import enum
 import re
 import sys
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -294,6 +295,44 @@ def optimizers(rank: int, size: int) -> None:
         hvd.DistributedOptimizer(start(net), op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
+def schedulers(rank: int, size: int) -> None:
+    """Made before or after the optimizer is distributed; torch warns if it thinks that there was no step."""
+    alone = model().double()
+    inner = start(alone)
+    rate = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    for step in range(3):
+        inner.zero_grad()
+        for r in range(size):
+            (1 / size * alone(batch(step, r).double()).square().mean()).backward()
+        inner.step()
+        rate.step()
+    for before in (True, False):
+        net = model()
+        inner = start(net)
+        if before:
+            torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)  # which is dropped, while its traces are not
+            rate = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
+        if not before:
+            rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        del inner
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(3):
+                optimizer.zero_grad()
+                net(batch(step, rank)).square().mean().backward()
+                optimizer.step()
+                rate.step()
+        same_weights(net, alone, f"a scheduler made {'before' if before else 'after'}")
+        every = hvd.allgather(net[0].weight.detach()[None])
+        assert torch.equal(every[0], every[-1]), "weights differ between ranks"
+    optimizer = start(model())
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        rate.step()
+
+
 def uneven(rank: int, size: int) -> None:
     """Rank r has r + 1 batches; each is summed over those that have one, as zeros of the others leave it."""
     for step in range(rank + 1):
@@ -323,7 +362,7 @@ def main() -> None:
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
     with raises(UnsupportedError, "kvmpi run --restart"):
         hvd.elastic.run(main)
-    for check in (allreduces, moves, objects, optimizers, uneven):
+    for check in (allreduces, moves, objects, optimizers, schedulers, uneven):
         check(rank, size)
     hvd.shutdown()
     assert not hvd.is_initialized()
