@@ -12,6 +12,7 @@ from kvmpi.errors import ConfigError, NotLaunchedError
 from kvmpi.horovod.group import HorovodGroup
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.store.factory import client_comm, close_at_exit
+from kvmpi.torch.forks import warn_of_forks
 
 
 class _Job:
@@ -36,6 +37,7 @@ class _Job:
         self.homogeneous = len({names.count(host) for host in hosts}) == 1
         self.group = HorovodGroup(comm, "horovod", range(comm.size), config.timeout_s, config)
         close_at_exit(self.group)
+        warn_of_forks(self.group)
 
 
 _job: _Job | None = None

@@ -6,20 +6,30 @@ import os
 import sys
 import warnings
 import weakref
+from typing import Protocol
 
-from kvmpi.store import KVStore
 
-_stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
+class Speaker(Protocol):
+    """What speaks MPI until it is closed: a store, a process group."""
+
+    @property
+    def mpi_size(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+
+_speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
 _installed = False
 _warned = False
 
 
-def warn_of_forks(kv: KVStore) -> None:
-    """From now on, until ``kv`` is closed; once in a process. Only where MPI is in use."""
+def warn_of_forks(speaker: Speaker) -> None:
+    """From now on, until ``speaker`` is closed; once in a process. Only where MPI is in use."""
     global _installed
-    if kv.mpi_size == 1 or not hasattr(os, "register_at_fork"):
+    if speaker.mpi_size == 1 or not hasattr(os, "register_at_fork"):
         return
-    _stores.add(kv)
+    _speakers.add(speaker)
     if not _installed:
         _installed = True
         os.register_at_fork(before=_warn)
@@ -27,7 +37,7 @@ def warn_of_forks(kv: KVStore) -> None:
 
 def _warn() -> None:
     global _warned
-    if _warned or all(kv.closed for kv in _stores):
+    if _warned or all(speaker.closed for speaker in _speakers):
         return
     _warned = True
     # From here up to whoever asked for a process.
@@ -37,7 +47,7 @@ def _warn() -> None:
     warnings.warn(
         "this process speaks MPI and is being forked, which MPI forbids: depending on the network the child, or this "
         "process, may crash or read wrong data. For a DataLoader with num_workers > 0 pass "
-        "multiprocessing_context='forkserver' (or 'spawn'), or make the first iterator before the store",
+        "multiprocessing_context='forkserver' (or 'spawn'), or make the first iterator before the store or group",
         RuntimeWarning,
         stacklevel=depth + 1,
     )

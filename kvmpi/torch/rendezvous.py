@@ -16,6 +16,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.store.factory import client_comm, close_at_exit
+from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.group.process_group import KvmpiProcessGroup
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -113,6 +114,7 @@ def create_group(options: Any, _: Any) -> KvmpiProcessGroup:
         comm = mpi_comm.members(_meet(options.store, rank, size, timeout, where), timeout.total_seconds())
     group = KvmpiProcessGroup(comm, name, ranks, timeout.total_seconds(), config)
     close_at_exit(group)
+    warn_of_forks(group)
     return group
 
 

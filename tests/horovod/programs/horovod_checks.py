@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import os
 import re
 import sys
 import warnings
@@ -350,6 +351,14 @@ def uneven(rank: int, size: int) -> None:
     close(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([float(size)]), "after all have joined")
 
 
+def fork() -> None:
+    """As a DataLoader with workers does."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 def main() -> None:
     with raises(NotLaunchedError, "call hvd.init() first"):
         hvd.rank()
@@ -362,6 +371,9 @@ def main() -> None:
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
     with raises(UnsupportedError, "kvmpi run --restart"):
         hvd.elastic.run(main)
+    if size > 1:
+        with pytest.warns(RuntimeWarning, match="this process speaks MPI and is being forked"):
+            fork()
     for check in (allreduces, moves, objects, optimizers, schedulers, uneven):
         check(rank, size)
     hvd.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
 import time
@@ -371,9 +372,21 @@ def absent(rank: int, size: int) -> None:
 
 
 #: Each where it tells something that it does not tell elsewhere.
+def forks(rank: int, size: int) -> None:
+    def fork() -> None:
+        """As a DataLoader with workers does."""
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    with pytest.warns(RuntimeWarning, match="this process speaks MPI and is being forked"):
+        fork()
+
+
 CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
     1: (reductions, moves, groups, asynchronous, mistakes),
-    2: (reductions, moves, groups, asynchronous, mistakes, messages, training),
+    2: (reductions, moves, groups, asynchronous, mistakes, messages, training, forks),
     3: (reductions, moves, messages, mistakes),
     4: (reductions, groups, asynchronous, messages),
 }
