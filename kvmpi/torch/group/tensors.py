@@ -56,7 +56,7 @@ def octets(tensor: torch.Tensor, *, reads: bool = True) -> Flat:
         UnsupportedError: a layout or a device that kvmpi does not carry.
     """
     flat = _flat(tensor, reads).view(torch.uint8)
-    return Flat(tensor, flat, flat.numpy())
+    return Flat(tensor, flat, _memory(flat, np.dtype(np.uint8)))
 
 
 def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
@@ -78,9 +78,27 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
         )
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise DTypeMismatchError(f"avg of {tensor.dtype} would have to be rounded; sum, and divide as you like")
-    if name == "bfloat16":
-        return Flat(tensor, flat, flat.view(torch.int16).numpy().view(np.uint16), name)
-    return Flat(tensor, flat, flat.numpy(), name)
+    return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name)
+
+
+class _Elements:
+    """The elements of a tensor, for NumPy. Whoever refers to them keeps the tensor."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
+        where = {"data": (tensor.data_ptr(), False), "shape": (tensor.numel(),), "typestr": dtype.str, "version": 3}
+        self._tensor, self.__array_interface__ = tensor, where
+
+
+def _memory(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Buffer:
+    """What a one-dimensional tensor on the CPU holds, as ``dtype``, in place.
+
+    Not ``tensor.numpy()``: torch never again resizes storage that NumPy has seen, as FSDP does with that of parameters.
+    """
+    if not tensor.numel():
+        return np.empty(0, dtype)
+    return np.asarray(_Elements(tensor, dtype))
 
 
 def reduction(tensor: torch.Tensor, op: str) -> str:

@@ -331,7 +331,7 @@ def trained(net: nn.Module, batches: Callable[[int], torch.Tensor]) -> nn.Module
 
 
 def training(rank: int, size: int) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     expected = trained(model(), lambda step: torch.cat([batch(step, r) for r in range(size)]))
     mine = model()
@@ -356,6 +356,28 @@ def training(rank: int, size: int) -> None:
     trained(sharded, lambda step: batch(step, rank))
     for part, wanted in zip(sharded.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(part.full_tensor(), wanted, atol=1e-6, rtol=0)
+    whole = copy.deepcopy(model())
+    cpu = torch.device("cpu")
+    for i in (0, 2):
+        whole[i] = FullyShardedDataParallel(whole[i], device_id=cpu, use_orig_params=True)
+    older = FullyShardedDataParallel(whole, device_id=cpu, use_orig_params=True)
+    trained(older, lambda step: batch(step, rank))
+    with FullyShardedDataParallel.summon_full_params(older):
+        for found, wanted in zip(older.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+def memory(rank: int, size: int) -> None:
+    """What was in a call can be resized, as before; what is under way is kept, though nobody else refers to it."""
+    for dtype in FLOATS:
+        for tensor in (value(rank, 4, dtype), torch.empty(0, dtype=dtype), value(rank, 8, dtype)[::2]):
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 0)
+            tensor.untyped_storage().resize_(100)
+    works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(8)]
+    for work in works:
+        work.wait()
+        same(work.result()[0], torch.full((200_000,), float(size)), "a tensor that only its work refers to")
 
 
 def absent(rank: int, size: int) -> None:
@@ -371,7 +393,6 @@ def absent(rank: int, size: int) -> None:
     dist.barrier()
 
 
-#: Each where it tells something that it does not tell elsewhere.
 def forks(rank: int, size: int) -> None:
     def fork() -> None:
         """As a DataLoader with workers does."""
@@ -384,9 +405,10 @@ def forks(rank: int, size: int) -> None:
         fork()
 
 
+#: Each where it tells something that it does not tell elsewhere.
 CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
     1: (reductions, moves, groups, asynchronous, mistakes),
-    2: (reductions, moves, groups, asynchronous, mistakes, messages, training, forks),
+    2: (reductions, moves, groups, asynchronous, mistakes, messages, training, memory, forks),
     3: (reductions, moves, messages, mistakes),
     4: (reductions, groups, asynchronous, messages),
 }
