@@ -10,11 +10,12 @@ from typing import Any
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.errors import ConfigError, KVError, ProtocolError, rebuild
 from kvmpi.machine import host_name
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.link import Link
+from kvmpi.ps.reply import name_and_text
 from kvmpi.ps.spans import Spans
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message
@@ -189,20 +190,36 @@ class Participant(ABC):
 
     # ---- commands to the scheduler
 
-    def barrier(self, deadline: Deadline) -> Work:
-        """Done when every client of the store has reached it."""
+    def barrier(self, deadline: Deadline, failure: Exception | None = None) -> Work:
+        """Done when every client of the store has reached it.
+
+        ``failure`` says that what the clients meet for has failed here. If it has on any of them, all are at one again
+        after the barrier, and it ends with the error of the first that has said so.
+        """
         ordinal, settle = self._next_ordinal("barrier")
         step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
         # Before its first push, its program meets those barriers again that it does not skip: they are over, or open.
         by_step = self._is_waited_for and step > position > 0 and not self._has_number
+        is_over = False
 
         def hear(message: Message, payloads: list[memoryview]) -> None:
-            if isinstance(message, m.Ack) and (self._has_entered or by_step):
+            nonlocal is_over
+            if not isinstance(message, m.Ack):
+                return
+            is_over = True
+            if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True
+            if message.error:
+                raise rebuild(message.error, message.text)
 
-        ask = Ask(SCHEDULER, m.Barrier, (m.NEXT_BARRIER if by_step else ordinal, max(step, position)), on_reply=hear)
-        return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=settle)
+        def end(error: KVError | None) -> None:
+            settle(None if is_over else error)
+
+        number = m.NEXT_BARRIER if by_step else ordinal
+        said = name_and_text(failure) if failure is not None else ()
+        ask = Ask(SCHEDULER, m.Barrier, (number, max(step, position), *said), on_reply=hear)
+        return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=end)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:
         """Ranks of clients that have been silent for ``timeout_s``, complete when the Work is done."""

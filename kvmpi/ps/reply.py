@@ -12,7 +12,7 @@ from kvmpi.wire import messages as m
 
 #: Of a longer list only the beginning is named: a message must stay small whatever a peer claims.
 MAX_NAMED = 64
-_MAX_TEXT = 4000
+MAX_TEXT = 4000
 
 
 class Reply(NamedTuple):
@@ -35,9 +35,13 @@ Outgoing = Reply | Forward
 
 
 def failure(route: bytes, request: int, error: Exception, *, used: bool = False) -> Reply:
-    """``error`` as a reply. What is no ``KVError`` is a defect, and says its type."""
+    """``error`` as a reply."""
+    return Reply(route, m.Failure(request, *name_and_text(error), used))
+
+
+def name_and_text(error: Exception) -> tuple[str, str]:
+    """``error`` as it travels. What is no ``KVError`` is a defect, and says its type."""
     known = isinstance(error, KVError)
     # What repr could not print comes back to us in error messages, and must be encoded once more.
     text = str(error) if known else f"{type(error).__name__}: {error}"
-    text = text[:_MAX_TEXT].encode(errors="backslashreplace").decode()
-    return Reply(route, m.Failure(request, type(error).__name__ if known else "KVError", text, used))
+    return type(error).__name__ if known else "KVError", text[:MAX_TEXT].encode(errors="backslashreplace").decode()

@@ -335,8 +335,11 @@ class StoreCore:
         """
         self._engine.wait_all(deadline.remaining_s() + _EXPLAINING * deadline.timeout_s)
 
-    def _barrier(self, call: Invocation) -> None:
-        """All workers are here. The agreement has seen to it where there is one client."""
+    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
+        """All workers are here; if a client has come with a ``failure``, all raise it.
+
+        The agreement has seen to it where there is one client.
+        """
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""

@@ -419,8 +419,8 @@ class DistStore(KVStore):
             self._ps.set_codec(name)
         self._barrier(call)
 
-    def _barrier(self, call: Invocation) -> None:
-        self._command(lambda ps: ps.barrier(call.deadline), call).wait()
+    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
+        self._command(lambda ps: ps.barrier(call.deadline, failure), call).wait()
 
     def _set_clock(self, clock: int) -> None:
         super()._set_clock(clock)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
+from kvmpi.errors import ShapeMismatchError
 from kvmpi.store import checkpoint
 from kvmpi.store.call import Invocation, KeyState
 from kvmpi.store.core import StoreCore
@@ -45,11 +48,23 @@ class Saving(StoreCore):
         store.barrier()
 
     def save(self, path: Any) -> None:
-        """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes."""
+        """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes.
+
+        Raises:
+            KVError: it could not be written, on every worker; what was there before is unchanged.
+        """
         self._save(str(path), with_values=True)
 
     def load(self, path: Any) -> None:
-        """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created."""
+        """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created.
+
+        If one worker cannot read the file, all raise, and nothing is changed.
+
+        Raises:
+            KVError: the file is missing or damaged.
+            ConfigError: it is no checkpoint of kvmpi, or holds optimizer states only.
+            KeyKindError, ShapeMismatchError: a key of it does not fit the store's.
+        """
         self._load(str(path), with_values=True)
 
     def save_optimizer_states(self, path: Any) -> None:
@@ -61,10 +76,9 @@ class Saving(StoreCore):
         self._load(str(path), with_values=False)
 
     def _save(self, path: str, *, with_values: bool) -> None:
-        call = self._call("save")
-        self._enter(call, lambda: None, details=lambda _: [path, with_values])
-        self._settle(call.deadline)
-        self._barrier(call)
+        with self._meeting("save") as call:
+            self._enter(call, lambda: None, details=lambda _: [path, with_values])
+            self._settle(call.deadline)
 
         def write() -> None:
             if self.rank != 0:
@@ -73,22 +87,28 @@ class Saving(StoreCore):
             saved = [self._dump(state, call.deadline) for state in states]
             checkpoint.write(path, self._type, self._clock, self._rule, saved, with_values=with_values)
 
-        self._together("save", write)
-        self._barrier(call)  # when save returns, the file is there for the workers of every client
+        with self._meeting("save"):  # when save returns, the file is there for the workers of every client
+            self._together("save", write)
 
     def _load(self, path: str, *, with_values: bool) -> None:
-        call = self._call("load")
-        self._settle(call.deadline)
-
         def prepare() -> checkpoint.Checkpoint:
+            self._settle(call.deadline)
             found = checkpoint.read(path, self._keys, with_values=with_values)
             self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
+            for saved in found.keys:
+                self._check_fits(saved, path)
             return found
 
-        found = self._enter(
-            call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
-        )
-        self._barrier(call)
+        with self._meeting("load") as call:  # nothing is changed before every worker of every client has read it
+            found = self._enter(
+                call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
+            )
+            self._settle(call.deadline)
+        with self._meeting("load") as call:
+            self._put(found, with_values, call.deadline)
+
+    def _put(self, found: checkpoint.Checkpoint, with_values: bool, deadline: Deadline) -> None:
+        """Make the store what a file says that all workers have read."""
         store = cast("KVStore", self)
         missing = [saved for saved in found.keys if saved.key not in self._keys]
         if missing:
@@ -96,9 +116,31 @@ class Saving(StoreCore):
             store.init([saved.key for saved in missing], values)
         if found.rule is not None and found.rule != self._rule:
             store.set_optimizer(found.rule)
-        self._restore(found.keys, with_values, call.deadline)
+        self._together("load", lambda: self._restore(found.keys, with_values, deadline))
         self._clock = found.clock
-        store.barrier()
+
+    def _check_fits(self, saved: checkpoint.SavedKey, path: str) -> None:
+        state = self._keys.get(saved.key)
+        if state is not None and (saved.shape, saved.dtype) != (state.shape, state.dtype):
+            raise ShapeMismatchError(
+                f"load of {path}: key {saved.key!r} has shape {saved.shape} and dtype {saved.dtype} there, and "
+                f"{state.shape} and {state.dtype} in the store"
+            )
+
+    @contextmanager
+    def _meeting(self, op: str) -> Iterator[Invocation]:
+        """What the workers of every client do, and then meet: if it fails on one of them, all raise."""
+        self._check_open()
+        failure: Exception | None = None
+        try:
+            yield self._call(op)
+        except Exception as error:  # whatever it is, the other clients must hear of it
+            failure = error
+        try:
+            self._barrier(self._call(op), failure)
+        finally:
+            if failure is not None:
+                raise failure
 
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         """Put worker 0's ``vector`` in the place of a value."""

@@ -167,11 +167,14 @@ class Bye(Message, tag="bye"):
 class Ack(Message, tag="ack"):
     """The request is done, on every server of the chain; ``version`` counts the updates of the chunk so far.
 
-    A push without replicas is done when it is in its round, with replicas when its round is over.
+    A push without replicas is done when it is in its round, with replicas when its round is over. ``error`` and
+    ``text``: a barrier is over, but what the clients have met for has failed on one of them, as in a ``Failure``.
     """
 
     request: int
     version: int
+    error: str = ""
+    text: str = ""
 
 
 class Accepted(Message, tag="accepted"):
@@ -351,11 +354,14 @@ class Barrier(Message, tag="barrier"):
     """A master has reached its ``ordinal``-th barrier of its store, after its step ``step`` with the furthest key.
 
     ``ordinal`` 0: the first one since a client that is back pushes, whatever its number. The `Ack` says the number.
+    ``error`` and ``text``: what the clients meet for has failed on this one, as in a ``Failure``; all of them hear it.
     """
 
     request: int
     ordinal: int
     step: int = 0
+    error: str = ""
+    text: str = ""
 
 
 class QueryDead(Message, tag="querydead"):

@@ -61,6 +61,32 @@ def test_a_client_that_skips_what_is_done_meets_the_others_at_the_next_barrier(r
     assert meeting.come(0, 5, LAST + 2) == {0: 5, 1: 5}
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_again(restarts: bool) -> None:
+    def come(client: int, ordinal: int, error: str = "", text: str = "") -> dict[int, tuple[int, str, str]]:
+        message = m.Barrier(ordinal, ordinal, LAST, error, text)
+        replies = meeting.barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        meeting.passed([])
+        acks = [(int(r.route), r.message) for r in replies if isinstance(r.message, m.Ack)]
+        return {rank: (ack.version, ack.error, ack.text) for rank, ack in acks}
+
+    meeting = Meeting(restarts=restarts)
+    assert come(1, 4, "KVError", "full") == {}
+    failed = (4, "KVError", "client 1: full")
+    assert come(0, 4) == {0: failed, 1: failed}
+    assert come(1, 4) == {1: failed}, "the answer was lost"
+    assert come(0, 5) == {}
+    assert come(0, 5) == {}, "it asks again"
+    assert come(1, 5) == {0: (5, "", ""), 1: (5, "", "")}
+    assert come(0, 6, "KVError", "a" * 9999) == {}
+    first = (6, "KVError", "client 0: " + "a" * 4000)
+    assert come(1, 6, "ConfigError", "late") == {0: first, 1: first}
+    for ordinal in range(7, 100):
+        come(0, ordinal, "KVError", "again")
+        assert come(1, ordinal)[0] == (ordinal, "KVError", "client 0: again")
+    assert len(meeting.barriers.failed) == 16
+
+
 def test_nobody_waits_for_it_at_a_barrier_that_it_skips() -> None:
     meeting = Meeting()
     meeting.lose_and_bring_back(at_barrier=4)

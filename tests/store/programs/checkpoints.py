@@ -1,0 +1,85 @@
+"""``save`` and ``load`` that fail on one worker fail on all, change nothing, and leave everybody in step."""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import kvmpi
+from kvmpi.errors import KVError, ShapeMismatchError
+from kvmpi.store import checkpoint
+
+COUNT = 70_000  # large enough that the workers of a host share the value of an mpi store
+name, folder = sys.argv[1], Path(sys.argv[2])
+kv = kvmpi.create(name)
+r, n = kv.rank, kv.num_workers
+good, absent = folder / "good", folder / "absent"
+turns = iter(range(1000))
+
+
+def in_step(label):
+    """Nobody passes a barrier that another has not reached: a worker that is late has left a file before it."""
+    for _ in range(3):
+        turn = next(turns)
+        if r == turn % n:
+            time.sleep(0.2)
+            (folder / f"turn {turn}").touch()
+        kv.barrier()
+        assert (folder / f"turn {turn}").exists(), f"worker {r} passed barrier {turn} too early, after: {label}"
+
+
+def expect(label, call, kinds, *named):
+    """It fails on every worker, with an error that says why, and the values are as they were."""
+    raised = None
+    try:
+        call()
+    except KVError as error:
+        raised = error
+    assert isinstance(raised, kinds), f"{label}: {raised!r} on worker {r}"
+    assert all(str(word) in str(raised) for word in named), (label, raised)
+    in_step(label)
+    assert (value("w") == changed).all(), f"{label}: worker {r} has {value('w')[:3]}"
+    assert kv.keys == ["w"], label
+
+
+def value(key):
+    out = np.empty(COUNT, "f4")
+    kv.pull(key, out)
+    return out
+
+
+index = np.arange(COUNT, dtype="f4")
+kv.init("w", index)
+if name == "dist_async":
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+kv.save(good)
+kv.push("w", index + r)
+kv.barrier()
+changed = value("w")
+assert (changed == (n + (name == "dist_async")) * index + n * (n - 1) / 2).all()
+
+for odd in (0, n - 1):
+    file = absent if r == odd else good
+    expect(f"load of a file that worker {odd} has not", lambda file=file: kv.load(file), KVError, absent)
+expect("save into no folder", lambda: kv.save(folder / "none" / "w"), KVError, "none", "unchanged")
+expect("save of states into no folder", lambda: kv.save_optimizer_states(folder / "none" / "w"), KVError, "none")
+assert not (folder / "none").exists()
+
+if r == 0:
+    other = checkpoint.SavedKey("w", (5,), "float32", 0, {"value": np.zeros(5, "f4")})
+    new = checkpoint.SavedKey("new", (5,), "float32", 0, {"value": np.zeros(5, "f4")})
+    checkpoint.write(str(folder / "other"), name, 0, None, [new, other], with_values=True)
+kv.barrier()
+expect("load of another shape", lambda: kv.load(folder / "other"), ShapeMismatchError, "'w'", "(5,)", COUNT)
+
+kv.load(good)
+assert (value("w") == index).all()
+in_step("load")
+kv.save(folder / "again")
+in_step("save")
+kv.push("w", index)
+kv.load(folder / "again")
+assert (value("w") == index).all()
+kv.close()
+print(f"checkpoints {name} right", flush=True)
