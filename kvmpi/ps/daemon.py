@@ -33,6 +33,8 @@ from kvmpi.wire import messages as m
 _BATCH = 16
 _POLL_S = 0.2
 _TICK_S = 0.1
+#: After such a time a scheduler tries once more to save what it could not, and says once more that it cannot.
+_SAVE_AGAIN_S, _COMPLAIN_S = 1.0, 60.0
 #: Of the time after which a silent server is lost: so long after a heartbeat that was heard it answers. The rest is for
 #: clocks that do not run alike.
 _LEASE = 0.9
@@ -99,7 +101,9 @@ class SchedulerDaemon(Daemon):
         stall.watch(self.waits)
         stall.note(self.notes)
         self._keeper = SnapshotKeeper(config, self._state, self._waker.wake)
-        self._saved = 0
+        # Changes that are in the file, and those that could not be put there.
+        self._saved = self._unsaved = 0
+        self._save_again_s = self._complain_s = 0.0
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
@@ -133,7 +137,7 @@ class SchedulerDaemon(Daemon):
                 if now_s >= next_tick_s:
                     replies += self._state.tick(now_s)
                     next_tick_s = now_s + _POLL_S
-                self._save()
+                self._save(now_s)
                 self._send(listener, replies)
                 showing.step(now_s)
         finally:
@@ -162,11 +166,28 @@ class SchedulerDaemon(Daemon):
         else:
             self._keeper.begin()
 
-    def _save(self) -> None:
-        """Before anyone hears of a change: a scheduler that dies now is started again with it."""
-        if self._path and self._state.changes != self._saved:
+    def _save(self, now_s: float) -> None:
+        """Before anyone hears of a change: a scheduler that dies now is started again with it.
+
+        Where the file cannot be written the job goes on all the same: it is needed only if the scheduler dies.
+        """
+        changes = self._state.changes
+        if not self._path or changes == self._saved or (changes == self._unsaved and now_s < self._save_again_s):
+            return
+        try:
             scheduler_file.write(self._path, self._state.save())
-            self._saved = self._state.changes
+        except OSError as error:
+            self._unsaved, self._save_again_s = changes, now_s + _SAVE_AGAIN_S
+            if now_s >= self._complain_s:
+                self._complain_s = now_s + _COMPLAIN_S
+                _log.error(
+                    "scheduler: its state cannot be written to %s (%s); the job goes on, but does not survive the "
+                    "scheduler's end until it can: make room there, or set TMPDIR to another folder", self._path, error,
+                )  # fmt: skip
+            return
+        if self._unsaved:
+            _log.warning("scheduler: its state is in %s again", self._path)
+        self._saved, self._unsaved = changes, 0
 
 
 class ServerDaemon(Daemon):

@@ -53,10 +53,18 @@ class SavedScheduler(msgspec.Struct, array_like=True):
 
 
 def write(path: str, saved: SavedScheduler) -> None:
-    """Replace the file at ``path``: a process that dies while it writes leaves the old one."""
-    with open(path + ".new", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(msgspec.msgpack.encode(saved))
-    os.replace(path + ".new", path)
+    """Replace the file at ``path``: a process that dies while it writes leaves the old one.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk; the old one is still there.
+    """
+    try:
+        with open(path + ".new", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(msgspec.msgpack.encode(saved))
+        os.replace(path + ".new", path)
+    except OSError:
+        remove(path + ".new")
+        raise
 
 
 def remove(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import wait_for
 from ps_helpers import TIMEOUT_S, deadline, initialise, random_floats, whole_numbers
 
 from kvmpi import optim
@@ -26,7 +28,8 @@ from kvmpi.errors import (
     ServerLostError,
     ShapeMismatchError,
 )
-from kvmpi.ps import PsClient
+from kvmpi.ps import PsClient, scheduler_file
+from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.trace import Recorder
 from kvmpi.wire import Watch
 from kvmpi.wire import messages as m
@@ -353,3 +356,38 @@ def test_two_stores_side_by_side(start_job: StartJob) -> None:
     second.pull("k", out, deadline()).wait()
     np.testing.assert_array_equal(out, whole_numbers(7) + 1)
     second.close(deadline())
+
+
+def test_a_scheduler_that_cannot_write_its_state_goes_on_and_tries_again(
+    start_job: StartJob, in_threads: InThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start_job(1)
+    clients = job.connect(2)
+
+    def meet() -> None:
+        in_threads(lambda client: client.barrier(deadline()).wait(), clients)
+
+    def saved_barriers() -> int:
+        before = scheduler_file.read(f"{job.config.job_dir}/scheduler-state")
+        assert before is not None
+        return before.stores[0].barriers_done
+
+    def full(path: str, saved: SavedScheduler) -> None:
+        tried.append(saved.stores[0].barriers_done)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    meet()
+    assert saved_barriers() == 1
+    tried: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler_file, "write", full)
+        for _ in range(5):
+            meet()
+        assert tried == [2, 3, 4, 5, 6], "at every change"
+        wait_for(lambda: len(tried) > 5, "another attempt, without a change", 10.0)
+    assert saved_barriers() == 1
+    wait_for(lambda: saved_barriers() == 6, "the state in its file, without a change", 10.0)
+    said = [line for line in caplog.messages if "its state" in line]
+    assert "No space left on device" in said[0]
+    assert [line for line in said[1:] if "again" not in line] == [], "said once"
+    clients[0].close(deadline())
