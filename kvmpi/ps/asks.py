@@ -55,10 +55,12 @@ class Ask:
         cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
         reads: it takes from the window of values asked for.
         may_be_quiet: it is a push of which nothing need be heard before its answer.
+        withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
     """
 
     __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "may_be_quiet", "missing", "number", "on_reply",
-                 "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used")  # fmt: skip
+                 "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used",
+                 "withheld")  # fmt: skip
 
     def __init__(
         self,
@@ -72,10 +74,11 @@ class Ask:
         reads: bool = False,
         may_be_quiet: bool = False,
         on_reply: Reply | None = None,
+        withheld: tuple[Callable[[], Sequence[Buffer]], int] | None = None,
     ) -> None:
         self.peer, self.part, self.kind, self.fields, self.payloads = peer, part, kind, fields, payloads
         self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
-        self.may_be_quiet, self.quiet = may_be_quiet, False
+        self.may_be_quiet, self.quiet, self.withheld = may_be_quiet, False, withheld
         self.number = -1
         self.sent_s: float | None = None
         self.accepted = False  # a push that is in its round, and no longer takes from its window

@@ -169,7 +169,7 @@ class PsClient(Participant):
         return work
 
     def init(self, key: Key, value: Buffer | None, deadline: Deadline) -> Work:
-        """Create the key on the servers; client 0 gives the value, for others the Work ends when it is readable."""
+        """Create the key; client 0 gives the value, or another if that one is lost. Done when it is readable."""
         return self._start(self._label("init", key), self._init_asks(key, self._layouts[key], value), deadline)
 
     def _init_asks(self, key: Key, layout: KeyLayout, value: Buffer | None) -> list[Ask]:
@@ -180,7 +180,8 @@ class PsClient(Participant):
             how: dict[str, Any] = {"on_reply": self._on_found(layout)}
             if value is not None:
                 piece = value[chunk.start : chunk.stop]
-                how |= {"payloads": _all((piece,)), "cost_bytes": piece.nbytes}
+                given = _all((piece,)), piece.nbytes
+                how |= {"withheld": given} if self._client else {"payloads": given[0], "cost_bytes": given[1]}
             asks.append(about(part, m.Init, fields, **how))
         return asks
 

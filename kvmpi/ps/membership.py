@@ -76,6 +76,17 @@ class Membership:
         """Whether ``client`` may push."""
         return client not in self.gone and client not in self.entering
 
+    @property
+    def giver(self) -> int | None:
+        """Who gives keys their first values: client 0, and where others go on without it the lowest client that is
+        here. None: client 0 has to, and never comes."""
+        if 0 not in self.gone or self._returns(0):
+            return 0
+        if self._in_rounds and not self._shrinks:
+            return None
+        here = (client for client in range(self.num_clients) if client not in self.gone or self.is_guest(client))
+        return next((client for client in here if client not in self.finished), None)
+
     def is_needed(self, client: int) -> bool:
         """Whether a round that ``client`` has not pushed to has to wait for it."""
         return client not in self.finished and not (client in self.gone and self._on_loss == "shrink")

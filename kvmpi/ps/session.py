@@ -35,6 +35,8 @@ _FIRST = 1 << 62
 #: The window of quiet pushes, as a part of that of payloads: for large ones a word costs little beside the rest,
 #: and each keeps its sender's memory until its round is over.
 _QUIET_SHARE = 0.125
+#: Where a Hello says who its client is.
+_CLIENT = 2
 #: Answers that end a request; anything else in their place is a mistake of the peer.
 _ANSWERS = (m.Ack, m.Value, m.State, m.View, m.Dead)
 
@@ -194,6 +196,9 @@ class ClientSession:
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
                 ask.missing, ask.silent_s = message.clients, message.silent_s
+                if ask.withheld is not None and self._hello is not None and self._hello[_CLIENT] in message.clients:
+                    self._send_again(ask)
+                    (ask.payloads, ask.cost_bytes), ask.withheld = ask.withheld, None
             case m.Moved():
                 self._astray.append(ask)
             case m.Accepted():

@@ -71,7 +71,7 @@ class Shard:
         self.discipline = consistency.get(mode)
         self.slots: dict[tuple[Key, int], Slot] = {}
         self.layouts: dict[Key, m.Init] = {}
-        # Clients that wait for client 0 to give a key its value.
+        # Clients that wait for another to give a key its value.
         self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
         self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
@@ -213,13 +213,16 @@ class Shard:
     def _forget_requests(self, client: int) -> list[Reply]:
         """A client's process is gone: what it waits for is dropped, and rounds that do not need it go on."""
         replies: list[Reply] = []
-        ended = client in self.clients.gone and (not self.discipline.in_rounds or self.clients.ends(client))
+        giver = self.clients.giver
         for key, early in list(self._early.items()):
             for where in [where for where in early if where[1] == client]:
                 del early[where]
-            if client == 0 and ended:
+            if giver is None:
                 replies += [failure(route, init.request, self._no_value(key)) for route, init in early.values()]
-            if (client == 0 and ended) or not early:
+            elif giver != 0:
+                waiting = [found for (_, who), found in early.items() if who == giver]
+                replies += [Reply(route, m.Waiting(init.request, [giver])) for route, init in waiting]
+            if giver is None or not early:
                 del self._early[key]
         if self.discipline.in_rounds:
             for slot in self.slots.values():
@@ -261,13 +264,14 @@ class Shard:
             )
         if not 0 <= message.chunk < message.num_chunks:
             raise ProtocolError(f"init of key {key!r}: there is no chunk {message.chunk} of {message.num_chunks}")
-        if client != 0:
-            if self.clients.ends(0) or (0 in self.clients.gone and not self.discipline.in_rounds):
+        giver = self.clients.giver
+        if client != 0 and not (client == giver and payloads):
+            if giver is None:
                 raise self._no_value(key)
             early = self._early.setdefault(key, {})
             known = (message.chunk, client) in early
             early[message.chunk, client] = (route, message)
-            return [Reply(route, m.Waiting(message.request, [0]))] if known else []
+            return [Reply(route, m.Waiting(message.request, [giver]))] if known or client == giver else []
         requests.check_shape(message)
         value = requests.chunk_array(key, payloads, message.dtype, message.count, "init")
         made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
@@ -287,7 +291,7 @@ class Shard:
         return slot
 
     def _answer_early(self, key: Key, chunk: int) -> list[Reply]:
-        """Client 0 has given ``chunk`` its value: who was here before it is done, or sees that it meant another key."""
+        """``chunk`` has got its value: who was here before is done, or sees that it meant another key."""
         replies = []
         early = self._early.pop(key, {})
         for (of_chunk, client), (route, message) in list(early.items()):

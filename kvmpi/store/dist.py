@@ -133,8 +133,9 @@ class DistStore(KVStore):
         if self._ps is not None:
             self._ps.add_keys([(state.key, state.shape, state.dtype) for state in states])
         works = []
+        gives = self.rank == 0 or self._mode == "async" or self._config.on_client_loss == "shrink"
         for state, vector in zip(states, values, strict=True):
-            value = on_host(vector) if self.rank == 0 else None
+            value = on_host(vector) if gives and self._ps is not None else None
             works.append(
                 self._ask_op(state, lambda ps, s=state, v=value: ps.init(s.key, v, call.deadline), call)  # type: ignore[misc]
             )

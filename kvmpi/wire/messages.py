@@ -26,7 +26,10 @@ class Hello(Message, tag="hello"):
 
 
 class Init(Message, tag="init"):
-    """Create one chunk of a key. Client 0 sends the value; the others wait until it is readable."""
+    """Create one chunk of a key. Client 0 sends the value; the others wait until it is readable.
+
+    A client that is told, by a ``Waiting``, that it waits for itself sends the request again with its own value.
+    """
 
     request: int
     key: Key

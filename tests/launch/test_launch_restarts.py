@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 
 RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
+FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
 FEWER = """
 import os, signal, sys
@@ -81,6 +83,17 @@ def test_the_others_go_on_with_their_rounds(launch, write, how, settings):
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
     job = launch("-n", "2", "-c", "2", write("fails.py", "raise SystemExit(3)"), env={"KVMPI_ON_CLIENT_LOSS": "shrink"})
     assert job.finish(30.0) == 3
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+def test_client_0_may_die_before_it_has_given_any_value(launch, store):
+    settings = {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2", "KVMPI_TIMEOUT_S": "30"}
+    job = launch("-n", "3", "-c", "3", "-s", "2", FIRST_VALUE, store, env=settings, whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    waits = re.findall(r"value of worker (\d) after ([0-9.]+) s", job.stdout)
+    assert [giver for giver, _ in waits] == ["1", "1"], job.stdout
+    assert max(float(seconds) for _, seconds in waits) < 10.0
+    assert job.stdout.count("sum 5") == (2 if store == "dist_sync" else 0), job.stdout
 
 
 @pytest.mark.parametrize(("layout", "store", "dies"), [

@@ -87,9 +87,13 @@ class Machine:
 
     # ---- requests
 
-    def init(self, client: int, key: Any, value: np.ndarray, dtype: str = "float32", **changes: Any) -> int:
+    def init(
+        self, client: int, key: Any, value: np.ndarray, dtype: str = "float32", *, request: int = 0,
+        gives: bool = False, **changes: Any,
+    ) -> int:  # fmt: skip
         fields = {"chunk": 0, "num_chunks": 1, "count": value.size, "shape": [value.size], "dtype": dtype, **changes}
-        return self.send(client, m.Init, key, *fields.values(), payloads=[value] if client == 0 else ())
+        payloads = [value] if client == 0 or gives else ()
+        return self.send(client, m.Init, key, *fields.values(), payloads=payloads, request=request)
 
     def init_all(self, key: Any, value: np.ndarray, dtype: str = "float32") -> None:
         for client in range(self.num_clients):

@@ -53,15 +53,47 @@ def test_a_round_to_which_the_lost_client_has_contributed_is_completed() -> None
     assert isinstance(machine.error(machine.push(1, "k", 2, whole_numbers(COUNT), fused=True)), ClientLostError)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("how", ["bye", "lost"])
-def test_nobody_waits_for_a_value_that_client_0_took_with_it(mode: str, how: str) -> None:
-    machine = Machine(mode, 3)
+def test_nobody_waits_for_a_value_that_client_0_took_with_it(how: str) -> None:
+    machine = Machine("sync", 3)
     early = machine.init(1, "k", whole_numbers(COUNT))
     leave(machine, 0, how)
     late = machine.init(2, "k", whole_numbers(COUNT))
     for request in (early, late):
         assert isinstance(machine.error(request), ClientLostError)
+
+
+@pytest.mark.parametrize(("mode", "policy"), [("sync", "shrink"), ("async", "fail")])
+@pytest.mark.parametrize("how", ["bye", "lost"])
+def test_where_others_go_on_without_client_0_the_lowest_that_is_there_gives_the_value(
+    mode: str, policy: str, how: str
+) -> None:
+    machine = Machine(mode, 4, on_client_loss=policy)
+    values = [whole_numbers(COUNT, client) for client in range(4)]
+    early = {client: machine.init(client, "k", values[client]) for client in (2, 3)}
+    leave(machine, 0, how)
+    assert [machine.last(early[client]) for client in (2, 3)] == [None, None], "client 1 is there"
+    early[1] = machine.init(1, "k", values[1])
+    assert machine.last(early[1]) == m.Waiting(early[1], [1]), "it is asked for the value"
+    leave(machine, 1, how)
+    assert machine.last(early[2]) == m.Waiting(early[2], [2]), "now it is its turn"
+    assert machine.last(machine.init(3, "k", values[3], gives=True, request=early[3])) == m.Waiting(early[3], [2])
+    for client in (2, 3):
+        assert machine.ok(machine.init(client, "k", values[client], gives=client == 2, request=early[client]))
+        np.testing.assert_array_equal(machine.read("k", 0, client), values[2])
+
+
+def test_another_process_of_client_0_gives_the_value_if_nobody_has() -> None:
+    machine = Machine("sync", 2, on_client_loss="shrink")
+    early = machine.init(1, "k", whole_numbers(COUNT, 1))
+    machine.lose(0)
+    assert machine.last(early) == m.Waiting(early, [1])
+    assert machine.ok(machine.hello(0, 2, at=b"again"))
+    machine.init(1, "k", whole_numbers(COUNT, 1), gives=True, request=early)
+    assert machine.last(early) == m.Waiting(early, [0])
+    machine.send(b"again", m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[whole_numbers(COUNT, 0)])
+    assert machine.ok(early)
+    np.testing.assert_array_equal(machine.read("k", 0, 1), whole_numbers(COUNT, 0))
 
 
 def test_async_goes_on_without_a_client() -> None:

@@ -101,6 +101,9 @@ class Job:
         meets = random.Random(f"{seed} barriers")
         self._meets, self._meets_again = self.mode == "sync" and meets.random() < 0.6, meets.random() < 0.4
         self._meetings = Meetings(self.oracle)
+        # Whether client 0 is killed when it is about to give the first values, or has given some of them.
+        self._early = random.Random(f"{seed} early")
+        self._dies_early = self.mode == "sync" and self.policy == "shrink" and self._early.random() < 0.5
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
         self._closing: set[int] = set()
@@ -166,10 +169,8 @@ class Job:
             return False
         if rank in (self._closing if self.policy == "wait" else self._leaving):
             return False
-        if f"client {rank}.{self._incarnations[rank]}" not in self._programs:
-            return False  # another process is about to take its place
-        # Client 0 has the first values.
-        return self.policy == "wait" or rank != 0 or self.oracle.num_done > 0
+        # Else another process is about to take its place.
+        return f"client {rank}.{self._incarnations[rank]}" in self._programs
 
     def _on_loss(self, rank: int) -> None:
         """A client's process is dead, or counts as dead soon; then another may be started before it knows."""
@@ -179,6 +180,14 @@ class Job:
                 self._come_back(rank)
         elif f"client {rank}.{self._incarnations[rank]}" not in self._programs or self.network.random.random() < 0.5:
             self._come_back(rank)
+
+    def _die_early(self) -> None:
+        """Client 0 ends, if nobody has got beyond the first values."""
+        name = "client 0.1"
+        if name in self._programs and self.oracle.num_done == 0 and self._may_lose(0):
+            self.network.faults.count("kill client 0 early")
+            self.network.kill(name, self._programs)
+            self._on_loss(0)
 
     def _come_back(self, rank: int) -> None:
         self._incarnations[rank] += 1
@@ -214,7 +223,10 @@ class Job:
         yield [ps.register(incarnation, deadline())]
         yield [ps.open_sessions(incarnation, deadline())]
         ps.add_keys([(key, (count,), "float32") for key, count in KEYS.items()])
-        yield [ps.init(key, np.zeros(count, "f4") if rank == 0 else None, deadline()) for key, count in KEYS.items()]
+        if rank == 0 and incarnation == 1 and self._dies_early:
+            self.network.at(self.network.now_s + self._early.uniform(0.0, 0.5), self._die_early)
+            yield [self.network.pause(self._early.choice([0.0, 1.0]))]
+        yield [ps.init(key, np.zeros(count, "f4"), deadline()) for key, count in KEYS.items()]
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
         yield [ps.enter(deadline())]
         yield [ps.set_rule(rule, deadline())]
