@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,17 +53,19 @@ def write(
         KVError: the file cannot be written; the message says why.
     """
     tensors: dict[str, Buffer] = {}
-    entries = []
+    entries, checksums = [], []
     for i, saved in enumerate(keys):
         names = [name for name in saved.arrays if with_values or name != "value"]
         tensors.update({f"{i}/{name}": saved.arrays[name] for name in names})
         entries.append([saved.key, list(saved.shape), saved.dtype, saved.updates, names])
+        checksums.append([_checksum(saved.arrays[name]) for name in names])
     manifest = {
         "format": _FORMAT,
         "store_type": store_type,
         "clock": clock,
         "rule": None if rule is None else [rule.name, rule.hyperparams()],
         "keys": entries,
+        "crc32": checksums,
     }
     try:
         with replacing(path) as temporary:
@@ -72,7 +75,7 @@ def write(
 
 
 def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoint:
-    """Load and check a checkpoint.
+    """Load and check a checkpoint. Files from before there were checksums are taken as they are.
 
     Args:
         existing: keys that the store has; without values, all keys of the file must be among them.
@@ -87,11 +90,13 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
             manifest = json.loads(metadata.get("manifest", "{}"))
             if manifest.get("format") != _FORMAT:
                 raise ConfigError(f"load of {path}: not a checkpoint of kvmpi ({_FORMAT})")
-            keys = []
+            keys, checksums = [], manifest.get("crc32")
             for i, (key, shape, dtype, updates, names) in enumerate(manifest["keys"]):
                 found = {name: file.get_tensor(f"{i}/{name}") for name in names}
                 keys.append(SavedKey(key, tuple(shape), dtype, updates, found))
-    except ConfigError:
+                if checksums is not None and [_checksum(found[name]) for name in names] != checksums[i]:
+                    raise KVError(f"load of {path}: the file is damaged: key {key!r} is not what was saved")
+    except KVError:
         raise
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise KVError(f"load of {path}: {type(error).__name__}: {error}") from error
@@ -99,6 +104,10 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
         _check(path, saved, existing, with_values=with_values)
     rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])
     return Checkpoint(manifest["clock"], rule, keys)
+
+
+def _checksum(array: Buffer) -> int:
+    return zlib.crc32(array.view(np.uint8).data)
 
 
 def _check(path: str, saved: SavedKey, existing: Collection[Key], *, with_values: bool) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from jobs import run_job
+
+from kvmpi import errors, optim
+from kvmpi.store import checkpoint
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -23,3 +29,36 @@ def test_what_fails_on_one_worker_fails_on_all_and_changes_nothing(tmp_path, opt
     done = run_job(options, PROGRAMS / "checkpoints.py", store, tmp_path, settings={"timeout_s": 15})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"checkpoints {store} right") == int(options.split()[1])
+
+
+def test_any_byte_of_a_value_that_has_changed_is_found_and_files_without_checksums_are_read(tmp_path):
+    path, rule = tmp_path / "saved", optim.SGD(lr=0.1, momentum=0.9)
+    arrays = {
+        3: {"value": np.arange(5, dtype="f4"), "momentum": np.arange(5, dtype="f4") + 0.5},
+        4: {"value": np.zeros(0, "f4"), "momentum": np.zeros(0, "f4")},
+        5: {"value": np.arange(7, dtype="u2"), "master": np.arange(7, dtype="f4") + 0.25},
+    }
+    keys = [
+        checkpoint.SavedKey(key, (found["value"].size,), "bfloat16" if key == 5 else "float32", 2, found)
+        for key, found in arrays.items()
+    ]
+    checkpoint.write(str(path), "mpi", 7, rule, keys, with_values=True)
+    whole = path.read_bytes()
+    header_bytes = 8 + int.from_bytes(whole[:8], "little")
+    assert len(whole) - header_bytes == sum(array.nbytes for found in arrays.values() for array in found.values())
+    for i in range(header_bytes, len(whole)):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :])
+        with pytest.raises(errors.KVError, match=rf"{path}.*damaged: key [35] "):
+            checkpoint.read(str(path), {3, 4, 5}, with_values=True)
+
+    path.write_bytes(whole)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        manifest = json.loads(file.metadata()["manifest"])
+    del manifest["crc32"]
+    safetensors.numpy.save_file(tensors, path, metadata={"manifest": json.dumps(manifest)})
+    found = checkpoint.read(str(path), {3, 4, 5}, with_values=True)
+    assert (found.clock, found.rule) == (7, rule)
+    for saved in found.keys:
+        for name, array in arrays[saved.key].items():
+            np.testing.assert_array_equal(saved.arrays[name], array)

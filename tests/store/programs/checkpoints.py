@@ -73,6 +73,15 @@ if r == 0:
 kv.barrier()
 expect("load of another shape", lambda: kv.load(folder / "other"), ShapeMismatchError, "'w'", "(5,)", COUNT)
 
+if r == 0:
+    damaged = bytearray(good.read_bytes())
+    damaged[-COUNT] ^= 1  # somewhere in the last value
+    (folder / "damaged").write_bytes(damaged)
+kv.barrier()
+for odd in (0, n - 1):  # a disk that is bad on one host
+    file = folder / "damaged" if r == odd else good
+    expect(f"load of a file damaged for worker {odd}", lambda file=file: kv.load(file), KVError, "damaged", "'w'")
+
 kv.load(good)
 assert (value("w") == index).all()
 in_step("load")
