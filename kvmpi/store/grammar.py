@@ -37,12 +37,18 @@ def normal_key(key: Any) -> Key:
 
     Raises:
         KeyKindError: it is neither.
+        ConfigError: a str that is too long, or that has no encoding.
     """
     if type(key) is int and -(2**63) <= key < 2**63:  # which most are
         return key
     if isinstance(key, str):
         if len(key) > _MAX_KEY_CHARS:
             raise ConfigError(f"a key of {len(key)} characters is longer than {_MAX_KEY_CHARS}")
+        if not key.isascii():
+            try:
+                key.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"key {key!r} has no encoding in UTF-8: {error.reason}") from None
         return str(key)
     if not isinstance(key, bool) and not arrays.is_array(key):
         try:

@@ -81,6 +81,15 @@ def test_init_then_pull(any_store):
         np.testing.assert_array_equal(pulled(any_store, key, value), value)
 
 
+def test_a_key_that_cannot_be_sent_is_refused_by_every_store(any_store):
+    with pytest.raises(errors.ConfigError, match=r"key 'w\\ud800' has no encoding"):
+        any_store.init("w\ud800", array(0))
+    any_store.init("wörter", array(0))
+    np.testing.assert_array_equal(pulled(any_store, "wörter", array(0)), array(0))
+    with pytest.raises(errors.ConfigError, match="has no encoding"):
+        any_store.pull("\udc80", array(1))
+
+
 def test_push_assigns_the_sum_over_devices(store):
     store.init("w", np.zeros((2, 3), "f4"))
     parts = [array(i) for i in range(3)]

@@ -58,8 +58,15 @@ def test_numpy_integers_are_int_keys():
         (1, [A, None], DTypeMismatchError),
         (1, [[A]], DTypeMismatchError),
         ("k" * 5000, A, ConfigError),
+        ("k\ud800", A, ConfigError),
+        (["k", "\udfff"], [A, B], ConfigError),
     ],
 )
 def test_what_is_refused(keys, values, error):
     with pytest.raises(error):
         groups(keys, values, "push")
+
+
+def test_any_text_is_a_key():
+    for key in ("", "w", "gewöhnlich", "重み", "\U0001f9ee", "\0"):
+        assert groups(key, A, "push")[0].key == key
