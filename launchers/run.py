@@ -465,6 +465,13 @@ class Runner:
         self._output.say(text)
         for line in tail:
             self._output.say("    " + line.decode(errors="surrogateescape"))
+        clients = self._job.of_role("worker", "client")
+        killed = failure.label.startswith(("worker", "client")) and failure.status > 128
+        if killed and len(clients) > 1 and self._job.num_servers and self._restarts.on_client_loss == "fail":
+            self._output.say(
+                "kvmpi run: set KVMPI_ON_CLIENT_LOSS=shrink to go on without a client that dies, also where stores are "
+                "asynchronous; --restart N starts it again"
+            )
 
     def _drain(self) -> None:
         """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""

@@ -80,6 +80,41 @@ def test_the_others_go_on_with_their_rounds(launch, write, how, settings):
     assert job.stderr.count("goes on without it") == (2 if how == "die" else 0)
 
 
+ASYNC = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_async") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    deadline = time.monotonic() + 30
+    while kv.rank == 0 and not Path("pushed").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for step in range(40 if kv.rank == 0 else 5):
+        kv.push("w", np.ones(5, "f4"))
+        time.sleep(0.05 * (kv.rank == 0))
+    if kv.rank == 1:
+        kv.pull("w", np.empty(5, "f4"))
+        Path("pushed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    out = np.empty(5, "f4")
+    kv.pull("w", out)
+    print(f"end {out[0]:.0f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("policy", "status"), [("shrink", 0), ("", 137)])
+def test_an_asynchronous_job_goes_on_without_a_worker_if_it_is_told_to(launch, write, policy, status):
+    settings = {"KVMPI_ON_CLIENT_LOSS": policy} if policy else {}
+    job = launch("-n", "2", "-c", "2", "-s", "2", write("async.py", ASYNC), env=settings, whole=True)
+    assert job.finish(60.0) == status, job.stderr
+    assert ("end 45" in job.stdout) is (status == 0)
+    assert ("set KVMPI_ON_CLIENT_LOSS=shrink" in job.stderr) is (status != 0)
+
+
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
     job = launch("-n", "2", "-c", "2", write("fails.py", "raise SystemExit(3)"), env={"KVMPI_ON_CLIENT_LOSS": "shrink"})
     assert job.finish(30.0) == 3
