@@ -177,11 +177,7 @@ class Store(mx.kvstore.KVStoreBase):
         for one, (lr, wd) in self._rates.items():
             own = rule_of(optimizer, lr, wd).hyperparams()
             rule = rule.for_keys([one], **{n: value for n, value in own.items() if value != rule.hyperparams()[n]})
-        wanted, known = rule.hyperparams(), now.hyperparams()
-        for name in known:  # what is different for a key no more
-            wanted.setdefault(name, wanted[name.partition("@")[0]])
-        changed = {name: value for name, value in wanted.items() if known.get(name) != value}
-        if changed:
+        if changed := rule.changes_from(now):
             self.store.set_hyperparams(**changed)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmpi.errors import ConfigError, UnsupportedError
@@ -22,11 +22,17 @@ _TORCH: dict[str, tuple[Callable[..., Rule], tuple[str, ...]]] = {
 _MISSING = ("dampening", "maximize", "amsgrad")
 
 
-def from_any(optimizer: object) -> Rule:
+#: By parameter group of a torch optimizer: the keys of its parameters.
+KeysOfGroups = Sequence[Sequence[int | str]]
+
+
+def from_any(optimizer: object, keys: KeysOfGroups | None = None) -> Rule:
     """The rule that does what ``optimizer`` does: a ``Rule``, or an instance of a ``torch.optim`` class.
 
     Only hyperparameters are taken from a torch optimizer, not the state of steps that it has already done.
 
+    Args:
+        keys: of the parameters in each of a torch optimizer's groups, if these may differ.
     Raises:
         UnsupportedError: a torch optimizer, or an option of one, that has no equivalent.
         ConfigError: anything else, or a rule whose class is not registered.
@@ -41,15 +47,15 @@ def from_any(optimizer: object) -> Rule:
     if isinstance(optimizer, type) and issubclass(optimizer, Rule):
         raise ConfigError(f"{optimizer.__name__} is a class: pass an instance, {optimizer.__name__}(...)")
     if any(_is_torch(cls) for cls in type(optimizer).__mro__):
-        return _from_torch(optimizer)
+        return _from_torch(optimizer, keys)
     raise ConfigError(
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer: "
         f"expected one of kvmpi.optim or of torch.optim ({', '.join(_TORCH)})"
     )
 
 
-def stated_by(optimizer: Any, rule: Rule) -> Rule:
-    """``rule`` with the hyperparameters of the same name that a torch optimizer has.
+def stated_by(optimizer: Any, rule: Rule, keys: KeysOfGroups | None = None) -> Rule:
+    """``rule`` with the hyperparameters of the same name that a torch optimizer has; ``keys`` as in ``from_any``.
 
     A rule that ``from_any`` makes of torch optimizers must be the one that it makes of this one; of a rule without an
     equivalent in torch, the optimizer says what it can.
@@ -58,18 +64,20 @@ def stated_by(optimizer: Any, rule: Rule) -> Rule:
         UnsupportedError: the optimizer is of another rule, has no equivalent, or its groups differ.
     """
     if any(type(rule) is known for known, _ in _TORCH.values()):
-        own = from_any(optimizer)
+        own = from_any(optimizer, keys)
         if type(own) is not type(rule):
             raise UnsupportedError(f"{own!r} is another rule")
     own_names = set(rule.hyperparams()) - {"rescale_grad", "multi_precision"}
-    return rule.with_hyperparams(**_agreed(optimizer, own_names & set(optimizer.param_groups[0])))
+    first, others = _options_of(optimizer, sorted(own_names & set(optimizer.param_groups[0])), keys)
+    # The optimizer has the last word on which keys are different in what it says.
+    return _different(rule.alike_in(first).with_hyperparams(**first), others)
 
 
 def _is_torch(cls: type) -> bool:
     return cls.__module__ == "torch.optim.optimizer" and cls.__name__ == "Optimizer"
 
 
-def _from_torch(optimizer: Any) -> Rule:
+def _from_torch(optimizer: Any, keys: KeysOfGroups | None) -> Rule:
     cls = type(optimizer)
     label = f"{cls.__module__}.{cls.__qualname__}"
     name = cls.__name__ if cls.__module__.startswith("torch.optim.") else ""
@@ -90,22 +98,34 @@ def _from_torch(optimizer: Any) -> Rule:
         for option in _MISSING:
             if group.get(option):
                 raise UnsupportedError(f"{label} with {option}={group[option]!r} has no equivalent in kvmpi.optim")
-    return rule(**_agreed(optimizer, options))
+    first, others = _options_of(optimizer, options, keys)
+    return _different(rule(**first), others)
 
 
-def _agreed(optimizer: Any, options: Iterable[str]) -> dict[str, Any]:
-    """These options of a torch optimizer, which all of its groups have alike."""
+def _options_of(
+    optimizer: Any, options: Iterable[str], keys: KeysOfGroups | None
+) -> tuple[dict[str, Any], list[tuple[Sequence[int | str], dict[str, Any]]]]:
+    """These options of a torch optimizer's first group; and by keys of each other one what is different there."""
     groups: list[Mapping[str, Any]] = optimizer.param_groups
     first = {option: _plain(groups[0][option]) for option in options}
-    for index, group in enumerate(groups):
-        for option in first:
-            if _plain(group[option]) != first[option]:
-                raise UnsupportedError(
-                    f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: parameter group {index} has "
-                    f"{option}={group[option]!r}, group 0 has {first[option]!r}; one optimizer serves all keys, so all "
-                    "groups must agree"
-                )
-    return first
+    others = []
+    for index, group in enumerate(groups[1:], 1):
+        different = {option: value for option in first if (value := _plain(group[option])) != first[option]}
+        for option in different if keys is None else ():
+            raise UnsupportedError(
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: parameter group {index} has "
+                f"{option}={group[option]!r}, group 0 has {first[option]!r}, and nobody says which keys are whose; "
+                "make the rule of group 0 and call its for_keys"
+            )
+        if different and keys is not None:
+            others.append((keys[index], different))
+    return first, others
+
+
+def _different(rule: Rule, others: Iterable[tuple[Sequence[int | str], dict[str, Any]]]) -> Rule:
+    for keys, different in others:
+        rule = rule.for_keys(keys, **different)
+    return rule
 
 
 def _plain(value: Any) -> Any:

@@ -98,6 +98,21 @@ class Rule:
         """
         return self.with_hyperparams(**{f"{n}{_OF_KEY}{key}": value for key in keys for n, value in changes.items()})
 
+    def alike_in(self: R, names: Iterable[str]) -> R:
+        """A new rule in which these hyperparameters are the same for all keys."""
+        forgotten = set(names)
+        return make(type(self), {
+            name: value for name, value in self.hyperparams().items()
+            if _OF_KEY not in name or name.partition(_OF_KEY)[0] not in forgotten
+        })  # fmt: skip
+
+    def changes_from(self, earlier: Rule) -> dict[str, Any]:
+        """What ``earlier.with_hyperparams`` makes do what this rule of the same class does."""
+        wanted, known = self.hyperparams(), earlier.hyperparams()
+        for name in known:  # what is different for a key no more
+            wanted.setdefault(name, wanted[name.partition(_OF_KEY)[0]])
+        return {name: value for name, value in wanted.items() if known.get(name) != value}
+
     def of_key(self, key: int | str) -> Rule:
         """What this rule is for ``key``."""
         return self._by_key.get(str(key), self) if self._by_key else self

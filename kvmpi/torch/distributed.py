@@ -94,8 +94,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner, self._kv, self._bucket_bytes = optimizer, kvstore, bucket_bytes
         given = rules.given_rule(kvstore)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
-        self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
         self._names = self._names_of(named_parameters)
+        # In the order of the model, where it is known: the reverse of it is the first guess at what comes when.
+        place = {identity: number for number, identity in enumerate(self._names)}
+        tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
+        self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
+        self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
         self._divisor = 1
         self._average = given is None if average is None else average
         if self._average:
@@ -105,18 +109,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warn_of_forks(kvstore)
         self._layers: Layers | None = None
         self._tenant = object()
-        # In the order of the model, where it is known: the reverse of it is the first guess at what comes when.
-        place = {identity: number for number, identity in enumerate(self._names)}
-        tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
-        self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
         self._params.create_in(kvstore, as_they_lie=True)
         if self._model is not None:
             start_alike(kvstore, self._rest_of(self._model))
         self._exchange = self._new_exchange()
         if self._update_on_kvstore and given is None:
-            rules.make_rule(kvstore, optim.from_any(optimizer).with_hyperparams(rescale_grad=1.0 / self._divisor))
+            rule = optim.from_any(optimizer, self._keys_of_groups())
+            rules.make_rule(kvstore, rule.with_hyperparams(rescale_grad=1.0 / self._divisor))
         # What the store knows of; nothing, where it is to hear of what a scheduler has done before.
-        in_force = given is None or not self._update_on_kvstore or rules.agrees(given, optimizer)
+        follows = self._update_on_kvstore and given is not None
+        in_force = not follows or rules.agrees(given, optimizer, self._keys_of_groups())  # type: ignore[arg-type]
         self._options = options_of(optimizer) if in_force else None
         if self._model is not None:
             if norm_buffers != "own":
@@ -152,13 +154,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "the optimizer has stepped already, and the store would not get its state: pass a new one"
                 )
             try:
-                optim.from_any(self._inner)
+                optim.from_any(self._inner, self._keys_of_groups())
             except UnsupportedError as error:
                 hint = "" if must else "; or leave update_on_kvstore=False"
                 raise ConfigError(f"the store cannot apply this optimizer: {error}{hint}") from None
         else:
-            rules.agrees(given, self._inner)
+            rules.agrees(given, self._inner, self._keys_of_groups())
         return True
+
+    def _keys_of_groups(self) -> list[list[int]]:
+        return rules.keys_of_groups(self._inner, self._params)
 
     def _names_of(self, named: Any) -> dict[int, str]:
         """Names of tensors, by identity."""
@@ -205,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Tell the store what has changed in the optimizer's options."""
         options = options_of(self._inner)
         if self._update_on_kvstore and options != self._options:
-            rules.follow(self._kv, self._inner)
+            rules.follow(self._kv, self._inner, self._keys_of_groups())
             self._options = options
 
     # ---- as an optimizer
@@ -323,7 +328,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.add_param_group(param_group)
         if self._update_on_kvstore:
             assert self._kv.optimizer is not None
-            rules.stated(self._kv.optimizer, self._inner)
+            rules.stated(self._kv.optimizer, self._inner, self._keys_of_groups())
         added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
         new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
         new.create_in(self._kv, as_they_lie=True)

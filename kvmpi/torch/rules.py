@@ -10,6 +10,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.optim.convert import stated_by
 from kvmpi.store import KVStore
+from kvmpi.torch.parameters import KeyedParameters
 
 #: By store, what stands for each ``DistributedOptimizer`` that trains with it.
 _TENANTS: WeakKeyDictionary[KVStore, set[object]] = WeakKeyDictionary()
@@ -50,40 +51,45 @@ def make_rule(kv: KVStore, rule: optim.Rule) -> None:
     _MADE[kv] = kv.optimizer
 
 
-def agrees(rule: optim.Rule, optimizer: torch.optim.Optimizer) -> bool:
+def keys_of_groups(optimizer: torch.optim.Optimizer, params: KeyedParameters) -> list[list[int]]:
+    """By group: the keys of its parameters, as far as they have some."""
+    known = {id(tensor): key for tensor, key in zip(params.tensors, params.keys, strict=True)}
+    return [[known[id(t)] for t in group["params"] if id(t) in known] for group in optimizer.param_groups]
+
+
+def agrees(rule: optim.Rule, optimizer: torch.optim.Optimizer, keys: list[list[int]]) -> bool:
     """Whether the optimizer says what the rule of the user says; False where a scheduler has moved it on.
 
     Raises:
         ConfigError: it says something else, which the store would not do.
     """
-    now = rule.hyperparams()
-    wanted = stated(rule, optimizer).hyperparams()
-    differing = [name for name in now if wanted[name] != now[name]]
+    differing = stated(rule, optimizer, keys).changes_from(rule)
     scheduled = all("initial_lr" in group for group in optimizer.param_groups)
-    for name in differing:
-        if not (scheduled and name in _SCHEDULED):
-            raise _refusal(rule, f"the optimizer has {name}={wanted[name]!r}")
+    for name, value in differing.items():
+        if not (scheduled and name.partition("@")[0] in _SCHEDULED):
+            raise _refusal(rule, f"the optimizer has {name}={value!r}")
     return not differing
 
 
-def stated(rule: optim.Rule, optimizer: torch.optim.Optimizer) -> optim.Rule:
+def stated(rule: optim.Rule, optimizer: torch.optim.Optimizer, keys: list[list[int]]) -> optim.Rule:
     """The store's rule as the optimizer says that it should be.
 
+    Args:
+        keys: of ``keys_of_groups``.
     Raises:
         ConfigError: it says something that the store cannot do.
     """
     try:
-        return stated_by(optimizer, rule)
+        return stated_by(optimizer, rule, keys)
     except UnsupportedError as error:
         raise _refusal(rule, str(error)) from None
 
 
-def follow(kv: KVStore, optimizer: torch.optim.Optimizer) -> None:
+def follow(kv: KVStore, optimizer: torch.optim.Optimizer, keys: list[list[int]]) -> None:
     """Bring the store's rule up to date with what a scheduler, or anybody else, has written into the optimizer."""
     assert kv.optimizer is not None
-    made, now = given_rule(kv) is None, kv.optimizer.hyperparams()
-    changed = {n: v for n, v in stated(kv.optimizer, optimizer).hyperparams().items() if now[n] != v}
-    if changed:
+    made = given_rule(kv) is None
+    if changed := stated(kv.optimizer, optimizer, keys).changes_from(kv.optimizer):
         kv.set_hyperparams(**changed)
         if made:
             _MADE[kv] = kv.optimizer

@@ -15,6 +15,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.store import KVStore
 from kvmpi.torch.parameters import KeyedParameters, Parameters
+from kvmpi.torch.rules import keys_of_groups
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
 BIG_PARAMETER = 16 * 1024 * 1024
@@ -154,7 +155,7 @@ class Trainer:
         if self._torch.state:
             return "the torch optimizer has stepped already, and its state would be lost; pass a new one"
         try:
-            optim.from_any(self._torch)
+            self._own_rule()
         except UnsupportedError as error:
             return str(error)
         return None
@@ -315,10 +316,11 @@ class Trainer:
                 rule = rule.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
             kv.set_optimizer(rule)
         elif options != self._sent:
-            mine, now = self._own_rule(), kv.optimizer.hyperparams()
+            mine = self._own_rule()
             if type(kv.optimizer) is not type(mine):
                 raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")
-            changed = {n: v for n, v in mine.hyperparams().items() if n != "rescale_grad" and now[n] != v}
+            changed = mine.changes_from(kv.optimizer)
+            changed.pop("rescale_grad", None)
             if changed:
                 kv.set_hyperparams(**changed)
         self._sent = options
@@ -333,7 +335,7 @@ class Trainer:
         if self._torch is None:
             assert self._rule is not None
             return self._rule
-        return optim.from_any(self._torch)
+        return optim.from_any(self._torch, keys_of_groups(self._torch, self._params))
 
     def _wanted_scale(self, batch_size: float) -> float:
         return float(getattr(self._rule, "rescale_grad", 1.0)) / batch_size
@@ -427,11 +429,12 @@ class Trainer:
 
     def _adopt(self, rule: optim.Rule) -> None:
         """Let the user's optimizer say what the store's, just loaded, says."""
-        found = {name: value for name, value in rule.hyperparams().items() if name != "rescale_grad"}
         if self._torch is None:
+            found = {name: value for name, value in rule.hyperparams().items() if name != "rescale_grad"}
             self._rule = self._own_rule().with_hyperparams(**found)
             return
-        for group in self._torch.param_groups:
+        for group, keys in zip(self._torch.param_groups, keys_of_groups(self._torch, self._params), strict=True):
+            found = (rule.of_key(keys[0]) if keys else rule).hyperparams()
             group.update({n: tuple(v) if isinstance(v, list) else v for n, v in found.items() if n in group})
 
     # ---- the end

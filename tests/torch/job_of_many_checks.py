@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import unittest.mock
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import optimizer_gradients
 import optimizer_weights
@@ -16,25 +18,29 @@ import kvmpi
 torch.set_num_threads(1)
 
 
+def chosen(checks: Sequence[Callable[[Any], None]], names: list[str]) -> list[Callable[[Any], None]]:
+    """Those that are called so; all, if none is named."""
+    unknown = set(names) - {check.__name__ for check in checks}
+    assert not unknown, f"no such checks: {unknown}"
+    return [check for check in checks if check.__name__ in names or not names]
+
+
 def gradients(store: str, names: list[str]) -> None:
     with kvmpi.create(store) as kv:
-        for check in optimizer_gradients.CHECKS:
-            if check.__name__ in names or not names:
-                check(kv)
+        for check in chosen(optimizer_gradients.CHECKS, names):
+            check(kv)
 
 
 def direct(store: str, names: list[str]) -> None:
     """The same, and more, where weights are large enough to be summed where autograd has made their gradients."""
     with unittest.mock.patch("kvmpi.torch.gradients.DIRECT_BYTES", 100), kvmpi.create(store) as kv:
-        for check in (*optimizer_gradients.DIRECT_CHECKS, *optimizer_gradients.CHECKS):
-            if (check.__name__ in names or not names) and check is not optimizer_gradients.no_copies:
-                check(kv)
+        for check in chosen((*optimizer_gradients.DIRECT_CHECKS, *optimizer_gradients.CHECKS), names):
+            check(kv)
 
 
 def weights(store: str, names: list[str]) -> None:
-    for check in optimizer_weights.CHECKS:  # each with stores of its own, since a store has one rule
-        if check.__name__ in names or not names:
-            check(store)
+    for check in chosen(optimizer_weights.CHECKS, names):  # each with stores of its own, since a store has one rule
+        check(store)
 
 
 def algorithms(store: str, names: list[str]) -> None:

@@ -56,6 +56,45 @@ def loops_of_people(store: str) -> None:
         same_in_all(kv, plain_steps, make=convolutions, get=image_shard, update_on_kvstore=True)
 
 
+def groups_of_parameters(store: str) -> None:
+    """Groups with options of their own, which schedulers change by group; one that is added; one that catches up."""
+
+    def groups(model: Any) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": decayed}], lr=0.01)
+
+    def rates_of_their_own(model: Any, optimizer: Any, shards: Any) -> None:
+        slower, faster = lambda step: 0.5**step, lambda step: 1.0 + 0.5 * step
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [slower, faster])
+        for step in range(6):
+            plain_steps(model, optimizer, lambda _, step=step: shards(step), 1)
+            schedule.step()
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.05, 0.1  # alike from here on
+        plain_steps(model, optimizer, shards)
+
+    def grown(model: Any, optimizer: Any, shards: Any) -> None:
+        plain_steps(model, optimizer, shards)
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.3, "momentum": 0.5})
+        plain_steps(model, optimizer, shards)
+
+    def partly_frozen(seed: int) -> nn.Module:
+        model = mlp(seed)
+        model[0].requires_grad_(False)
+        return model
+
+    def last(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[2:].parameters(), lr=0.1, momentum=0.9)
+
+    for loop in (loops.schedules, rates_of_their_own):
+        with kvmpi.create(store) as kv:
+            same_in_all(kv, loop, optimizer=groups, update_on_kvstore=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, grown, make=partly_frozen, optimizer=last, update_on_kvstore=True)
+
+
 def rule_of_the_user(store: str) -> None:
     """Who sets the store's optimizer says what becomes of the sum; schedulers of the given one reach it."""
     with kvmpi.create(store) as kv:
@@ -383,7 +422,7 @@ def asynchronous(store: str) -> None:
         torch.manual_seed(kv.rank)
         model = nn.ParameterDict({"used": torch.randn(40), "unused": torch.ones(3)}).double()
         start = torch.manual_seed(0) and torch.randn(40).double()
-        given = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.0)
+        given = torch.optim.SGD([{"params": [model["unused"]]}, {"params": [model["used"]], "lr": 0.5}], lr=7.0)
         optimizer = DistributedOptimizer(given, kv, model, bucket_bytes=1)
         assert torch.equal(model["used"].detach().float(), start.float())
         for step in range(-STEPS, STEPS):
@@ -402,6 +441,7 @@ def asynchronous(store: str) -> None:
 
 
 CHECKS = (
-    loops_of_people, rule_of_the_user, graphs_that_change, frozen_in_turn, converted, layers_wait_for_their_own,
-    first_layers_first, compiled, too_late, resumed, loaded, uneven_batches, asynchronous, loaded_by_one,
+    loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
+    layers_wait_for_their_own, first_layers_first, compiled, too_late, resumed, loaded, uneven_batches, asynchronous,
+    loaded_by_one,
 )  # fmt: skip

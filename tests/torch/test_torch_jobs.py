@@ -17,14 +17,17 @@ JOBS = {
         "mpi/gradients",
         "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,uneven_batches",
-        "mpi/weights=loops_of_people,frozen_in_turn,converted,layers_wait_for_their_own,first_layers_first,compiled,too_late,loaded,"
+        "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
+        "first_layers_first,compiled,too_late,loaded,"
         "uneven_batches,loaded_by_one",
         f"mpi/algorithms={ALGORITHMS}",
     ],
     "-n 4 -c 2 -s 2": [
-        "dist_sync_mpi/gradients=every_loop,graphs_that_change,frozen_in_turn,converted,images,order_of_the_first_worker,uneven_batches",
+        "dist_sync_mpi/gradients=every_loop,graphs_that_change,frozen_in_turn,converted,images,"
+        "order_of_the_first_worker,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,resumed,forks",
-        "dist_sync_mpi/weights=loops_of_people,rule_of_the_user,graphs_that_change,resumed,loaded,uneven_batches",
+        "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
+        "loaded,uneven_batches",
         "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,first_layers_first,loaded,loaded_by_one",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",

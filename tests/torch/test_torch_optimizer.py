@@ -59,6 +59,12 @@ def test_weights_come_back(store: str, parameters_only: bool) -> None:
         with kvmpi.create(store) as kv:
             update = None if store in ASYNC else True
             same_in_all(kv, loop, parameters_only=parameters_only, update_on_kvstore=update)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, loops.schedules, optimizer=two_rates, update_on_kvstore=True)
+
+
+def two_rates(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.5}], lr=0.1)
 
 
 def test_an_asynchronous_client_of_one_worker_does_not_push_what_it_has_not() -> None:
@@ -318,11 +324,6 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         kv.set_optimizer(rule)
         return DistributedOptimizer(optimizer, kv, model)
 
-    def two_rates(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.5}], lr=0.1
-        )
-
     def warming(model: nn.Module) -> torch.optim.Optimizer:
         torch.optim.lr_scheduler.LinearLR(optimizer := torch.optim.SGD(model.parameters(), lr=1.0))
         return optimizer
@@ -350,7 +351,7 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         r"the optimizer has lr=0\.1:": lambda kv, m: with_rule(kv, optim.SGD(0.3, momentum=0.9, weight_decay=0.01))(m),
         r"Adam\(lr=0\.1\), but SGD\(lr=0\.1.* is another rule": lambda kv, m: with_rule(kv, optim.Adam(0.1))(m),
         "but .*RMSprop has no equivalent": lambda kv, m: given(kv, optim.SGD(0.1), rms(m), m),
-        "parameter group 1 has lr=0.5": lambda kv, m: given(kv, optim.SGD(0.1), two_rates(m), m),
+        r"the optimizer has lr@2=0\.5": lambda kv, m: given(kv, optim.SGD(0.1), two_rates(m), m),
         r"the optimizer has weight_decay=0\.0": lambda kv, m: given(
             kv, optim.SGD(1.0, weight_decay=0.1), warming(m), m
         ),
@@ -427,13 +428,3 @@ def test_a_sparse_gradient_names_its_parameter(kv: kvmpi.KVStore) -> None:
     DistributedOptimizer(sgd(model), kv, model)
     with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse.*Trainer does.*c10d"):
         model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_rates_that_differ_by_group_cannot_reach_a_store(kv: kvmpi.KVStore) -> None:
-    model = mlp()
-    groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
-    optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), kv, model, update_on_kvstore=True)
-    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
-    optimizer.param_groups[1]["lr"] = 0.5
-    with pytest.raises(KVError, match="all groups must agree"):
-        loss_of(model, [shard(1, 0)]).backward()
