@@ -3,10 +3,13 @@
 The job is one client: ``kvmpi run -n 4 PROGRAM``, ``mpirun`` or ``srun``. See docs/horovod.md for what differs.
 """
 
+from kvmpi.errors import KVError
 from kvmpi.horovod.basics import (
+    ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
+    ddl_built,
     gloo_built,
     gloo_enabled,
     init,
@@ -19,10 +22,12 @@ from kvmpi.horovod.basics import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    rocm_built,
     shutdown,
     size,
 )
 from kvmpi.horovod.compression import Compression
+from kvmpi.horovod.handles import poll, synchronize
 from kvmpi.horovod.objects import (
     allgather_object,
     broadcast_object,
@@ -49,24 +54,31 @@ from kvmpi.horovod.operations import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
-    poll,
     reducescatter,
     reducescatter_async,
-    synchronize,
+    sparse_allreduce_async,
 )
 from kvmpi.horovod.optimizer import DistributedOptimizer
-from kvmpi.horovod.unsupported import elastic
+from kvmpi.horovod.unsupported import elastic, start_timeline, stop_timeline
+
+#: What Horovod calls an operation that failed. Here that is every error of kvmpi.
+HorovodInternalError = KVError
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "Product",
@@ -88,16 +100,22 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "ddl_built",
     "elastic",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -112,7 +130,11 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

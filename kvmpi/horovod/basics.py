@@ -156,3 +156,18 @@ def nccl_built() -> int:
 def cuda_built() -> bool:
     """False: tensors of GPUs are exchanged through host memory."""
     return False
+
+
+def rocm_built() -> bool:
+    """False: tensors of GPUs are exchanged through host memory."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False: there is no IBM DDL here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: there is no oneCCL here."""
+    return False

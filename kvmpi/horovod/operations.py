@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch.distributed import ReduceOp
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression, NoneCompressor
+from kvmpi.horovod.gradients import through
+from kvmpi.horovod.handles import Handle, first
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.group import GroupWork
 
 Compressor = type[NoneCompressor]
-#: From tensors to as many others.
-Run = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class Operation:
@@ -33,41 +33,6 @@ Average, Sum = Operation("Average", "avg"), Operation("Sum", "sum")
 Min, Max, Product = Operation("Min", "min"), Operation("Max", "max"), Operation("Product", "product")
 #: Horovod's own combination of gradients, which kvmpi does not have: an error where it is used.
 Adasum = Operation("Adasum", "")
-
-
-class Handle:
-    """An operation under way; ``synchronize`` waits for it and gives its result."""
-
-    def __init__(self, works: Sequence[GroupWork], result: Callable[[], Any]) -> None:
-        self._works, self._finish = works, result
-        self._result: Any = None
-        self._taken = False
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> Any:
-        """The result; the operation's error is raised here."""
-        for work in self._works:
-            work.wait()
-        if not self._taken:
-            self._result, self._taken = self._finish(), True
-        return self._result
-
-
-def synchronize(handle: Handle) -> Any:
-    """Wait for an operation that an ``_async`` function has started; returns what its other form returns.
-
-    Raises:
-        KVTimeoutError: a rank did not make the same call within ``KVMPI_TIMEOUT_S``; names it.
-        OrderMismatchError, ShapeMismatchError, DTypeMismatchError: ranks made different calls; names the difference.
-    """
-    return handle.wait()
-
-
-def poll(handle: Handle) -> bool:
-    """Whether ``synchronize`` would return at once."""
-    return handle.done()
 
 
 def chosen(op: Operation | None, average: bool | None, where: str) -> Operation:
@@ -87,27 +52,7 @@ def chosen(op: Operation | None, average: bool | None, where: str) -> Operation:
     return op
 
 
-# ---- gradients: those of Horovod, to its scale (docs/horovod.md)
-
-
-class _Collective(torch.autograd.Function):
-    """A call of all ranks whose gradient is another one, so that all of them must go back through it, or none."""
-
-    @staticmethod
-    def forward(context: Any, run: Run, back: Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        context.back = back
-        return run(*tensors)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return None, None, *context.back(*gradients)
-
-
-def _through(run: Run, back: Run, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``run(*tensors)``; where autograd looks on, ``back`` makes gradients of the tensors from those of the results."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Collective.apply(run, back, *tensors)
-    return run(*tensors)
+# ---- allreduce
 
 
 def _check_linear(op: Operation, title: str) -> None:
@@ -115,9 +60,6 @@ def _check_linear(op: Operation, title: str) -> None:
         raise UnsupportedError(
             f"{title}: {op} has no gradient; detach the tensor, or use hvd.Average or hvd.Sum where gradients flow"
         )
-
-
-# ---- allreduce
 
 
 def grouped_allreduce_async_(
@@ -200,7 +142,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
 ) -> Handle:  # fmt: skip
     """Start ``allreduce``. The result does not remember how it was computed."""
-    return _first(start_allreduce([tensor], False, _title("allreduce", name), average, op, prescale_factor,
+    return first(start_allreduce([tensor], False, _title("allreduce", name), average, op, prescale_factor,
                                    postscale_factor, process_set))  # fmt: skip
 
 
@@ -209,7 +151,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
 ) -> Handle:  # fmt: skip
     """Start ``allreduce_``."""
-    return _first(start_allreduce([tensor], True, _title("allreduce", name), average, op, prescale_factor,
+    return first(start_allreduce([tensor], True, _title("allreduce", name), average, op, prescale_factor,
                                    postscale_factor, process_set))  # fmt: skip
 
 
@@ -227,7 +169,7 @@ def _reduced(
         _check_linear(op, title)
         return _reduced(gradients, f"gradient of {title}", op, *options)
 
-    return _through(run, back, tensors)
+    return through(run, back, tensors)
 
 
 def allreduce(
@@ -256,14 +198,38 @@ def allreduce_(
     return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
 
 
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: Operation | None = None, process_set: Any = None
+) -> Handle:
+    """Start to sum or average a sparse tensor (COO) into a new one: only what is there travels.
+
+    Raises:
+        ConfigError: the tensor is dense.
+    """
+    check_process_set(process_set)
+    title = _title("sparse_allreduce", name)
+    op = chosen(op, None, title)
+    if tensor.layout is not torch.sparse_coo:
+        raise ConfigError(f"{title}: a tensor of layout {tensor.layout}; use hvd.allreduce for dense ones")
+    own = tensor.detach().coalesce().clone()
+    return Handle([basics.group().sum_sparse(own, op.kind, title)], lambda: own)
+
+
 # ---- moves
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Handle:
     """Start ``allgather``."""
     check_process_set(process_set)
-    work = basics.group().all_gather_rows(tensor, _title("allgather", name))
-    return Handle([work], lambda: work.result()[0])
+    return first(_gathers(_start_gathers([tensor], _title("allgather", name))))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
+) -> Handle:
+    """Start ``grouped_allgather``."""
+    check_process_set(process_set)
+    return _gathers(_start_gathers(tensors, _title("grouped_allgather", name)))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
@@ -275,19 +241,35 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
     return _gathered([tensor], _title("allgather", name))[0]
 
 
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
+) -> list[torch.Tensor]:
+    """``allgather`` of each of several tensors. Gradients flow through it."""
+    check_process_set(process_set)
+    return list(_gathered(tensors, _title("grouped_allgather", name)))
+
+
+def _start_gathers(tensors: Sequence[torch.Tensor], title: str) -> list[GroupWork]:
+    return [basics.group().all_gather_rows(tensor, title) for tensor in tensors]
+
+
+def _gathers(works: Sequence[GroupWork]) -> Handle:
+    return Handle(works, lambda: [work.result()[0] for work in works])
+
+
 def _gathered(tensors: Sequence[torch.Tensor], title: str) -> tuple[torch.Tensor, ...]:
     rows: list[list[int]] = []
 
     def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        works = [basics.group().all_gather_rows(tensor, title) for tensor in some]
+        works = _start_gathers(some, title)
         rows[:] = [work.result()[1] for work in works]
-        return tuple(work.result()[0] for work in works)
+        return tuple(_gathers(works).wait())
 
     def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         means, own = _reduced(gradients, f"gradient of {title}", Average), basics.rank()
         return tuple(mean.narrow(0, sum(of[:own]), of[own]) for mean, of in zip(means, rows, strict=True))
 
-    return _through(run, back, tensors)
+    return through(run, back, tensors)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
@@ -317,7 +299,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     def run(one: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (broadcast_async(one, root_rank, name, process_set).wait(),)
 
-    return _through(run, lambda gradient: (_mean_on(root_rank, gradient),), [tensor])[0]
+    return through(run, lambda gradient: (_mean_on(root_rank, gradient),), [tensor])[0]
 
 
 def _mean_on(root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -328,7 +310,7 @@ def _mean_on(root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
         basics.group().reduce(own, root_rank, ReduceOp.AVG).wait()
         return (own if basics.rank() == root_rank else own.zero_(),)
 
-    return _through(run, lambda gradient: (broadcast(gradient, root_rank) / basics.size(),), [tensor])[0]
+    return through(run, lambda gradient: (broadcast(gradient, root_rank) / basics.size(),), [tensor])[0]
 
 
 def alltoall_async(
@@ -357,7 +339,7 @@ def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, 
     def back(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (alltoall(gradient, received[0], name)[0],)
 
-    (output,) = _through(run, back, [tensor])
+    (output,) = through(run, back, [tensor])
     return output if splits is None else (output, received[0])
 
 
@@ -380,7 +362,18 @@ def reducescatter_async(
     """Start ``reducescatter``."""
     check_process_set(process_set)
     title = _title("reducescatter", name)
-    return _start_reducescatter(tensor, title, chosen(op, None, title), prescale_factor, postscale_factor)
+    op = chosen(op, None, title)
+    return first(_start_reducescatters([tensor], title, op, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, op: Operation | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
+) -> Handle:  # fmt: skip
+    """Start ``grouped_reducescatter``."""
+    check_process_set(process_set)
+    title = _title("grouped_reducescatter", name)
+    return _start_reducescatters(tensors, title, chosen(op, None, title), prescale_factor, postscale_factor)
 
 
 def reducescatter(
@@ -397,10 +390,28 @@ def reducescatter(
     return _scattered([tensor], title, op, prescale_factor, postscale_factor, compression)[0]
 
 
-def _start_reducescatter(tensor: torch.Tensor, title: str, op: Operation, prescale: float, postscale: float) -> Handle:
-    source = tensor.detach() if prescale == 1.0 else tensor.detach() * prescale
-    work = basics.group().reduce_scatter_rows(source, op.kind, title)
-    return Handle([work], lambda: work.result()[0].mul_(postscale) if postscale != 1.0 else work.result()[0])
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None = None, compression: Compressor = Compression.none,
+    op: Operation | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """``reducescatter`` of each of several tensors. Gradients flow through it."""
+    check_process_set(process_set)
+    title = _title("grouped_reducescatter", name)
+    op = chosen(op, None, title)
+    return list(_scattered(tensors, title, op, prescale_factor, postscale_factor, compression))
+
+
+def _start_reducescatters(
+    tensors: Sequence[torch.Tensor], title: str, op: Operation, prescale: float, postscale: float
+) -> Handle:
+    sources = [tensor.detach() if prescale == 1.0 else tensor.detach() * prescale for tensor in tensors]
+    works = [basics.group().reduce_scatter_rows(source, op.kind, title) for source in sources]
+
+    def result() -> list[torch.Tensor]:
+        found = [work.result()[0] for work in works]
+        return found if postscale == 1.0 else [part.mul_(postscale) for part in found]
+
+    return Handle(works, result)
 
 
 def _scattered(
@@ -409,17 +420,15 @@ def _scattered(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
         packed = [compression.compress(tensor) for tensor in some]
-        handles = [_start_reducescatter(sent, title, op, prescale, postscale) for sent, _ in packed]
-        return tuple(
-            compression.decompress(handle.wait(), context) for handle, (_, context) in zip(handles, packed, strict=True)
-        )
+        found = _start_reducescatters([sent for sent, _ in packed], title, op, prescale, postscale).wait()
+        return tuple(compression.decompress(part, of) for part, (_, of) in zip(found, packed, strict=True))
 
     def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _check_linear(op, title)
         factor = prescale * postscale * (basics.size() if op is Sum else 1)
         return tuple(whole * factor for whole in _gathered(gradients, f"gradient of {title}"))
 
-    return _through(run, back, tensors)
+    return through(run, back, tensors)
 
 
 # ---- meetings
@@ -450,10 +459,3 @@ def check_root(root_rank: int) -> None:
 
 def _title(op: str, name: str | None) -> str:
     return op if name is None else f"{op} of {name!r}"
-
-
-def _first(handle: Handle) -> Handle:
-    """The only tensor instead of a list of one."""
-    inner = handle._finish
-    handle._finish = lambda: inner()[0]
-    return handle

@@ -14,7 +14,8 @@ from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression
-from kvmpi.horovod.operations import Average, Handle, Operation, Sum, chosen, start_allreduce
+from kvmpi.horovod.handles import Handle
+from kvmpi.horovod.operations import Average, Operation, Sum, chosen, start_allreduce
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.buckets import Progress, plan
 

@@ -22,6 +22,18 @@ class _Elastic:
 elastic = _Elastic()
 
 
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
+    """Raises UnsupportedError: timelines are of whole jobs, ``kvmpi run --timeline FILE`` (docs/timeline.md)."""
+    raise UnsupportedError(
+        "hvd.start_timeline: a timeline is of a whole job, from its beginning on; start it with "
+        "'kvmpi run --timeline FILE' (docs/timeline.md)"
+    )
+
+
+def stop_timeline() -> None:
+    """Does nothing: there is no timeline that ``start_timeline`` has started."""
+
+
 def check_process_set(process_set: Any) -> None:
     """Raise unless the operation is over all ranks."""
     if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:

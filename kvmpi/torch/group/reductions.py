@@ -31,14 +31,14 @@ class Reductions(GroupBase):
         op = _op_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if len(found) == 1 and found[0].layout is torch.sparse_coo:
-            return self._sum_sparse(found[0], op, timeout or opts)
+            return self.sum_sparse(found[0], op, f"all_reduce[{op}]", timeout or opts)
         return self.reduce_all(found, op, f"all_reduce[{op}]", timeout or opts)
 
     def reduce_all(self, tensors: Tensors, op: str, title: str, options: Any = None) -> GroupWork:
         """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS`` or "avg"."""
         return self._start(title, options, lambda: self._reduction(tensors, op))
 
-    def _sum_sparse(self, tensor: torch.Tensor, op: str, options: Any) -> GroupWork:
+    def sum_sparse(self, tensor: torch.Tensor, op: str, title: str, options: Any = None) -> GroupWork:
         """Sum a sparse tensor in place: the elements of all ranks are brought together and added up on each."""
 
         def prepare() -> Plan:
@@ -63,7 +63,7 @@ class Reductions(GroupBase):
             entry = Entry(0, tuple(tensor.shape), f"sparse {str(tensor.dtype).removeprefix('torch.')}")
             return Plan([entry], run, [tensor])
 
-        return self._start(f"all_reduce[{op}]", options, prepare)
+        return self._start(title, options, prepare)
 
     def _reduction(self, tensors: Tensors, op: str) -> Plan:
         flats = [numbers(tensor, op) for tensor in tensors]

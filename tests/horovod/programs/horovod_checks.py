@@ -134,6 +134,37 @@ def moves(rank: int, size: int) -> None:
             hvd.alltoall(torch.ones(3), splits=[1] * size if rank == 1 and size != 3 else [7] * size)
 
 
+def groups_of_tensors(rank: int, size: int) -> None:
+    """The grouped forms of what moves rows, and sums of sparse tensors."""
+    shapes = [lambda r: (r + 1, 3), lambda r: (2,), lambda r: (0, 4)]
+    mine = [value(rank, *shape(rank)) for shape in shapes]
+    whole = [torch.cat([value(r, *shape(r)) for r in range(size)]) for shape in shapes]
+    later = hvd.grouped_allgather_async(mine, name="x")
+    for name, every in (("now", hvd.grouped_allgather(mine)), ("later", hvd.synchronize(later))):
+        assert isinstance(every, list)
+        for found, expected in zip(every, whole, strict=True):
+            close(found, expected, f"grouped_allgather, {name}")
+    lengths = (size, 2 * size + 1)
+    mine = [value(rank, length, 2) for length in lengths]
+    later = hvd.grouped_reducescatter_async(mine, op=hvd.Sum, postscale_factor=2.0)
+    now = hvd.grouped_reducescatter(mine, op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16)
+    for every in (now, hvd.synchronize(later)):
+        for found, length in zip(every, lengths, strict=True):
+            expected = torch.tensor_split(2 * rows(size, length, 2).sum(0), size)[rank]
+            close(found, expected, f"grouped_reducescatter of {length} rows")
+    for op, share in ((hvd.Sum, 1), (hvd.Average, 1 / size)):
+        dense = torch.zeros(size + 2, 2, dtype=torch.float64)
+        for r in range(size):
+            dense[[r, r + 1]] += share * (r + 1)
+        sparse = torch.sparse_coo_tensor([[rank, rank + 1]], torch.full((2, 2), rank + 1.0), (size + 2, 2))
+        handle = hvd.sparse_allreduce_async(sparse, "embedding", op)
+        close(handle().to_dense(), dense, f"a sparse {op}")  # Horovod's is called
+        assert hvd.synchronize(handle).layout is torch.sparse_coo
+        close(sparse.to_dense()[rank], torch.full((2,), rank + 1.0), "it leaves its tensor alone")
+    with raises(ConfigError, "use hvd.allreduce for dense ones"):
+        hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum)
+
+
 class Stranger:
     pass
 
@@ -371,10 +402,16 @@ def main() -> None:
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
     with raises(UnsupportedError, "kvmpi run --restart"):
         hvd.elastic.run(main)
+    with raises(UnsupportedError, "kvmpi run --timeline FILE"):
+        hvd.start_timeline("timeline.json")
+    hvd.stop_timeline()
+    assert not any(built() for built in (hvd.rocm_built, hvd.ddl_built, hvd.ccl_built))
+    with raises(hvd.HorovodInternalError, "ranks go from 0"):
+        hvd.broadcast(torch.ones(1), size)
     if size > 1:
         with pytest.warns(RuntimeWarning, match="this process speaks MPI and is being forked"):
             fork()
-    for check in (allreduces, moves, objects, optimizers, schedulers, uneven):
+    for check in (allreduces, moves, groups_of_tensors, objects, optimizers, schedulers, uneven):
         check(rank, size)
     hvd.shutdown()
     assert not hvd.is_initialized()

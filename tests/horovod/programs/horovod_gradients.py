@@ -90,7 +90,10 @@ def sums(size: int) -> None:
 
 def moves(size: int) -> None:
     uneven = [(rank % 2 + rank, 3) for rank in range(size)]  # none of rank 0
-    agree("allgather", hvd.allgather, lambda tensors: [torch.cat(list(tensors))] * size, uneven, 1 / size)
+    for name, gather in (("allgather", hvd.allgather), ("grouped", lambda one: hvd.grouped_allgather([one])[0])):
+        agree(name, gather, lambda tensors: [torch.cat(list(tensors))] * size, uneven, 1 / size)
+    agree("grouped_reducescatter", lambda one: hvd.grouped_reducescatter([one], op=hvd.Sum)[0],
+          lambda tensors: list(sum(tensors).tensor_split(size)), [(4, 2)] * size, size)  # fmt: skip
     root = size - 1
     agree("broadcast", lambda one: hvd.broadcast(one, root), lambda tensors: [tensors[root]] * size, [(2, 3)] * size,
           1 / size)  # fmt: skip
