@@ -12,6 +12,7 @@ COMMANDS = {
     "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
     "doctor": ("kvmpi.doctor.command", "look for what keeps jobs from starting or makes them slow, and say what to do"),
     "top": ("kvmpi.launchers.top", "see what a running job does"),
+    "add-server": ("kvmpi.launchers.add_server", "give a running job one more server"),
     "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI and gloo, parameter servers beside MXNet"),
     "plan": ("kvmpi.planner.command", "predict a job: steps, epochs, staleness, servers' load; recommend a layout"),
 }

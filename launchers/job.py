@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvmpi.config import Config, client_bounds, env_name
@@ -149,6 +149,20 @@ class Job:
     def of_role(self, *roles: str) -> list[Process]:
         """The processes of these roles, in start order."""
         return [process for process in self.processes if process.role in roles]
+
+    def another_server(self, rank: int) -> Process:
+        """Server ``rank``, one more than the job began with, on the host of one of those.
+
+        Raises:
+            ConfigError: the job has no servers, or has its hosts from a batch system.
+        """
+        servers = self.of_role("server")
+        if not servers:
+            raise ConfigError("the job was started without servers (-s), and has nothing that a server could take over")
+        if self.places is not None and isinstance(self.places.reach, BatchReach | Jsrun):
+            raise ConfigError("a batch system gives the job no more than it has asked for; start it with more servers")
+        like = servers[rank % len(servers)]
+        return replace(like, rank=rank, env={**like.env, "KVMPI_RANK": str(rank)})
 
     def describe(self) -> str:
         """The text of ``--dry-run``."""

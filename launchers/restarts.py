@@ -34,6 +34,15 @@ class Restarts:
         waits = self.on_client_loss == "wait" and self.can_restart(label)
         return waits or self.on_client_loss == "shrink"
 
+    def advice(self, label: str, status: int) -> str:
+        """How others could have gone on without ``label``, which has ended the job; empty if that was its own error."""
+        if label.split()[0] not in ("worker", "client") or status <= 128 or self.on_client_loss != "fail":
+            return ""
+        return (
+            "set KVMPI_ON_CLIENT_LOSS=shrink to go on without a client that dies, also where stores are asynchronous; "
+            "--restart N starts it again"
+        )
+
     def can_restart(self, label: str) -> bool:
         """Whether ``label`` may be started once more."""
         return self._count.get(label, 0) < self.most

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvmpi.config import STATUS_FILE
+from kvmpi.errors import ConfigError
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.failure import Failure, Suspect
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
 from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
+from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
 
@@ -70,6 +72,8 @@ class Runner:
         self._catcher, self._signals = signals, signals.caught
         self._answered = 0
         self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
+        self._requests = Requests(job.job_dir)
+        self._selector.register(self._requests.fd, selectors.EVENT_READ, "requests")
 
     # ---- the course of a job
 
@@ -290,6 +294,9 @@ class Runner:
                 self._close(fd)
                 self._ready_closed = True
             return bool(chunk)
+        if what == "requests":
+            self._requests.serve(chunk, self._add_server)
+            return bool(chunk)
         assert isinstance(what, Stream)
         if chunk:
             self._show(what, what.splitter.feed(chunk))
@@ -297,6 +304,16 @@ class Runner:
             self._close(fd)
             self._show(what, what.splitter.close())
         return bool(chunk)
+
+    def _add_server(self) -> str:
+        """Start one more server, which the scheduler gives a share of what the others have; its name."""
+        if self._stopping or self._over() or "KVMPI_SCHEDULER" not in self._env:
+            raise ConfigError(ENDING)
+        process = self._job.another_server(sum(label.startswith("server") for label in self._plans))
+        self._plans[process.label] = process
+        self._start(process)
+        self._output.say(f"kvmpi run: {process.label} is added")
+        return process.label
 
     def _close(self, fd: int) -> None:
         self._selector.unregister(fd)
@@ -428,6 +445,7 @@ class Runner:
         """Sweep up, show the last output, and say what went wrong."""
         self._read_picture()
         self._watchdog.finish()
+        self._requests.close()
         for label in list(self._writers):
             self._release(label)
         for child in self._children.values():
@@ -465,13 +483,9 @@ class Runner:
         self._output.say(text)
         for line in tail:
             self._output.say("    " + line.decode(errors="surrogateescape"))
-        clients = self._job.of_role("worker", "client")
-        killed = failure.label.startswith(("worker", "client")) and failure.status > 128
-        if killed and len(clients) > 1 and self._job.num_servers and self._restarts.on_client_loss == "fail":
-            self._output.say(
-                "kvmpi run: set KVMPI_ON_CLIENT_LOSS=shrink to go on without a client that dies, also where stores are "
-                "asynchronous; --restart N starts it again"
-            )
+        others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
+        if others and (advice := self._restarts.advice(failure.label, failure.status)):
+            self._output.say(f"kvmpi run: {advice}")
 
     def _drain(self) -> None:
         """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        cards = find_jobs(_folders())
+        cards = find_jobs(folders())
         if args.list:
             print("\n".join(map(_line, cards)) if cards else "no job is running here")
             return 0
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _folders() -> list[Path]:
+def folders() -> list[Path]:
     """Where the folders of jobs are."""
     return [Path(name) for name in dict.fromkeys((tempfile.gettempdir(), "/tmp"))]
 
@@ -84,8 +84,8 @@ def find_jobs(folders: Sequence[Path]) -> list[Picture]:
     return sorted(found, key=lambda card: -float(card["started_s"]))
 
 
-def choose(cards: Sequence[Picture], wanted: str) -> Picture:
-    """The job whose id begins with ``wanted``, or the only one.
+def choose(cards: Sequence[Picture], wanted: str, command: str = "top") -> Picture:
+    """The job whose id begins with ``wanted``, or the only one; ``command`` is the one that it was said to.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -98,7 +98,7 @@ def choose(cards: Sequence[Picture], wanted: str) -> Picture:
     listed = "\n".join("  " + _line(card) for card in cards)
     if not matching:
         raise ConfigError(f"no job {wanted!r} here; there are\n{listed}")
-    raise ConfigError(f"several jobs run here; name one, as in kvmpi top {cards[0]['job'][:6]}\n{listed}")
+    raise ConfigError(f"several jobs run here; name one, as in kvmpi {command} {cards[0]['job'][:6]}\n{listed}")
 
 
 def ask_for_stacks(card: Picture) -> None:

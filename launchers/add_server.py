@@ -1,0 +1,25 @@
+"""``kvmpi add-server``: one more server for a running job of this user on this host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvmpi.errors import KVError
+from kvmpi.launchers import requests
+from kvmpi.launchers.top import choose, find_jobs, folders
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``kvmpi add-server ARGV``; the exit status."""
+    parser = argparse.ArgumentParser(prog="kvmpi add-server", description=__doc__, allow_abbrev=False)
+    parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
+    args = parser.parse_args(argv)
+    try:
+        card = choose(find_jobs(folders()), args.job, "add-server")
+        print(f"{requests.ask(card['folder'])} of job {card['job']} is starting")
+        return 0
+    except KVError as error:
+        print(f"kvmpi add-server: {error}", file=sys.stderr)
+        return 1
