@@ -19,8 +19,8 @@ SilenceOf = Callable[[int], float | None]
 
 #: The step after which a client that is back enters, as long as it has not said so.
 _NEVER = 1 << 62
-#: Of so many barriers the failures are known to who asks again, or meets them late.
-_MAX_FAILED = 16
+#: Of so many barriers the outcome is known to who asks again, or meets them late.
+_MAX_OUTCOMES = 16
 
 
 class _Arrival(NamedTuple):
@@ -48,7 +48,7 @@ class Barriers:
             Nobody waits for them at what comes before.
         first: of those, the number of the first barrier that comes after, where it is over.
         left: clients that have left in good order, and the last process of each.
-        failed: barriers at which a client has said that what all met for has failed: the error's name and its text.
+        outcomes: of barriers that say more than that they are over, ``error``, ``text`` and ``first`` of their Acks.
     """
 
     def __init__(self, num_clients: int, on_loss: str, changed: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Barriers:
         self.returning: dict[int, int] = {}
         self.first: dict[int, int] = {}
         self.left: dict[int, int] = {}
-        self.failed: dict[int, tuple[str, str]] = {}
+        self.outcomes: dict[int, tuple[str, str, int]] = {}
         # When the first came to the open barrier; also as the timeline has it.
         self._opened_s, self._opened_ns = 0.0, 0
 
@@ -69,14 +69,14 @@ class Barriers:
         finished = sorted(self.finished)
         return SavedStore(
             number, self.num_clients, self.done, self.dead, finished, self.returning, self.left, self.first,
-            self.failed,
+            self.outcomes,
         )  # fmt: skip
 
     def restore(self, saved: SavedStore) -> None:
         """Be as ``save`` has described it."""
         self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
         self.returning, self.left, self.first = saved.returning, saved.left, saved.first
-        self.failed = saved.failed
+        self.outcomes = saved.outcomes
 
     # ---- who is at the open barrier
 
@@ -124,9 +124,9 @@ class Barriers:
         number = self._number(client, message)
         if number <= self.done:
             # Who is back may only have been told a number of its own, which says nothing about this one.
-            failed = self.failed.get(number, ()) if message.ordinal in (number, m.NEXT_BARRIER) else ()
+            outcome = self.outcomes.get(number, ()) if message.ordinal in (number, m.NEXT_BARRIER) else ()
             version = number if message.ordinal == m.NEXT_BARRIER else self.done
-            return [Reply(route, m.Ack(message.request, version, *failed))]
+            return [Reply(route, m.Ack(message.request, version, *outcome))]
         if number > self.done + 1:
             raise ProtocolError(
                 f"scheduler: barrier {message.ordinal} of client {client} comes after barrier {self.done}"
@@ -156,10 +156,11 @@ class Barriers:
         later = {rank for rank, arrival in self.waiting.items() if step <= self.returning.get(rank, -1) < arrival.step}
         come = {rank: arrival for rank, arrival in self.waiting.items() if rank not in later}
         self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank in later}
-        failed = next(((a.error, f"client {rank}: {a.text}") for rank, a in sorted(come.items()) if a.error), ())
-        if failed:
-            self.failed[self.done] = failed
-            self.failed = dict(list(self.failed.items())[-_MAX_FAILED:])
+        failed = next(((a.error, f"client {rank}: {a.text}") for rank, a in sorted(come.items()) if a.error), ("", ""))
+        outcome = (*failed, min(come, default=0) if 0 in self.dead else 0)
+        if outcome != ("", "", 0):
+            self.outcomes[self.done] = outcome
+            self.outcomes = dict(list(self.outcomes.items())[-_MAX_OUTCOMES:])
         # Others do not wait for who has joined: it may ask when this one is over.
         self.first |= {rank: self.done for rank, before in self.returning.items() if 0 <= before < step} | self.first
         self._changed()
@@ -168,7 +169,7 @@ class Barriers:
         for rank in come:
             if self.returning.get(rank, -1) >= 0:  # else its program may yet skip some
                 del self.returning[rank]
-        passed = [Reply(arrival.route, m.Ack(arrival.request, self.done, *failed)) for arrival in come.values()]
+        passed = [Reply(arrival.route, m.Ack(arrival.request, self.done, *outcome)) for arrival in come.values()]
         return passed + self._complete()
 
     def wait(self, store: int, silence_of: SilenceOf) -> Wait | None:

@@ -190,11 +190,13 @@ class Participant(ABC):
 
     # ---- commands to the scheduler
 
-    def barrier(self, deadline: Deadline, failure: Exception | None = None) -> Work:
+    def barrier(self, deadline: Deadline, failure: Exception | None = None, first: list[str] | None = None) -> Work:
         """Done when every client of the store has reached it.
 
-        ``failure`` says that what the clients meet for has failed here. If it has on any of them, all are at one again
-        after the barrier, and it ends with the error of the first that has said so.
+        Args:
+            failure: what the clients meet for has failed here. If it has on any of them, all are at one again after
+                the barrier, and it ends with the error of the lowest that has said so.
+            first: gets, as its only element, the number of the client that does what one has to do for all.
         """
         ordinal, settle = self._next_ordinal("barrier")
         step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
@@ -207,6 +209,8 @@ class Participant(ABC):
             if not isinstance(message, m.Ack):
                 return
             is_over = True
+            if first is not None:
+                first[:] = [str(message.first)]
             if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True

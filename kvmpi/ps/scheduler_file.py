@@ -34,7 +34,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     returning: dict[int, int] = {}
     left: dict[int, int] = {}
     first: dict[int, int] = {}
-    failed: dict[int, tuple[str, str]] = {}
+    outcomes: dict[int, tuple[str, str, int]] = {}
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

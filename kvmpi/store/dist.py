@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -421,7 +420,9 @@ class DistStore(KVStore):
         self._barrier(call)
 
     def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
-        self._command(lambda ps: ps.barrier(call.deadline, failure), call).wait()
+        first = ["0"]
+        self._command(lambda ps: ps.barrier(call.deadline, failure, first), call, result=first).wait()
+        self._first = int(first[0])
 
     def _set_clock(self, clock: int) -> None:
         super()._set_clock(clock)
@@ -435,11 +436,11 @@ class DistStore(KVStore):
 
         def ask(ps: PsClient) -> Work:
             work, dead = ps.dead_clients(timeout_s, call.deadline)
-            work.add_done_callback(lambda _: result.__setitem__(0, json.dumps(len(dead))))
+            work.add_done_callback(lambda _: result.__setitem__(0, str(len(dead))))
             return work
 
         self._command(ask, call, result=result).wait()
-        return int(json.loads(result[0]))
+        return int(result[0])
 
     def _imbalance(self) -> float:
         return 1.0 if self._ps is None else self._ps.imbalance()
@@ -470,7 +471,7 @@ class DistStore(KVStore):
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         for key in saved:
             self._answers[key.key] = None
-        if self.rank == 0 and self._ps is not None:
+        if self._is_first and self._ps is not None:
             for key in saved:
                 self._ps.put_state(key.key, key.updates, key.arrays, deadline).wait()
 

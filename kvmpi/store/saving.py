@@ -47,8 +47,17 @@ class Saving(StoreCore):
             self._assign(state, vector, call)
         store.barrier()
 
+    _first = 0  # the client that does it, as all of them know since they have met last
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this worker does what one has to do for all: worker 0, as long as the others need not do without."""
+        return self.client_rank == self._first and self.mpi_rank == 0
+
     def save(self, path: Any) -> None:
         """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes.
+
+        Where others go on without client 0, and it is gone, the first worker of the lowest client that is left does.
 
         Raises:
             KVError: it could not be written, on every worker; what was there before is unchanged.
@@ -81,7 +90,7 @@ class Saving(StoreCore):
             self._settle(call.deadline)
 
         def write() -> None:
-            if self.rank != 0:
+            if not self._is_first:
                 return
             states = sorted(self._keys.values(), key=lambda state: state.index)
             saved = [self._dump(state, call.deadline) for state in states]

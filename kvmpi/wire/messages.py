@@ -172,12 +172,14 @@ class Ack(Message, tag="ack"):
 
     A push without replicas is done when it is in its round, with replicas when its round is over. ``error`` and
     ``text``: a barrier is over, but what the clients have met for has failed on one of them, as in a ``Failure``.
+    ``first``: of a barrier, the client that does what one has to do for all: 0, or if that is gone the lowest at it.
     """
 
     request: int
     version: int
     error: str = ""
     text: str = ""
+    first: int = 0
 
 
 class Accepted(Message, tag="accepted"):

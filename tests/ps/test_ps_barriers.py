@@ -84,7 +84,30 @@ def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_
     for ordinal in range(7, 100):
         come(0, ordinal, "KVError", "again")
         assert come(1, ordinal)[0] == (ordinal, "KVError", "client 0: again")
-    assert len(meeting.barriers.failed) == 16
+    assert len(meeting.barriers.outcomes) == 16
+
+
+def test_those_at_a_barrier_agree_on_who_does_what_one_has_to_do() -> None:
+    barriers = Barriers(3, "shrink", lambda: None)
+
+    def come(ordinal: int, *clients: int) -> dict[int, int]:
+        """Who passes, and who is first, when these have come."""
+        replies = []
+        for client in clients:
+            message = m.Barrier(ordinal, ordinal, LAST)
+            replies += barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        return {int(r.route): r.message.first for r in replies if isinstance(r.message, m.Ack)}
+
+    assert come(1, 2, 0, 1) == {0: 0, 1: 0, 2: 0}
+    barriers.lose(0, "was lost: no heartbeat")
+    assert come(2, 2, 1) == {1: 1, 2: 1}
+    assert come(2, 1) == {1: 1}, "the answer was lost"
+    barriers.lose(1, "was lost: no heartbeat")
+    assert come(3, 2) == {2: 2}
+    again = Barriers(3, "shrink", lambda: None)
+    again.restore(barriers.save(1))
+    barriers = again
+    assert come(3, 2) == {2: 2}, "another scheduler knows it"
 
 
 def test_nobody_waits_for_it_at_a_barrier_that_it_skips() -> None:

@@ -62,3 +62,13 @@ def test_any_byte_of_a_value_that_has_changed_is_found_and_files_without_checksu
     for saved in found.keys:
         for name, array in arrays[saved.key].items():
             np.testing.assert_array_equal(saved.arrays[name], array)
+
+
+@pytest.mark.parametrize(
+    ("options", "store", "left"), [("-n 3 -c 3 -s 2", "dist_sync", 2), ("-n 4 -c 2 -s 1", "dist_sync_mpi", 2)]
+)
+def test_those_who_go_on_without_client_0_save_and_load(tmp_path, options, store, left):
+    settings = {"on_client_loss": "shrink", "heartbeat_timeout_s": 2, "heartbeat_s": 0.2, "timeout_s": 30}
+    done = run_job(options, PROGRAMS / "first_left.py", store, tmp_path, settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all there") == left, done.stdout + done.stderr
