@@ -1,0 +1,133 @@
+"""Update rules in every store type, in one process: of kvmpi, of torch, of the user, and values that are assigned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from store_helpers import array, pulled
+
+import kvmpi
+from kvmpi import errors, optim
+
+
+def test_optimizer_runs_in_the_store(any_store):
+    rule = optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
+    any_store.init("w", array(0))
+    any_store.set_optimizer(rule)
+    weights, velocity = array(0).astype("f8"), np.zeros((2, 3))
+    lr = 0.1
+    for step in range(1, 6):
+        gradient = array(step)
+        any_store.push("w", gradient)
+        velocity = 0.9 * velocity + gradient + 0.01 * weights
+        weights = weights - lr * velocity
+        if step == 3:
+            any_store.set_hyperparams(lr=0.02)
+            lr = 0.02
+    np.testing.assert_allclose(pulled(any_store, "w", array(0)), weights, rtol=1e-5, atol=1e-6)
+    assert any_store.optimizer.hyperparams()["lr"] == 0.02
+    with pytest.raises(errors.ConfigError, match="momentum"):
+        any_store.set_hyperparams(learning_rate=1.0)
+
+
+def test_torch_optimizer_becomes_a_rule(any_store):
+    weight = torch.nn.Parameter(torch.from_numpy(array(0)))
+    twin = torch.nn.Parameter(torch.from_numpy(array(0).astype("f8")))
+    any_store.init(0, weight)
+    any_store.set_optimizer(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1))
+    reference = torch.optim.AdamW([twin], lr=0.01, weight_decay=0.1)
+    for step in range(1, 5):
+        gradient = torch.from_numpy(array(step))
+        any_store.pushpull(0, gradient, weight)
+        twin.grad = torch.from_numpy(array(step).astype("f8"))
+        reference.step()
+    np.testing.assert_allclose(weight.detach(), twin.detach(), rtol=1e-5, atol=1e-7)
+    with pytest.raises(errors.UnsupportedError, match="LBFGS"):
+        any_store.set_optimizer(torch.optim.LBFGS([weight]))
+
+
+def test_multi_precision_keeps_small_updates(any_store):
+    any_store.init("w", np.ones(5, "f2"))
+    any_store.set_optimizer(optim.SGD(lr=1.0, multi_precision=True))
+    for _ in range(8):
+        any_store.push("w", np.full(5, 1e-4, "f2"))
+    expected = np.float16(1 - 8 * float(np.float16(1e-4)))
+    np.testing.assert_array_equal(pulled(any_store, "w", np.empty(5, "f2")), np.full(5, expected))
+
+
+def test_elastic_pushpull_returns_the_center_that_the_push_met(any_store):
+    any_store.init("w", array(0))
+    any_store.set_optimizer(optim.Elastic(alpha=0.25))
+    center, weights = array(0).astype("f8"), array(1)
+    for _ in range(3):
+        met = np.empty_like(weights)
+        any_store.pushpull("w", weights, met)
+        np.testing.assert_allclose(met, center, rtol=1e-6)
+        center = center + 0.25 * (weights - center)
+        before = weights + met
+        weights = weights - np.float32(0.25) * (weights - met)
+        np.testing.assert_allclose(weights + pulled(any_store, "w", met), before, rtol=1e-6)
+
+
+def test_updater():
+    for name in ["local", "mpi"]:
+        with kvmpi.create(name) as kv:
+            assert kv.is_capable("updater")
+            kv.init(4, np.ones((2, 2), "f4"))
+            seen = []
+
+            def update(key, pushed, stored, seen=seen):
+                seen.append((key, pushed.shape))
+                stored += 2 * pushed
+
+            kv.set_updater(update)
+            kv.push(4, [np.ones((2, 2), "f4"), np.full((2, 2), 2, "f4")])
+            np.testing.assert_array_equal(pulled(kv, 4, np.empty((2, 2), "f4")), np.full((2, 2), 7))
+            assert seen == [(4, (2, 2))]
+    with kvmpi.create("dist_sync") as kv, pytest.raises(errors.UnsupportedError, match="register"):
+        kv.set_updater(print)
+
+
+def test_an_error_in_an_updater_surfaces_and_the_store_goes_on():
+    with kvmpi.create("local") as kv:
+        kv.init("w", np.ones(2, "f4"))
+        fail = [True]
+
+        def update(key, pushed, stored):
+            if fail[0]:
+                raise ZeroDivisionError("planted")
+            stored += pushed
+
+        kv.set_updater(update)
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            kv.push("w", np.ones(2, "f4"))
+        kv.push("w", np.ones(2, "f4"), async_op=True)
+        with pytest.raises(ZeroDivisionError):
+            kv.wait_all()
+        kv.wait_all()
+        fail[0] = False
+        kv.push("w", np.ones(2, "f4"))
+        np.testing.assert_array_equal(pulled(kv, "w", np.empty(2, "f4")), [2, 2])
+
+
+def test_assigned_values_are_what_the_optimizer_goes_on_from(store):
+    """With the momentum that it has; of half types also the master copy is of the new value."""
+    store.set_optimizer(optim.SGD(lr=1.0, momentum=0.5, multi_precision=True))
+    store.init(["f4", "f2"], [np.zeros(3, "f4"), np.zeros(3, "f2")])
+    for dtype in ("f4", "f2"):
+        store.push(dtype, np.ones(3, dtype))
+        store.assign(dtype, np.full(3, 100, dtype))
+        assert (pulled(store, dtype, np.empty(3, dtype)) == 100).all()
+        store.push(dtype, np.ones(3, dtype))
+        assert (pulled(store, dtype, np.empty(3, dtype)) == 98.5).all()
+    store.assign(["f2", "f4"], [torch.ones(3, dtype=torch.float16), np.arange(9, dtype="f4")[::3]])
+    assert (pulled(store, "f2", np.empty(3, "f2")) == 1).all()
+    assert (pulled(store, "f4", np.empty(3, "f4")) == [0, 3, 6]).all()
+    with pytest.raises(errors.KeyNotInitializedError, match="assign of key 'none'"):
+        store.assign("none", np.ones(3, "f4"))
+    with pytest.raises(errors.ShapeMismatchError):
+        store.assign("f4", np.ones(4, "f4"))
+    with pytest.raises(errors.DTypeMismatchError):
+        store.assign(["f2", "f4"], [np.ones(3, "f4")] * 2)
+    assert (pulled(store, "f2", np.empty(3, "f2")) == 1).all()
