@@ -274,7 +274,8 @@ class GroupBase(_ProcessGroup):
             nonlocal all_left
             all_left = self._collectives.leave(Deadline(min(_LEAVE_S, 0.5 * deadline.remaining_s())))
 
-        self._engine.push(leave, lane=_LANE, name="leave")
+        if not self._collectives.broken:
+            self._engine.push(leave, lane=_LANE, name="leave")
         try:
             self._engine.close(deadline.remaining_s())
         except KVError:
