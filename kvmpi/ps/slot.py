@@ -106,7 +106,8 @@ class Slot:
         self.state: dict[str, Buffer] = {}
         self.updates = 0
         self.generation = generation
-        self.rules: deque[RuleChange] = deque([RuleChange(0, generation, rule)])
+        #: For this key: what is different for others is none of its business, and would be logged for every chunk.
+        self.rules: deque[RuleChange] = deque([RuleChange(0, generation, None if rule is None else rule.of_key(key))])
         # The open round: which round, how far through the clients, and their sum so far.
         self.rounds = 0
         self.cursor = 0
@@ -313,7 +314,8 @@ class Slot:
         """Put a rule in force from a round on."""
         while self.rules and self.rules[-1].from_round >= change.from_round:
             self.rules.pop()  # never in force: otherwise a chunk that nobody pushes would collect them
-        self.rules.append(change)
+        rule = None if change.rule is None else change.rule.of_key(self.key)
+        self.rules.append(RuleChange(change.from_round, change.generation, rule))
 
     @property
     def rule_in_force(self) -> RuleChange:
@@ -326,7 +328,7 @@ class Slot:
         current = self.rules[0]
         if current.generation != self.generation:
             self.generation, self.state, self.updates = current.generation, {}, 0
-        return None if current.rule is None else current.rule.of_key(self.key)
+        return current.rule
 
     def _accumulator_dtype(self) -> np.dtype[Any]:
         return DTYPES[host.ACCUMULATE[self.dtype]]

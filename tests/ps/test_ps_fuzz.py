@@ -36,6 +36,7 @@ few = st.sampled_from([1, 1, 1, 2, 2, 3, 0, 4])
 rules = st.sampled_from([
     ("test", {"lr": -1.0}), ("sgd", {"lr": 0.1, "momentum": 0.9}), ("elastic", {"alpha": 0.5}), ("outer", {}),
     ("adam", {"lr": 1e300}), ("sgd", {"lr": float("nan")}), ("sgd", {}), ("test", {"alpha": 1}),
+    ("sgd", {"lr": 0.1, "lr@k": 0.2, "momentum@": 0.5}), ("sgd", {"lr": 0.1, "@k": 7}), ("sgd", {"lr@@k": [1e400, 2]}),
 ])  # fmt: skip
 to_server = st.one_of(
     st.builds(m.Hello, request, st.just(1), st.sampled_from(["sync", "async"]), st.integers(0, 1), st.just(2), few),
@@ -55,7 +56,7 @@ to_server = st.one_of(
     ] * 3,
     st.builds(m.Query, request, key, st.just(0), few),
     st.tuples(request, few, rules).map(lambda drawn: m.SetRule(drawn[0], drawn[1], *drawn[2])),
-    st.builds(m.SetHyperparams, request, few, st.sampled_from([{"lr": 0.5}, {"alpha": 0.1}, {}]), few),
+    st.builds(m.SetHyperparams, request, few, st.sampled_from([{"lr": 0.5}, {"lr@k": 1}, {"@": True}, {}]), few),
     st.builds(m.GetState, request, key, st.just(0)),
     st.builds(m.PutState, request, key, st.just(0), few, st.sampled_from([["value"], ["value", "momentum"], []])),
     st.sampled_from([m.Bye(1), *[m.Pull(1, "k", 0, 1)] * 9]),  # not too often: the session is over then

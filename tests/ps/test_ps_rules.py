@@ -339,3 +339,22 @@ def test_a_rule_that_cannot_compute_in_the_dtype_says_so(mode: str) -> None:
     request = machine.push(0, "k", 1, np.ones(COUNT, "i4"), fused=True)
     assert isinstance(machine.error(request), DTypeMismatchError)
     np.testing.assert_array_equal(machine.read("k", 0, dtype="int32"), np.arange(COUNT))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_hyperparameters_by_key(mode: str) -> None:
+    """Also of keys that come later; and a chunk remembers those of its own key alone."""
+    machine = Machine(mode, 1)
+    machine.init_all(3, np.zeros(COUNT, "f4"))
+    machine.rule(optim.SGD(lr=1.0).for_keys([4, 5], lr=10.0, momentum=0.5))
+    machine.init_all(4, np.zeros(COUNT, "f4"))
+    expected = {3: 0.0, 4: 0.0}
+    for step, rates in enumerate([(1.0, 10.0), (2.0, 10.0), (2.0, 7.0)], 1):
+        if step > 1:
+            changed = {"lr": 2.0} if step == 2 else {"lr@4": 7.0}
+            assert machine.ok(machine.send(0, m.SetHyperparams, step - 1, changed, 0))
+        for key, rate, gradient in ((3, rates[0], 1.0), (4, rates[1], 2.0 - 0.5 ** (step - 1))):
+            machine.push(0, key, step, np.ones(COUNT, "f4"))
+            expected[key] -= rate * gradient
+            np.testing.assert_allclose(machine.read(key, step if mode == "sync" else 0), np.full(COUNT, expected[key]))
+    assert machine.slot(4).rule_in_force.rule == optim.SGD(lr=7.0, momentum=0.5)

@@ -405,3 +405,24 @@ def test_by_time_the_number_is_ahead_of_all_servers() -> None:
     book.close()
     book.heartbeat(0, 10_000)
     assert book.tick(99.0) is None
+
+
+def test_hyperparameters_by_key_stay(tmp_path: Path) -> None:
+    """A key's own without a choice, and those of the choice where there is one, with the state that was there."""
+    rule = optim.SGD(lr=1.0, momentum=0.5).for_keys([4], lr=3.0)
+    machine = Machine("sync", 1, every=2)
+    for key in (3, 4):
+        machine.init_all(key, np.zeros(COUNT, "f4"))
+    machine.rule(rule)
+    for number in (1, 2):
+        for key in (3, 4):
+            machine.push(0, key, number, np.ones(COUNT, "f4"))
+    files.write_part(str(tmp_path), 2, 0, part_of(taken(machine)))
+    for choice, rates in ((None, (1.0, 3.0)), (rule.with_hyperparams(**{"lr@4": 7.0}), (1.0, 7.0))):
+        machine = Machine("sync", 1, every=2, resumed=(2, files.read_part(str(tmp_path), 2, 0), {STORE: 2}))
+        if choice is not None:
+            machine.rule(choice)
+        for key, rate, before in zip((3, 4), rates, (1.0, 3.0), strict=True):
+            machine.init_all(key, np.zeros(COUNT, "f4"))
+            machine.push(0, key, 1, np.ones(COUNT, "f4"))
+            np.testing.assert_array_equal(machine.read(key, 1), np.full(COUNT, -2.5 * before - 1.75 * rate, "f4"))
