@@ -200,3 +200,15 @@ def about(parts: Sequence[Part]) -> Key | None:
         return parts[0].state.key
     named = ", ".join(str(part.state.key) for part in parts[:3])
     return f"{named}, ... ({len(parts)} keys)" if len(parts) > 3 else named
+
+
+def on_host(vector: Vector) -> Buffer:
+    """The vector's own memory if that is on the host, else a copy of it there."""
+    if vector.on_host:
+        buffer: Buffer = vector.buffer
+        return buffer
+    from kvmpi.kernels import gpu
+
+    staged = host.empty(vector.count, vector.dtype)
+    gpu.sum_vectors_to_host(staged, [vector.buffer], vector.dtype)
+    return staged

@@ -336,7 +336,7 @@ class StoreCore:
         self._engine.wait_all(deadline.remaining_s() + _EXPLAINING * deadline.timeout_s)
 
     def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
-        """All workers are here; if a client has come with a ``failure``, all raise it.
+        """All workers are here; if a client has come with a ``failure``, which all its workers know, others raise it.
 
         The agreement has seen to it where there is one client.
         """

@@ -21,7 +21,7 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient
 from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
-from kvmpi.store.call import Invocation, KeyState, Part
+from kvmpi.store.call import Invocation, KeyState, Part, on_host
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import INLINE_BYTES, on_host, scaled
 from kvmpi.store.grammar import Key
@@ -420,8 +420,12 @@ class DistStore(KVStore):
         self._barrier(call)
 
     def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
+        if failure is not None:  # which all workers of this client know
+            if self._ps is not None:
+                self._ps.barrier(call.deadline, failure).wait()
+            return
         first = ["0"]
-        self._command(lambda ps: ps.barrier(call.deadline, failure, first), call, result=first).wait()
+        self._command(lambda ps: ps.barrier(call.deadline, None, first), call, result=first).wait()
         self._first = int(first[0])
 
     def _set_clock(self, clock: int) -> None:

@@ -11,7 +11,7 @@ from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ShapeMismatchError
+from kvmpi.errors import OrderMismatchError, ShapeMismatchError
 from kvmpi.store import checkpoint
 from kvmpi.store.call import Invocation, KeyState
 from kvmpi.store.core import StoreCore
@@ -86,7 +86,7 @@ class Saving(StoreCore):
 
     def _save(self, path: str, *, with_values: bool) -> None:
         with self._meeting("save") as call:
-            self._enter(call, lambda: None, details=lambda _: [path, with_values])
+            self._enter(call, lambda: self._settle(call.deadline), details=lambda _: [path, with_values])
             self._settle(call.deadline)
 
         def write() -> None:
@@ -138,11 +138,16 @@ class Saving(StoreCore):
 
     @contextmanager
     def _meeting(self, op: str) -> Iterator[Invocation]:
-        """What the workers of every client do, and then meet: if it fails on one of them, all raise."""
+        """What the workers of every client do, and then meet: if it fails on one of them, all raise.
+
+        It fails on all workers of a client or on none, by their agreement.
+        """
         self._check_open()
         failure: Exception | None = None
         try:
             yield self._call(op)
+        except OrderMismatchError:
+            raise  # somebody makes another call, and does not come
         except Exception as error:  # whatever it is, the other clients must hear of it
             failure = error
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import kvmpi
-from kvmpi.errors import KVError, ShapeMismatchError
+from kvmpi.errors import KVError, OrderMismatchError, ShapeMismatchError
 from kvmpi.store import checkpoint
 
 COUNT = 70_000  # large enough that the workers of a host share the value of an mpi store
@@ -82,6 +82,17 @@ for odd in (0, n - 1):  # a disk that is bad on one host
     file = folder / "damaged" if r == odd else good
     expect(f"load of a file damaged for worker {odd}", lambda file=file: kv.load(file), KVError, "damaged", "'w'")
 
+if kv.mpi_size > 1:  # some workers of a client make another call: the others are told, and nobody waits for anybody
+    for call in (lambda: kv.save(folder / "mixed"), lambda: kv.load(good)):
+        noticed = False
+        try:
+            if kv.client_rank == kv.num_clients - 1:
+                value("w") if r == n - 1 else call()
+        except OrderMismatchError:
+            noticed = True
+        assert noticed is (kv.client_rank == kv.num_clients - 1)
+        in_step("another call")
+    assert not (folder / "mixed").exists()
 kv.load(good)
 assert (value("w") == index).all()
 in_step("load")
