@@ -137,7 +137,7 @@ _SENT = {
     "client → server": (
         "Hello", "Init", "Push", "Pull", "Query", "SetRule", "SetHyperparams", "GetState", "PutState", "Return", "Bye",
     ),
-    "server → client": ("Accepted", "Moved", "Value", "State"),
+    "server → client": ("Found", "Accepted", "Moved", "Value", "State"),
     "whoever was asked → who asked": ("Ack", "Waiting", "Failure"),
     "server → the next in a chain": ("Extend", "Log", "Install"),
     "server → the one before in a chain": ("Attach", "Committed", "Installed"),

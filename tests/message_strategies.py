@@ -35,6 +35,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         WORDS, st.booleans() | INTS | FLOATS | st.lists(FLOATS, max_size=3), max_size=4
     ),
     dict[int, int]: st.dictionaries(INTS, INTS, max_size=3),
+    dict[int, tuple[int, list[int]]]: st.dictionaries(INTS, st.tuples(INTS, st.lists(INTS, max_size=3)), max_size=3),
     dict[str, float]: st.dictionaries(WORDS, FLOATS, max_size=3),
     dict[str, list[float]]: st.dictionaries(WORDS, st.lists(FLOATS, max_size=4), max_size=3),
     dict[str, list[tuple[int, float]]]: st.dictionaries(

@@ -5,5 +5,6 @@ from kvmpi.ps.embedded import EmbeddedJob
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.placement import Placement
 from kvmpi.ps.row_chunks import ArrivingRows
+from kvmpi.ps.steps import Turn
 
-__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient"]
+__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient", "Turn"]

@@ -21,6 +21,8 @@ SilenceOf = Callable[[int], float | None]
 _NEVER = 1 << 62
 #: Of so many barriers the outcome is known to who asks again, or meets them late.
 _MAX_OUTCOMES = 16
+#: So many steps after which there were barriers are remembered, for those that go on before the last.
+_KEPT_STEPS = 64
 
 
 class _Arrival(NamedTuple):
@@ -47,6 +49,7 @@ class Barriers:
         returning: clients that are back, and the step after which they enter, or go on; -1: they have not said so.
             Nobody waits for them at what comes before.
         first: of those, the number of the first barrier that comes after, where it is over.
+        passed: by step the first barrier that is over after it, of the last steps that have one.
         left: clients that have left in good order, and the last process of each.
         outcomes: of barriers that say more than that they are over, ``error``, ``text`` and ``first`` of their Acks.
     """
@@ -59,6 +62,7 @@ class Barriers:
         self.finished: set[int] = set()
         self.returning: dict[int, int] = {}
         self.first: dict[int, int] = {}
+        self.passed: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.outcomes: dict[int, tuple[str, str, int]] = {}
         # When the first came to the open barrier; also as the timeline has it.
@@ -69,13 +73,13 @@ class Barriers:
         finished = sorted(self.finished)
         return SavedStore(
             number, self.num_clients, self.done, self.dead, finished, self.returning, self.left, self.first,
-            self.outcomes,
+            self.outcomes, self.passed,
         )  # fmt: skip
 
     def restore(self, saved: SavedStore) -> None:
         """Be as ``save`` has described it."""
         self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
-        self.returning, self.left, self.first = saved.returning, saved.left, saved.first
+        self.returning, self.left, self.first, self.passed = saved.returning, saved.left, saved.first, saved.passed
         self.outcomes = saved.outcomes
 
     # ---- who is at the open barrier
@@ -153,6 +157,9 @@ class Barriers:
         if not self.waiting or next(self._missing(), None) is not None:
             return []
         step, self.done = self._step, self.done + 1
+        self.passed.setdefault(step, self.done)
+        if len(self.passed) > _KEPT_STEPS:
+            del self.passed[min(self.passed)]
         later = {rank for rank, arrival in self.waiting.items() if step <= self.returning.get(rank, -1) < arrival.step}
         come = {rank: arrival for rank, arrival in self.waiting.items() if rank not in later}
         self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank in later}
@@ -203,6 +210,10 @@ class Barriers:
                 del self.returning[rank]
             else:
                 self.returning[rank] = step
+                # The process before it may have been further than it goes on, where it could not know that all is done.
+                later = [number for passed, number in self.passed.items() if passed > step]
+                if later and self._on_loss == "wait":
+                    self.first.setdefault(rank, min(later))
             self._changed()
         return self._complete()
 

@@ -21,38 +21,18 @@ from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
 from kvmpi.ps.asks import SCHEDULER, Ask
-from kvmpi.ps.chains import part_of
-from kvmpi.ps.consistency import APART
 from kvmpi.ps.landing import Landing
+from kvmpi.ps.layout import KeyLayout
 from kvmpi.ps.link import Link
 from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
+from kvmpi.ps.steps import Turn, position
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
 Key = int | str
-
-
-@dataclass(slots=True)
-class KeyLayout:
-    """How a key is spread over servers, and how far this client is with it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: list[placement.Part]
-    digest: int = 0
-    steps: int = 0
-    found: int | None = None  # pushes of a process before this one, of the chunk that has fewest
-    seen_version: int = 0
-    pushing: bool = False
-    staleness: int = timeline.NOTHING  # of the last push
-    by_rows: RowChunks | None = None
-
-    def part(self, chunk: int) -> int:
-        """The part of the values to which a chunk belongs."""
-        return part_of(self.chunks[chunk].server, self.digest + chunk)
 
 
 class _Piece(NamedTuple):
@@ -157,7 +137,7 @@ class PsClient(Participant):
             # Which keys are pushed less often than in every round, only the servers know.
             asks = [ask for key, layout in self._layouts.items() for ask in self._init_asks(key, layout, None)]
             for layout in self._layouts.values():
-                layout.found = None
+                layout.track.found = None
             self._start(work.name, asks, deadline).add_done_callback(then(positioned))
 
         def positioned() -> None:
@@ -177,7 +157,7 @@ class PsClient(Participant):
         for i, chunk in enumerate(layout.chunks):
             part = layout.part(i)
             fields = (key, i, len(layout.chunks), chunk.stop - chunk.start, list(layout.shape), layout.dtype, part)
-            how: dict[str, Any] = {"on_reply": self._on_found(layout)}
+            how: dict[str, Any] = {"on_reply": layout.hear}
             if value is not None:
                 piece = value[chunk.start : chunk.stop]
                 given = _all((piece,)), piece.nbytes
@@ -185,61 +165,66 @@ class PsClient(Participant):
             asks.append(about(part, m.Init, fields, **how))
         return asks
 
-    @staticmethod
-    def _on_found(layout: KeyLayout) -> OnReply:
-        def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            if isinstance(message, m.Ack):
-                layout.found = message.version if layout.found is None else min(layout.found, message.version)
-
-        return on_reply
-
     @property
     def position(self) -> int:
         if self._position is not None:
             return self._position
-        found = [layout.found or 0 for layout in self._layouts.values()]
-        return min((steps for steps in found if max(found) - steps <= APART), default=0)
+        return position([found for layout in self._layouts.values() if (found := layout.track.found) is not None])
 
     def _take_position(self, key: Key) -> KeyLayout:
-        """The key, at the round where the process before this one has stopped: the same for all keys.
+        """The key, at the overall step where the process before this one has stopped: the same for all keys.
 
-        What that process has pushed beyond counts as pushed: servers take the repetition for one. Keys that are pushed
-        less often than others go on where they are.
+        What that process has pushed beyond counts as pushed: servers take the repetition for one.
         """
-        self._position = self.position
+        if self._position is None:
+            self._position = self.position
+            self._steps.begin_after(self._position)
         layout = self._layouts[key]
-        if layout.found is not None:
-            layout.steps = layout.found if self._has_entered else min(layout.found, self._position)
-        layout.found = None
+        if (found := layout.track.found) is not None:
+            layout.steps = found.up_to(self._position) if self._steps.counts else found.count
         return layout
+
+    def next_push(self, key: Key) -> Turn:
+        """The next push of ``key`` takes its place among this client's: to be called in program order."""
+        return self._steps.take(self._take_position(key).track)
+
+    def give_up(self, key: Key, turn: Turn) -> None:
+        """A push that has a place was not begun."""
+        if not turn.begun:
+            self._steps.end(self._layouts[key].track, turn, used=False)
 
     def set_codec(self, name: str) -> None:
         """How pushes travel from now on."""
         self._codec = codec.get(name)
 
-    def push(self, key: Key, value: Buffer, deadline: Deadline, priority: int = 0) -> Work:
-        """Contribute ``value`` (shape ``(count,)``, storage dtype) to the key; done when every server has it."""
-        return self._exchange(key, value, None, deadline, priority)
+    def push(self, key: Key, value: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None) -> Work:
+        """Contribute ``value`` (shape ``(count,)``, storage dtype) to the key; done when every server has it.
 
-    def pushpull(self, key: Key, value: Buffer, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
+        ``turn``: its place among all pushes, if others were made since; as in those below.
+        """
+        return self._exchange(key, value, None, deadline, priority, turn)
+
+    def pushpull(
+        self, key: Key, value: Buffer, out: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None
+    ) -> Work:
         """``push``, and fill ``out`` with the answer; ``out`` may be ``value``."""
-        return self._exchange(key, value, out, deadline, priority)
+        return self._exchange(key, value, out, deadline, priority, turn)
 
     def push_ahead(
         self, key: Key, value: Buffer, landing: Landing, deadline: Deadline, priority: int = 0,
-        on_accepted: Callable[[], None] | None = None,
+        on_accepted: Callable[[], None] | None = None, turn: Turn | None = None,
     ) -> Work:  # fmt: skip
         """``push``, and the round's value into ``landing``, whose memory may be ``value``; done when it is there.
 
         ``on_accepted`` is called when every server has ``value``, or when the Work is done.
         """
-        return self._exchange(key, value, landing, deadline, priority, on_accepted)
+        return self._exchange(key, value, landing, deadline, priority, turn, on_accepted)
 
     def _exchange(
         self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
-        on_accepted: Callable[[], None] | None = None,
+        turn: Turn | None, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
-        layout = self._take_position(key)
+        layout = self._layouts[key]
         encode, dtype = self._codec.encode, layout.dtype
         itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
         pieces = []
@@ -255,11 +240,13 @@ class PsClient(Participant):
                 )
             )
         op = "pushpull" if isinstance(out, np.ndarray) else "push"
-        return self._push_pieces(key, op, pieces, deadline, priority, fused=out is not None, on_accepted=on_accepted)
+        return self._push_pieces(
+            key, op, pieces, deadline, priority, turn, fused=out is not None, on_accepted=on_accepted
+        )
 
     def _push_pieces(
-        self, key: Key, op: str, pieces: Sequence[_Piece], deadline: Deadline, priority: int, *, fused: bool,
-        on_accepted: Callable[[], None] | None = None,
+        self, key: Key, op: str, pieces: Sequence[_Piece], deadline: Deadline, priority: int, turn: Turn | None, *,
+        fused: bool, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         """Push what there is for each chunk, as one step of the key."""
         layout = self._layouts[key]
@@ -268,14 +255,18 @@ class PsClient(Participant):
                 f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
             )
         layout.pushing = True
+        turn = turn or self.next_push(key)
+        turn.begun = True
+        layout.steps = layout.track.begin(layout.steps)
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
         # Nobody waits for that word, unless it is to be seen in a timeline; in an asynchronous store none is said.
         may_be_quiet = fused and on_accepted is None and self._mode == "sync" and not timeline.on
-        step, codec_name = layout.steps + 1, self._codec.name
+        step, codec_name, done = layout.steps + 1, self._codec.name, self._steps.done()
         asks = [
             about(
-                part := layout.part(i), m.Push, (key, i, step, codec_name, fused, acknowledge, part, piece.rows),
+                part := layout.part(i), m.Push,
+                (key, i, step, codec_name, fused, acknowledge, part, piece.rows, False, turn.at, done),
                 cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads, on_reply=piece.on_reply,
             )
             for i, piece in enumerate(pieces)
@@ -287,8 +278,9 @@ class PsClient(Participant):
             layout.pushing = False
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
-            if error is None or any(ask.used for ask in asks):
+            if used := error is None or any(ask.used for ask in asks):
                 layout.steps = step
+            self._steps.end(layout.track, turn, used=used)
 
         label, nbytes = self._label(op, key, step), sum(piece.sent_bytes for piece in pieces)
         return self._start(label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted)
@@ -307,13 +299,14 @@ class PsClient(Participant):
         return layout.by_rows
 
     def push_rows(
-        self, key: Key, rows: Rows, deadline: Deadline, priority: int = 0, changed: ArrivingRows | None = None
-    ) -> Work:
+        self, key: Key, rows: Rows, deadline: Deadline, priority: int = 0, changed: ArrivingRows | None = None,
+        turn: Turn | None = None,
+    ) -> Work:  # fmt: skip
         """Contribute some rows to the key, in storage dtype; done when every server has them.
 
         With ``changed``, that gets all rows which the update has changed, with their new values, and then it is done.
         """
-        layout, chunks = self._take_position(key), self.rows_of(key)
+        layout, chunks = self._layouts[key], self.rows_of(key)
         encode, dtype = self._codec.encode, layout.dtype
         itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
         pieces = []
@@ -327,7 +320,7 @@ class PsClient(Participant):
             sent_bytes = ids.nbytes + piece.size * itemsize
             pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
         op = "push of rows" if changed is None else "pushpull of rows"
-        return self._push_pieces(key, op, pieces, deadline, priority, fused=changed is not None)
+        return self._push_pieces(key, op, pieces, deadline, priority, turn, fused=changed is not None)
 
     def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:

@@ -17,6 +17,7 @@ from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.link import Link
 from kvmpi.ps.reply import name_and_text
 from kvmpi.ps.spans import Spans
+from kvmpi.ps.steps import Steps
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -54,6 +55,7 @@ class Participant(ABC):
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
         self._position: int | None = None
+        self._steps = Steps(counts=self._is_waited_for)
         self.left_out = self._has_entered = False
         # The scheduler is told that this process pushes on from where another was; it knows its number at barriers.
         self._goes_on = self._has_number = False
@@ -67,8 +69,7 @@ class Participant(ABC):
     @property
     @abstractmethod
     def position(self) -> int:
-        """Rounds that have this client's push, from processes before this one, of all keys that are pushed in every
-        round: where it goes on. Keys that are far behind the furthest are pushed less often, or never."""
+        """The overall step of processes before this one, after which it goes on."""
 
     @abstractmethod
     def _staleness(self, key: Key) -> int:

@@ -17,6 +17,7 @@ from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
+from kvmpi.ps.steps import Mark
 from kvmpi.wire import as_array, entries
 from kvmpi.wire import messages as m
 
@@ -46,14 +47,14 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Round():
             slot = _slot(shard, entry)
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
-            _set_open(shard, slot, payloads, shard.num_clients, clients, entry.rows)
+            _set_open(shard, slot, payloads, shard.num_clients, clients, entry)
             shard.rounds.end_round(slot, keep=keep)
         case entries.Skipped():
             slot = _slot(shard, entry)
             slot.begin_round()
             slot.skip_round(None)
         case entries.Partial():
-            _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry.rows)
+            _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry)
         case entries.Single():
             slot = _slot(shard, entry)
             wire_dtype = codec.get(entry.codec).wire_dtype(slot.dtype)
@@ -99,6 +100,7 @@ def dump(shard: Shard) -> list[Record]:
                 slot.key, slot.chunk, layout.num_chunks, slot.count, layout.shape, slot.dtype, slot.rounds,
                 slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
+                {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()},
             ),
             tuple(arrays),
         ))  # fmt: skip
@@ -128,14 +130,20 @@ def _pushed(shard: Shard, slot: Slot, payloads: list[memoryview], dtype: str, ro
     return Rows(as_array(payloads[0], WIRE_ID), values.reshape(rows, width))
 
 
-def _set_open(shard: Shard, slot: Slot, payloads: list[memoryview], cursor: int, clients: list[int], rows: int) -> None:
+def _set_open(
+    shard: Shard, slot: Slot, payloads: list[memoryview], cursor: int, clients: list[int],
+    entry: entries.Round | entries.Partial,
+) -> None:  # fmt: skip
     """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
     slot.replaced = {client for client in clients if slot.steps.get(client, 0) > slot.rounds}
-    slot.add(_pushed(shard, slot, payloads, dtype, rows), dtype)
-    for client in clients:
+    slot.add(_pushed(shard, slot, payloads, dtype, entry.rows), dtype)
+    slot.open_steps.clear()
+    for i, client in enumerate(clients):
         slot.steps[client] = max(slot.rounds + 1, slot.steps.get(client, 0))
+        if entry.at:
+            slot.note_step(client, entry.at[i if len(entry.at) > 1 else 0], entry.done)
 
 
 def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:
@@ -158,5 +166,6 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     slot.failed = None if entry.failed is None else KVError(entry.failed)
     slot.rounds, slot.generation, slot.restored = entry.rounds, entry.generation, entry.restored
     slot.steps = dict(entry.steps)
+    slot.marks = {client: Mark(*mark) for client, mark in entry.marks.items()}
     slot.rules.clear()
     slot.rules.extend(rule_change(change) for change in entry.rules)

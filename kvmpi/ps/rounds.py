@@ -32,6 +32,15 @@ def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
     return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(ids)))
 
 
+def steps_of(slot: Slot) -> tuple[list[int], int]:
+    """The overall steps of the open round, as they are logged."""
+    steps = [slot.open_steps[client] for client in slot.contributors if client in slot.open_steps]
+    if not steps or len(steps) < len(slot.contributors):
+        slot.open_steps.clear()
+        return [], 0
+    return steps if len(set(steps)) > 1 else steps[:1], slot.open_done
+
+
 class Rounds:
     """How pushes of several clients become updates, in one part of a store.
 
@@ -64,6 +73,7 @@ class Rounds:
                     self._add(slot, contribution, client)
                     slot.contributors.append(client)
                     slot.steps[client] = slot.rounds + 1
+                    slot.note_step(client, contribution.at, contribution.done)
                     replies += self._accept(slot, contribution)
                 elif not ahead and self._clients.is_needed(client):
                     break
@@ -118,7 +128,7 @@ class Rounds:
             slot.skip_round(None)
         else:
             clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
-            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total))
+            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
             start_ns = timeline.now() if timeline.on else 0
             self.end_round(slot, keep=self._log(entry, frames(total)))
             if start_ns:

@@ -35,6 +35,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     left: dict[int, int] = {}
     first: dict[int, int] = {}
     outcomes: dict[int, tuple[str, str, int]] = {}
+    passed: dict[int, int] = {}
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

@@ -38,7 +38,7 @@ _QUIET_SHARE = 0.125
 #: Where a Hello says who its client is.
 _CLIENT = 2
 #: Answers that end a request; anything else in their place is a mistake of the peer.
-_ANSWERS = (m.Ack, m.Value, m.State, m.View, m.Dead)
+_ANSWERS = (m.Ack, m.Found, m.Value, m.State, m.View, m.Dead)
 
 
 class ClientSession:
@@ -156,8 +156,10 @@ class ClientSession:
             key, chunk, step = ask.fields[:3]
             return ask.peer, m.Query(ask.number, key, chunk, step, ask.fields[FUSED], max(0, ask.part)), ()
         try:
-            how = {"quiet": True} if ask.quiet else {}
-            return ask.peer, ask.kind(ask.number, *ask.fields, **how), self._payloads(ask)
+            message = ask.kind(ask.number, *ask.fields)
+            if isinstance(message, m.Push):
+                message.quiet = ask.quiet
+            return ask.peer, message, self._payloads(ask)
         except Exception as error:  # a codec may be a user's own
             self._end(ask, _as_kv_error(ask, error))
             return None

@@ -31,7 +31,7 @@ from kvmpi.ps import codec, consistency, requests
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import Reply, failure
-from kvmpi.ps.rounds import Log, Rounds, changed
+from kvmpi.ps.rounds import Log, Rounds, changed, steps_of
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
@@ -256,7 +256,9 @@ class Shard:
         if slot is not None:
             # How far this client is: a process that takes the place of another goes on from there. What is in an
             # open round does not count yet: it may be lost with this server.
-            return [Reply(route, m.Ack(message.request, slot.lasting_steps(client)))]
+            lasting, (at, done) = slot.lasting_steps(client), slot.last_steps(client, not self.rounds.acknowledges)
+            found = m.Found(message.request, lasting, at, done) if at else m.Ack(message.request, lasting)
+            return [Reply(route, found)]
         if key in self.saved:
             raise ConfigError(
                 f"init of key {key!r}: chunk {message.chunk} of {message.num_chunks} is elsewhere in the snapshot, or "
@@ -346,7 +348,7 @@ class Shard:
             known = client in slot.held
             slot.held[client] = Contribution(
                 route, message.request, message.fused, message.acknowledge, message.quiet, wire, wire_dtype,
-                timeline.now() if timeline.on else 0,
+                message.at, message.done, timeline.now() if timeline.on else 0,
             )  # fmt: skip
             replies = self.rounds.go_on_with(slot)
             return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
@@ -440,7 +442,8 @@ class Shard:
         for slot in self.slots.values():
             if slot.accumulator is not None and slot.cursor:
                 total = slot.accumulator
-                entry = entries.Partial(slot.key, slot.chunk, slot.cursor, list(slot.contributors), num_rows(total))
+                where, clients = (slot.key, slot.chunk, slot.cursor), list(slot.contributors)
+                entry = entries.Partial(*where, clients, num_rows(total), *steps_of(slot))
                 self._log(entry, tuple(frame.copy() for frame in frames(total)))
 
     def forget_waiting(self) -> None:

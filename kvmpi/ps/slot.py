@@ -16,6 +16,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
+from kvmpi.ps.steps import Mark
 from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
@@ -36,6 +37,8 @@ class Contribution:
     quiet: bool
     wire: Buffer | Rows
     wire_dtype: str
+    at: int = 0
+    done: int = 0
     arrived_ns: int = 0  # for the timeline
 
 
@@ -114,6 +117,10 @@ class Slot:
         self.contributors: list[int] = []
         # Contributors whose last process is gone, and the next one of which has entered after this round.
         self.replaced: set[int] = set()
+        # Their overall steps, and the least that they know to be done; what lasts of that, by client.
+        self.open_steps: dict[int, int] = {}
+        self.open_done = 0
+        self.marks: dict[int, Mark] = {}
         self.accumulator: Buffer | Rows | None = None
         self._spare: Buffer | None = None
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
@@ -237,9 +244,20 @@ class Slot:
 
     def begin_round(self) -> None:
         """The next round is the open one, and nobody is in it."""
+        if not self.open_steps:
+            self.marks.clear()  # there would be a gap
+        for client, step in self.open_steps.items():
+            self.marks.setdefault(client, Mark()).note(step, self.open_done)
+        self.open_steps.clear()
         self.cursor = 0
         self.contributors.clear()
         self.replaced.clear()
+
+    def note_step(self, client: int, step: int, done: int) -> None:
+        """A push that is in the open round is of the overall step ``step``; 0: its sender does not say."""
+        if step:
+            self.open_done = min(done, self.open_done) if self.open_steps else done
+            self.open_steps[client] = step
 
     def _update(self, pushed: Buffer | Rows, count: int, recycle: Buffer | None) -> Buffer:
         """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
@@ -360,6 +378,14 @@ class Slot:
         steps = self.steps.get(client, 0)
         lasts = client not in self.contributors or client in self.replaced
         return steps if lasts else min(steps, self.rounds)
+
+    def last_steps(self, client: int, with_open: bool) -> tuple[dict[int, int], int]:
+        """The overall steps of the client's last pushes, by their numbers, and what it knows to be done."""
+        mark, number = self.marks.get(client, Mark()), self.lasting_steps(client)
+        found = mark.numbered(number)
+        if with_open and client in self.open_steps:
+            found[number + 1] = self.open_steps[client]
+        return found, mark.done
 
     # ---- what a checkpoint holds
 

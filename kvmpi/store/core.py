@@ -483,15 +483,3 @@ def scaled(buffer: Buffer, factor: float, dtype: str) -> None:
     """Multiply ``buffer`` in place, unless ``factor`` is 1."""
     if factor != 1.0:
         host.scale(buffer, factor, dtype)
-
-
-def on_host(vector: Vector) -> Buffer:
-    """Its memory, or a copy of what lies on a device."""
-    if vector.on_host:
-        buffer: Buffer = vector.buffer
-        return buffer
-    from kvmpi.kernels import gpu
-
-    staged = host.empty(vector.count, vector.dtype)
-    gpu.sum_vectors_to_host(staged, [vector.buffer], vector.dtype)
-    return staged

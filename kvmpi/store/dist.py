@@ -18,12 +18,12 @@ from kvmpi.engine import Variable, Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient
+from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn
 from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, on_host
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import INLINE_BYTES, on_host, scaled
+from kvmpi.store.core import INLINE_BYTES, scaled
 from kvmpi.store.grammar import Key
 from kvmpi.trace import timeline
 
@@ -175,12 +175,13 @@ class DistStore(KVStore):
         summed = self._sum_rows_op(part, call)
         arriving: list[ArrivingRows] = []
 
-        def ask(ps: PsClient) -> Work:
+        def ask(ps: PsClient, turn: Turn) -> Work:
             assert part.rows is not None
             arriving.extend([ArrivingRows(ps.rows_of(state.key))] if fused else [])
-            return ps.push_rows(state.key, part.rows, call.deadline, call.priority, arriving[0] if fused else None)
+            changed = arriving[0] if fused else None
+            return ps.push_rows(state.key, part.rows, call.deadline, call.priority, changed, turn)
 
-        work = self._ask_op(state, ask, call, reads=[state.sent])
+        work = self._push_op(state, ask, call, reads=[state.sent])
         if part.whole:
             return self._start_pull(state, part.outs, call)
         if fused:
@@ -215,11 +216,11 @@ class DistStore(KVStore):
             accepted = self._push_ahead(state, lent, answer, call)
             return accepted if waits and lent is not None else local
 
-        def ask(ps: PsClient) -> Work:
+        def ask(ps: PsClient, turn: Turn) -> Work:
             value = state.host_buffer() if lent is None else lent
-            return ps.push(state.key, value, call.deadline, call.priority)
+            return ps.push(state.key, value, call.deadline, call.priority, turn)
 
-        work = self._ask_op(state, ask, call, reads=[state.sent] if lent is None else [])
+        work = self._push_op(state, ask, call, reads=[state.sent] if lent is None else [])
         # The caller's arrays are free once the sum is in the key's own buffer.
         return work if self._ps is not None and (call.async_op or (waits and lent is not None)) else local
 
@@ -227,15 +228,15 @@ class DistStore(KVStore):
         """Push on the master: send, and let the round's value land; done when the servers have what was lent."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
 
-        def ask(ps: PsClient) -> Work:
+        def ask(ps: PsClient, turn: Turn) -> Work:
             value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accepted.finish)
-            return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted)
+            return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted, turn)
 
         def end(_: Work) -> None:
             if not accepted.done():  # nothing was lent, or it was never sent
                 accepted.finish()
 
-        answer.work = self._ask_op(state, ask, call, writes=[state.sent])
+        answer.work = self._push_op(state, ask, call, writes=[state.sent])
         answer.work.add_done_callback(end)
         return accepted
 
@@ -301,11 +302,11 @@ class DistStore(KVStore):
         if source is None and summed is None:
             self._sum_op([part], call)
 
-        def ask(ps: PsClient) -> Work:
+        def ask(ps: PsClient, turn: Turn) -> Work:
             value = state.host_buffer() if source is None else source
-            return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority)
+            return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority, turn)
 
-        work = self._ask_op(state, ask, call, reads=[state.sent] if source is None else [])
+        work = self._push_op(state, ask, call, reads=[state.sent] if source is None else [])
         return self._spread_op(state, target, work, call)
 
     def _lent(self, vectors: list[Vector], *, until_done: bool) -> Buffer | None:
@@ -353,6 +354,16 @@ class DistStore(KVStore):
             run, reads=[*call.done, *reads], writes=[state.value, *writes], lane="inline", priority=call.priority,
             name=f"{call.op} of key {state.key!r}",
         )  # fmt: skip
+
+    def _push_op(self, state: KeyState, ask: Callable[[PsClient, Turn], Work], call: Invocation, **how: Any) -> Work:
+        """Push on the master: push one key to the servers, in its place among all that the program pushes."""
+        ps = self._ps
+        if ps is None:
+            return self._nothing()
+        turn = ps.next_push(state.key)
+        work = self._ask_op(state, lambda ps: ask(ps, turn), call, **how)
+        work.add_done_callback(lambda _: ps.give_up(state.key, turn))
+        return work
 
     def _spread_op(self, state: KeyState, target: Target, asked: Work, call: Invocation) -> Work:
         """Push: the master's answer goes to all workers of the client and into all arrays of ``out``."""

@@ -80,12 +80,16 @@ class Round(_Entry, tag="round"):
     """A synchronous round of a chunk is over: one payload, the sum of the pushes of ``clients``, or of all (none).
 
     ``rows``: the sum has so many rows only: two payloads, their numbers and themselves; -1: it is of the whole chunk.
+    ``at``: the overall steps of the pushes, by client; one, if they are the same; none, if not all have said it.
+    ``done``: up to which overall step all that these clients have pushed is done.
     """
 
     key: Key
     chunk: int
     clients: list[int] | None = None
     rows: int = -1
+    at: list[int] = []
+    done: int = 0
 
 
 class Skipped(_Entry, tag="skipped"):
@@ -96,13 +100,16 @@ class Skipped(_Entry, tag="skipped"):
 
 
 class Partial(_Entry, tag="partial"):
-    """The open round of a chunk has pushes of ``clients``, all before ``cursor``: their sum, as in Round."""
+    """The open round of a chunk has pushes of ``clients``, all before ``cursor``: their sum, as in Round; as are the
+    others."""
 
     key: Key
     chunk: int
     cursor: int
     clients: list[int]
     rows: int = -1
+    at: list[int] = []
+    done: int = 0
 
 
 class Single(_Entry, tag="single"):
@@ -173,7 +180,8 @@ class StoreState(_Entry, tag="store"):
 
 class SlotState(_Entry, tag="slot"):
     """All of a chunk: one payload for each name; "met" is the old value that the last round answered with, "touched"
-    the numbers of the rows that it has changed, if these are not all."""
+    the numbers of the rows that it has changed, if these are not all. ``marks``: by client what it knows to be done,
+    and the overall steps of its last pushes."""
 
     key: Key
     chunk: int
@@ -189,6 +197,7 @@ class SlotState(_Entry, tag="slot"):
     rules: list[RuleInForce]
     failed: str | None
     names: list[str]
+    marks: dict[int, tuple[int, list[int]]] = {}
 
 
 Entry = (

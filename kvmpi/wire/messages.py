@@ -46,7 +46,9 @@ class Push(Message, tag="push"):
 
     ``fused`` also asks for the value, which is then the answer; with ``acknowledge`` the server also says when the
     contribution is in its round, even if the answer follows at once. ``rows``: the payloads are the numbers of so many
-    rows of the chunk, and these rows; -1: all of it. ``quiet``: nothing is to be said before the answer.
+    rows of the chunk, and these rows; -1: all of it. ``quiet``: nothing is to be said before the answer. ``at``: the
+    overall step, which is the most pushes of any key, this one included, and negative if this one has made it so many;
+    ``done``: that up to which all of the client's pushes are answered. 0, where nobody waits for clients to come back.
     """
 
     request: int
@@ -59,6 +61,8 @@ class Push(Message, tag="push"):
     part: int = 0
     rows: int = -1
     quiet: bool = False
+    at: int = 0
+    done: int = 0
 
 
 class Pull(Message, tag="pull"):
@@ -180,6 +184,19 @@ class Ack(Message, tag="ack"):
     error: str = ""
     text: str = ""
     first: int = 0
+
+
+class Found(Message, tag="found"):
+    """The answer to the ``Init`` of a chunk that has pushes of a process of the client before this one.
+
+    ``version`` counts the closed rounds that have one, ``at`` are the overall steps of the last pushes by their number
+    in the chunk, ``done`` is the largest that has come with them.
+    """
+
+    request: int
+    version: int
+    at: dict[int, int]
+    done: int
 
 
 class Accepted(Message, tag="accepted"):
@@ -490,7 +507,7 @@ class Installed(Message, tag="installed"):
 #: All of them.
 AnyMessage = (
     Hello | Init | Push | Pull | Query | SetRule | SetHyperparams | GetState | PutState | Finish | Return | Enter | Bye
-    | Ack | Accepted | Moved | Value | Waiting | State | Failure
+    | Ack | Found | Accepted | Moved | Value | Waiting | State | Failure
     | Register | View | Heartbeat | Heard | Report | Barrier | QueryDead | Dead | Leave | CaughtUp | Drained
     | TakeSnapshot | SnapshotNews
     | Extend | Attach | Log | Committed | Install | Installed

@@ -12,6 +12,7 @@ from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
 FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
+SELDOM = str(Path(__file__).parent / "programs" / "seldom.py")
 FEWER = """
 import os, signal, sys
 import numpy as np
@@ -144,6 +145,14 @@ def test_a_client_that_was_left_out_comes_back(launch, layout, store, dies):
     assert "started again (1 of 2)" in job.stderr
     away = {int(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if " away for " in line}
     assert min(away) >= 10, "the others have not gone on"
+
+
+def test_a_client_that_others_wait_for_repeats_what_is_missing_of_keys_that_are_pushed_in_some_steps(launch):
+    settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "3", "KVMPI_HEARTBEAT_S": "0.2", "KVMPI_TIMEOUT_S": "30"}
+    job = launch("-n", "3", "-c", "3", "-s", "2", "--restart", "5", SELDOM, env=settings, whole=True)
+    assert job.finish(150.0) == 0, job.stderr
+    assert job.stdout.count(" 0 wrong") == 12, job.stdout
+    assert "started again (5 of 5)" in job.stderr
 
 
 @pytest.mark.parametrize("how", ["skip", "again"])

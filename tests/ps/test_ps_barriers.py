@@ -198,3 +198,15 @@ def test_a_client_that_is_lost_again_is_waited_for_again() -> None:
     assert meeting.come(0, 4, LAST + 1) == {}
     meeting.lose_and_bring_back()
     assert meeting.come(1, 4, LAST) == {0: 4, 1: 4}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_client_that_repeats_a_step_passes_the_barriers_that_were_met_after_it(restarts: bool) -> None:
+    """It goes on before the last step where nobody knows that all of that is done."""
+    meeting = Meeting(restarts=restarts)
+    meeting.lose_and_bring_back()
+    assert meeting.passed(meeting.barriers.enter(1, 2)) == {}
+    assert meeting.come(1, NEXT_BARRIER, 3) == {1: 3}, "the one after step 3"
+    assert meeting.come(1, NEXT_BARRIER, 3, meeting.request) == {1: 3}, "the answer was lost"
+    assert meeting.come(0, 4, LAST + 1) == {}
+    assert meeting.come(1, 4, LAST + 1) == {0: 4, 1: 4}

@@ -343,8 +343,9 @@ def test_who_comes_back_goes_on_where_it_is_with_the_keys_of_every_round() -> No
     ps = Cluster(config, network, "sync").client(1, 2)
     found = {"weight": 10, "bias": 9, "seldom": 3, "never": 0}
     ps.add_keys([(key, (COUNT,), "float32") for key in found])
-    for key, steps in found.items():
-        ps._layouts[key].found = steps
+    at = {"weight": {9: 9, 10: 10}, "bias": {9: 9}, "seldom": {3: 7}, "never": {}}
+    for key, count in found.items():
+        ps._layouts[key].hear(m.Found(1, count, at[key], 9 if key == "weight" else 0), [])
     assert ps.position == 9
     assert {key: ps._take_position(key).steps for key in found} == {"weight": 9, "bias": 9, "seldom": 3, "never": 0}
     assert ps.position == 9

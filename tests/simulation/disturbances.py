@@ -51,7 +51,7 @@ class Disturbances:
                 self._touched.add((victim.rank, victim.incarnation))
                 self._lose_unnoticed(f"server {victim.rank}")
             return
-        if choose.random() < 0.25 and self._disturb_client():
+        if choose.random() < 0.25 and self.disturb_client():
             return
         if choose.random() < 0.1:
             self._cluster.kill_scheduler()
@@ -89,7 +89,7 @@ class Disturbances:
         else:
             self._cut_off(f"server {victim.rank}", one_way=how == "cut one way")
 
-    def _disturb_client(self) -> bool:
+    def disturb_client(self) -> bool:
         """End a client's process, or stop it until it counts as lost; whether the job has to survive that."""
         choose = self._network.random
         rank = choose.randrange(self._cluster.config.num_clients)

@@ -66,10 +66,12 @@ class Past:
 class Oracle:
     """Which pushes were begun, and of which a client was told the end; what the values may be because of them.
 
-    Sets of steps are bits of an int: bit s is step s.
+    Sets of steps are bits of an int: bit s is step s. Of a key that is pushed in some steps only these alone count, as
+    step 1, 2, ... of the key.
 
     Args:
-        last_steps: how often each client pushes each key.
+        last_steps: how many steps each client has.
+        pushes: how often a key is pushed in so many steps.
         past: the snapshot that the job goes on from.
         additive: values are sums of pushes; else only some of it can be checked.
     Attributes:
@@ -79,8 +81,9 @@ class Oracle:
 
     def __init__(
         self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool,
-        past: Past | None = None,
+        past: Past | None = None, pushes: Callable[[Any, int], int] = lambda key, step: step,
     ) -> None:  # fmt: skip
+        self._pushes = pushes
         self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
         self._sync, self._additive = sync, additive
         self.num_clients, self._replicas = len(last_steps), cluster.config.replicas
@@ -90,7 +93,9 @@ class Oracle:
         self._begun = dict.fromkeys(pairs, 0) | (past.begun if past is not None else {})
         self._done = dict.fromkeys(pairs, 0) | (past.done if past is not None else {})
         # In synchronous rounds: of which a client is a part for certain, by key.
-        self._needed = {pair: _bits(1 + self._resumed, last_steps[pair[0]]) for pair in pairs}
+        self._needed = {
+            (client, key): _bits(1 + self._resumed, pushes(key, last_steps[client])) for client, key in pairs
+        }
         self.gone: set[int] = set()
         self.num_done = 0
         self._seen: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
@@ -117,14 +122,14 @@ class Oracle:
 
     def begin(self, client: int, key: Any, step: int) -> None:
         """A client pushes."""
-        self._begun[client, key] |= 1 << step
+        self._begun[client, key] |= 1 << self._pushes(key, step)
 
     def note_done(self, client: int, key: Any, step: int) -> Callable[[Any], None]:
         """To be called with the push's Work when it is over."""
 
         def note(work: Any) -> None:
             if work.error() is None:
-                self._done[client, key] |= 1 << step
+                self._done[client, key] |= 1 << self._pushes(key, step)
                 self.num_done += 1
                 self._told.add(key)
 
@@ -149,6 +154,26 @@ class Oracle:
         for key in self._keys:
             self._needed[client, key] = _bits(step + 1, self._last_steps[client])
         self._told.update(self._keys)
+
+    def check_position(self, client: int, step: int, *, waits: bool) -> None:
+        """Where the next process of a client goes on that others have waited for: no more than two steps are repeated
+        of those that it was told to be over; three, if it begins anew.
+
+        Args:
+            waits: its processes have waited for all pushes of a step before they began the next.
+        """
+        last = self._last_steps[client]
+        over = 0
+        while over < last and all(self._has_all(client, key, over + 1) for key in self._keys):
+            over += 1
+        over = over if waits else 0
+        if not (over - 2 <= step <= max(last, self._resumed) or (step == self._resumed and over <= step + 3)):
+            raise Violation(f"client {client} goes on after step {step}, step {over} of {last} was over")
+
+    def _has_all(self, client: int, key: Any, step: int) -> bool:
+        """Whether a client was told the end of all pushes of a key in the steps up to this one."""
+        needed = _bits(1, self._pushes(key, step))
+        return self._done[client, key] & needed == needed
 
     def last_begun(self, client: int) -> int:
         """The last step of which a client has pushed anything."""
@@ -226,11 +251,11 @@ class Oracle:
 
     def check_read(
         self, client: int, key: Any, value: np.ndarray, step: int, told: dict[tuple[int, Any], int], *,
-        at_the_end: bool = False,
+        later: bool = False,
     ) -> None:  # fmt: skip
         """What a client reads after its ``step``-th push, and after anybody was ``told`` of the end of some pushes.
 
-        Who has nothing more to push reads on ``at_the_end``.
+        It may be ``later`` than that: who has nothing more to push reads on, who repeats a step reads what is there.
         """
         where = f"client {client} reads {key!r} after step {step}"
         if not self._additive:
@@ -242,8 +267,8 @@ class Oracle:
         for other in range(self.num_clients) if found else ():
             counts = sorted({digits[other] for digits in found})
             if self._sync:
-                least, most = self._bounds(other, key, step)
-                most = self._begun[other, key].bit_count() if at_the_end else most
+                least, most = self._bounds(other, key, self._pushes(key, step))
+                most = self._begun[other, key].bit_count() if later else most
                 if counts[-1] > most or counts[0] < least:
                     raise Violation(
                         f"{where}: rounds hold {counts} pushes of client {other}, {least} to {most} expected"

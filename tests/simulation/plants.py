@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import consistency, part
+from kvmpi.ps import barriers, client, consistency, part
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
@@ -18,6 +18,7 @@ from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshots import ServerSnapshots, SnapshotBook
+from kvmpi.ps.steps import Found
 from kvmpi.wire import messages as m
 
 
@@ -212,6 +213,19 @@ def _meets_without_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Barriers, "bring_back", lambda self, rank: self.returning.update({rank: 1 << 62}))
 
 
+def _goes_on_after_the_furthest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing could be missing of keys that are not pushed in every step."""
+    monkeypatch.setattr(client, "position", lambda found: max((key.last for key in found), default=0))
+
+
+def _takes_what_is_repeated_for_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Found, "before", lambda self, step, position: self.up_to(step))
+
+
+def _forgets_the_steps_of_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(barriers, "_KEPT_STEPS", 0)
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -233,6 +247,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "snapshot not copied": (_writes_what_is_there_by_then, "were begun"),
     "barriers counted from 1": (_counts_barriers_from_1, "has not come to it|still waiting"),
     "met without who is back": (_meets_without_who_is_back, "has not come to it"),
+    "gone on too far": (_goes_on_after_the_furthest, "still waiting|must be there|rounds hold"),
+    "repetition counted": (_takes_what_is_repeated_for_new, "still waiting|were begun"),
+    "barriers without steps": (_forgets_the_steps_of_barriers, "still waiting"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),

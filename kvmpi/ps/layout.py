@@ -1,0 +1,44 @@
+"""Where a client finds a key, and how far it is with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmpi.ps import placement
+from kvmpi.ps.chains import part_of
+from kvmpi.ps.row_chunks import RowChunks
+from kvmpi.ps.steps import Found, Track
+from kvmpi.trace import timeline
+from kvmpi.wire import Message
+from kvmpi.wire import messages as m
+
+
+@dataclass(slots=True)
+class KeyLayout:
+    """How a key is spread over servers, and how far this client is with it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: list[placement.Part]
+    digest: int = 0
+    steps: int = 0
+    track: Track = field(default_factory=Track)
+    seen_version: int = 0
+    pushing: bool = False
+    staleness: int = timeline.NOTHING  # of the last push
+    by_rows: RowChunks | None = None
+
+    def part(self, chunk: int) -> int:
+        """The part of the values to which a chunk belongs."""
+        return part_of(self.chunks[chunk].server, self.digest + chunk)
+
+    def hear(self, message: Message, payloads: list[memoryview]) -> None:
+        """The answer to the ``Init`` of a chunk."""
+        match message:
+            case m.Found():
+                found = Found(message.version, message.at, message.done)
+            case m.Ack():
+                found = Found(message.version, {}, 0)
+            case _:
+                return
+        self.track.found = found.merged(self.track.found)
