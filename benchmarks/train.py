@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,8 @@ def _rank(args: argparse.Namespace) -> int:
 
     cores = num_cores()
     ways = [way for way in WAYS if way in args.rows.split(",") or way == ALONE]
-    with kvmpi.create("mpi") as kv, kvmpi.create("mpi") as updating:
+    with ExitStack() as stack:
+        kv = stack.enter_context(kvmpi.create("mpi"))
         torch.set_num_threads(max(1, cores // kv.num_workers))
         if _DDP in ways:
             try:
@@ -163,6 +164,7 @@ def _rank(args: argparse.Namespace) -> int:
                     print(f"# {_DDP} left out: {error}")
         wrong = _verify(args, ways)
         with tempfile.TemporaryDirectory() as folder:
+            updating = {way: stack.enter_context(kvmpi.create("mpi")) for way in ways if way.startswith("weights")}
             rows = _measure(args, kv, updating, ways, folder)
         if kv.rank == 0:
             for row in rows:
@@ -234,15 +236,15 @@ class _Contestant:
 
 
 def _measure(
-    args: argparse.Namespace, kv: Any, updating: Any, ways: Sequence[str], folder: str
+    args: argparse.Namespace, kv: Any, updating: Mapping[str, Any], ways: Sequence[str], folder: str
 ) -> list[dict[str, Any]]:
-    """A row for each way; a timeline's files go into ``folder``."""
+    """A row for each way; a timeline's files go into ``folder``. A store that updates weights serves one way."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     # The trainer's keys begin at 0; the others take what is free.
     made = {
-        way: _Contestant(updating if way.startswith("weights") else kv, args.model, way, args.batch_size)
+        way: _Contestant(updating.get(way, kv), args.model, way, args.batch_size)
         for way in sorted(ways, key=lambda way: way != "trainer")
     }
     for contestant in made.values():  # what is planned in the first steps is over then
