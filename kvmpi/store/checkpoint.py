@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,16 @@ class SavedKey:
     dtype: str
     updates: int
     arrays: dict[str, Buffer] = field(default_factory=dict)
+
+    @classmethod
+    def of_chunks(cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any]) -> SavedKey:
+        """One key of ``ps.client.SavedChunk``, which cover it."""
+        found = cls(key, shape, dtype, chunks[0].updates)
+        for name, first in chunks[0].arrays.items():
+            whole = found.arrays[name] = np.empty(math.prod(shape), first.dtype)
+            for chunk in chunks:
+                whole[chunk.start : chunk.stop] = chunk.arrays[name]
+        return found
 
 
 @dataclass(slots=True)

@@ -474,14 +474,7 @@ class DistStore(KVStore):
         assert self._ps is not None
         work, chunks = self._ps.get_state(state.key, deadline)
         work.wait()
-        saved = SavedKey(state.key, state.shape, state.dtype, chunks[0].updates)
-        for name in chunks[0].arrays:
-            dtype = DTYPES[state.dtype if name == "value" else host.ACCUMULATE[state.dtype]]
-            whole = np.empty(state.count, dtype=dtype)
-            for chunk in chunks:
-                whole[chunk.start : chunk.stop] = chunk.arrays[name]
-            saved.arrays[name] = whole
-        return saved
+        return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks)
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         for key in saved:
