@@ -113,9 +113,9 @@ def pushed_views(kv):
     kv.push(["a", "b"], [index, 7 * index])
     kv.push("a", kv.view("a"))
     assert (kv.view("a") == n**2 * index).all()
-    for vectors in ([kv.view("a"), index], [index, kv.view("a")]):
+    for order in (1, -1):
         before = kv.view("a").copy()
-        kv.push("a", vectors)
+        kv.push("a", [kv.view("a"), index][::order])
         assert (kv.view("a") == n * (before + index)).all()
     a, b = kv.view("a").copy(), kv.view("b").copy()
     kv.push(["a", "b"], [kv.view("b"), kv.view("a")], async_op=True)
