@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 #: What a server ends with when the job has taken it for lost (EX_TEMPFAIL): it may come back as a new one.
@@ -36,7 +37,8 @@ class Restarts:
 
     def advice(self, label: str, status: int) -> str:
         """How others could have gone on without ``label``, which has ended the job; empty if that was its own error."""
-        if label.split()[0] not in ("worker", "client") or status <= 128 or self.on_client_loss != "fail":
+        killed = status > 128 and status != 128 + signal.SIGINT  # which was somebody's wish
+        if label.split()[0] not in ("worker", "client") or not killed or self.on_client_loss != "fail":
             return ""
         return (
             "set KVMPI_ON_CLIENT_LOSS=shrink to go on without a client that dies, also where stores are asynchronous; "
