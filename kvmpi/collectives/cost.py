@@ -19,7 +19,8 @@ from kvmpi.errors import ConfigError
 #: tenth of the time.
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 64 << 10, 128 << 10
 
-#: Part of a single ring's sums for which the link waits: 64 MiB between four hosts of 1 Gbit/s, ring against two rings.
+#: Part of a single ring's sums for which the link waits: a guess, large enough that two rings win where they were seen
+#: to, as with 64 MiB between four hosts of 1 Gbit/s.
 _UNHIDDEN = 0.5
 _RINGS = 2
 

@@ -103,14 +103,14 @@ class Rule:
         forgotten = set(names)
         return make(type(self), {
             name: value for name, value in self.hyperparams().items()
-            if _OF_KEY not in name or name.partition(_OF_KEY)[0] not in forgotten
+            if _OF_KEY not in name or plain_name(name) not in forgotten
         })  # fmt: skip
 
     def changes_from(self, earlier: Rule) -> dict[str, Any]:
         """What ``earlier.with_hyperparams`` makes do what this rule of the same class does."""
         wanted, known = self.hyperparams(), earlier.hyperparams()
         for name in known:  # what is different for a key no more
-            wanted.setdefault(name, wanted[name.partition(_OF_KEY)[0]])
+            wanted.setdefault(name, wanted[plain_name(name)])
         return {name: value for name, value in wanted.items() if known.get(name) != value}
 
     def of_key(self, key: int | str) -> Rule:
@@ -248,6 +248,11 @@ def _parameters(cls: type[Rule]) -> Mapping[str, inspect.Parameter]:
     if cls not in _parameters_of:
         _parameters_of[cls] = inspect.signature(cls).parameters
     return _parameters_of[cls]
+
+
+def plain_name(name: str) -> str:
+    """Of a hyperparameter, whether of all keys or of one."""
+    return name.partition(_OF_KEY)[0]
 
 
 def make(cls: type[R], given: Mapping[str, Any]) -> R:

@@ -157,6 +157,13 @@ class JoinedWork(Work):
             work.add_done_callback(lambda _: fn(self) if next(left) == 0 else None)
 
 
+def nothing() -> Work:
+    """What is done already."""
+    work = Work("nothing to wait for")
+    work.finish()
+    return work
+
+
 def processing_order(state: KeyState) -> tuple[int, int]:
     """Keys of one call are processed in ascending order of int keys; str keys in the order of their init."""
     return (state.key, 0) if isinstance(state.key, int) else (0, state.index)

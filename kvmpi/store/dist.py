@@ -21,7 +21,7 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn
 from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
-from kvmpi.store.call import Invocation, KeyState, Part, on_host
+from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import INLINE_BYTES, scaled
 from kvmpi.store.grammar import Key
@@ -210,7 +210,7 @@ class DistStore(KVStore):
         # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
         waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
         lent = self._lent(vectors, until_done=waits)
-        local = self._nothing() if lent is not None else summed or self._sum_op([part], call)
+        local = nothing() if lent is not None else summed or self._sum_op([part], call)
         answer = self._read_ahead(state, call)
         if answer is not None:
             accepted = self._push_ahead(state, lent, answer, call)
@@ -339,7 +339,7 @@ class DistStore(KVStore):
         """Push on the master: ask the servers about one key. Other workers have nothing to do."""
         ps = self._ps
         if ps is None:
-            return self._nothing()
+            return nothing()
 
         def abandon(asked: Work) -> None:
             if asked.error() is not None:
@@ -359,7 +359,7 @@ class DistStore(KVStore):
         """Push on the master: push one key to the servers, in its place among all that the program pushes."""
         ps = self._ps
         if ps is None:
-            return self._nothing()
+            return nothing()
         turn = ps.next_push(state.key)
         work = self._ask_op(state, lambda ps: ask(ps, turn), call, **how)
         work.add_done_callback(lambda _: ps.give_up(state.key, turn))
@@ -380,11 +380,6 @@ class DistStore(KVStore):
             target.spread()
 
         return self._tell_op(label, [state.value], call, then=spread)
-
-    def _nothing(self) -> Work:
-        work = Work("nothing to wait for")
-        work.finish()
-        return work
 
     # ---- commands
 

@@ -156,9 +156,9 @@ class Saving(StoreCore):
             if failure is not None:
                 raise failure
 
+    @abstractmethod
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         """Put worker 0's ``vector`` in the place of a value."""
-        raise NotImplementedError
 
     @abstractmethod
     def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:

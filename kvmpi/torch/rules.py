@@ -9,6 +9,7 @@ import torch
 from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.optim.convert import stated_by
+from kvmpi.optim.rule import plain_name
 from kvmpi.store import KVStore
 from kvmpi.torch.parameters import KeyedParameters
 
@@ -66,7 +67,7 @@ def agrees(rule: optim.Rule, optimizer: torch.optim.Optimizer, keys: list[list[i
     differing = stated(rule, optimizer, keys).changes_from(rule)
     scheduled = all("initial_lr" in group for group in optimizer.param_groups)
     for name, value in differing.items():
-        if not (scheduled and name.partition("@")[0] in _SCHEDULED):
+        if not (scheduled and plain_name(name) in _SCHEDULED):
             raise _refusal(rule, f"the optimizer has {name}={value!r}")
     return not differing
 

@@ -127,7 +127,7 @@ def pushed_views(kv):
 
 def uneven(kv):
     """Many small keys, of which workers push different numbers of vectors; more than a page of places holds."""
-    n, keys, count = kv.num_workers, list(range(600)), 150
+    n, keys, count = kv.num_workers, list(range(600)), 250  # more bytes in all than are offered in a slot
     numbers = [(1, 4, 9, 2)[rank % 4] for rank in range(n)]
     kv.init(keys, [np.zeros(count, "f4")] * len(keys))
     for num_keys, number_of in ((600, numbers), (300, numbers[::-1]), (300, [20] + [1] * (n - 1))):
