@@ -6,6 +6,7 @@ Only the standard library is used; files beside this one load it by its path.
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import MutableMapping
 
 #: How many workers a process of the job shares its host with, itself included, and how many processes: ``4,6``. Where
@@ -19,8 +20,10 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def usable() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may keep busy; ``machine.py``, above this file or beside it in a checkout, knows."""
+    above = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = next(path for name in (".", "kvmpi") if os.path.exists(path := os.path.join(above, name, "machine.py")))
+    return int(runpy.run_path(path)["num_cores"]())
 
 
 def threads(cores: int, workers: int) -> str:

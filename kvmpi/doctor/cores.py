@@ -7,7 +7,7 @@ import os
 import re
 
 from kvmpi.doctor.finding import Finding, Surroundings
-from kvmpi.machine import num_cores
+from kvmpi.machine import bound_cores, limit_bytes, quota_cores
 
 #: Variables by which every worker of a host would bind its threads to the same cores.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -16,51 +16,8 @@ _POLICIES = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_bindi
 
 def available(at: Surroundings) -> tuple[int, float]:
     """The cores that this process may run on, and how many of them at once, as a container's limit has it."""
-    cores = num_cores()
-    return cores, min(float(cores), cgroup_cores(at))
-
-
-def cgroup_cores(at: Surroundings) -> float:
-    """The smallest quota of processor time above this process, in cores; infinite without one.
-
-    Version 2 has ``cpu.max`` with ``QUOTA PERIOD``, version 1 ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/scheduler/sched-bwc.html).
-    """
-    least = math.inf
-    for folder in _cgroups(at, "cpu"):
-        quota, _, period = at.read(f"{folder}/cpu.max").partition(" ")
-        if not period:
-            quota, period = at.read(f"{folder}/cpu.cfs_quota_us"), at.read(f"{folder}/cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period):
-            least = min(least, int(quota) / int(period))
-    return least
-
-
-def cgroup_memory_bytes(at: Surroundings) -> float:
-    """The smallest limit of memory above this process; infinite without one."""
-    least = math.inf
-    for folder in _cgroups(at, "memory"):
-        text = at.read(f"{folder}/memory.max") or at.read(f"{folder}/memory.limit_in_bytes")
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes "none" as a number near 2**63
-            least = min(least, float(text))
-    return least
-
-
-def _cgroups(at: Surroundings, controller: str) -> list[str]:
-    """The folders of this process's groups, and of those above them."""
-    found = []
-    for line in at.read("/proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0":
-            base = "/sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            base = f"/sys/fs/cgroup/{controllers}"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        found += [f"{base}/{'/'.join(parts[:count])}".rstrip("/") for count in range(len(parts) + 1)]
-    return found
+    cores = bound_cores()
+    return cores, min(float(cores), quota_cores(at.read))
 
 
 def cores(at: Surroundings) -> Finding:
@@ -97,12 +54,12 @@ def load(at: Surroundings) -> Finding:
 
 def threads(at: Surroundings) -> Finding:
     """Threads of all workers of this host against its cores."""
-    count, usable = available(at)
+    _, usable = available(at)
     given = at.environ.get("OMP_NUM_THREADS", "")
     fair = max(1, int(usable) // at.workers)
     if given and not re.fullmatch(r"\d+(,\d+)*", given):
         return Finding("threads", "warning", f"OMP_NUM_THREADS={given!r} is no number", do="unset OMP_NUM_THREADS")
-    each = int(given.partition(",")[0]) if given else max(1, count // at.workers)
+    each = int(given.partition(",")[0]) if given else fair
     source = f"OMP_NUM_THREADS={given}" if given else f"kvmpi run sets OMP_NUM_THREADS={each}"
     seen = f"{source} for each of {at.workers} workers"
     facts = {"threads": each, "workers": at.workers, "fair": fair}
@@ -141,7 +98,7 @@ def memory(at: Surroundings) -> Finding:
     figures = {match[1]: int(match[2]) << 10 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     if "MemAvailable" not in figures:
         return Finding("memory", "skipped", "this system does not say how much there is")
-    free, limit = figures["MemAvailable"], cgroup_memory_bytes(at)
+    free, limit = figures["MemAvailable"], limit_bytes(at.read)
     seen = f"{free / 2**30:.1f} GiB free"
     if limit < figures.get("MemTotal", math.inf):
         seen += f", a limit of {limit / 2**30:.1f} GiB for this container"

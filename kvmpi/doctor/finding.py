@@ -10,10 +10,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from kvmpi.launchers import mpirun, processes
+from kvmpi.machine import read_text
 
 Level = Literal["ok", "skipped", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "skipped", "warning", "problem")
@@ -65,10 +65,7 @@ class Surroundings:
 
     def read(self, path: str) -> str:
         """The text of a file such as ``/proc/self/cgroup`` without blanks around it; empty where there is none."""
-        try:
-            return Path(self.root + path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return read_text(self.root + path)
 
     def names(self, path: str) -> list[str]:
         """What is in a folder; nothing where there is none."""

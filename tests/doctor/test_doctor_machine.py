@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvmpi import machine as this_machine
 from kvmpi.doctor import attach, cores, machine, network, settings
 from kvmpi.doctor.finding import Surroundings
 
@@ -156,12 +158,29 @@ def test_a_container_with_less_than_it_shows(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     here = at(tmp_path, files=files, workers=1)
-    assert cores.cgroup_cores(here) == 1.5
+    assert this_machine.quota_cores(here.read) == 1.5
     assert cores.cores(here).level == "ok"
-    found = cores.threads(here)
-    assert found.level == "warning", "kvmpi run counts 64 cores"
+    assert cores.threads(here).facts["threads"] == 1, "kvmpi run knows the limit"
+    found = cores.threads(at(tmp_path, {"OMP_NUM_THREADS": "2"}, files, workers=1))
+    assert found.level == "warning"
     assert found.do == "export OMP_NUM_THREADS=1"
     assert cores.cores(at(tmp_path, files=files, workers=2)).level == "warning"
+
+
+def test_a_process_knows_the_quota_of_its_real_group() -> None:
+    group = Path(f"/sys/fs/cgroup/cpu/kvmpi-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text(str(int((group / "cpu.cfs_period_us").read_text()) * 5 // 4))
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 can be made here: {error}")
+    try:
+        asks = "from kvmpi.machine import quota_cores as q, num_cores as n; from kvmpi.launchers import cores as c; "
+        program = f"open('{group}/cgroup.procs', 'w').write('0'); {asks} print(q(), n(), c.usable())"
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert found.stdout == "1.25 1 1\n", found
+    finally:
+        group.rmdir()
 
 
 def test_threads_and_binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
