@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -80,8 +81,24 @@ def members(ranks: Sequence[int], timeout_s: float | None = None) -> MpiComm:
     return comm
 
 
+#: What is longer than this is sent over TCP only when the receiver has answered, and both must poll for that. Where
+#: training threads have the cores, each such turn waits for one, and the link idles. Rings post their receives ahead,
+#: so nobody need ask: 1 MiB and headers. Open MPI's name for it, and that of UCX, below MPICH.
+_EAGER_BYTES = (1 << 20) + (1 << 16)
+_EAGER, _EAGER_UCX = "OMPI_MCA_btl_tcp_eager_limit", "UCX_RNDV_THRESH"
+
+
+def _expect_computing_receivers() -> None:
+    """To be called before MPI is initialised; what the user has set counts."""
+    os.environ.setdefault(_EAGER, str(_EAGER_BYTES))
+    if not os.path.isdir("/sys/class/infiniband"):  # where a receiver's card fetches what is long, UCX knows better
+        os.environ.setdefault(_EAGER_UCX, str(_EAGER_BYTES))
+
+
 def _library() -> tuple[Any, threading.Lock | None]:
     """mpi4py's ``MPI``, initialised, and the lock that guards its calls, where it needs one."""
+    if "mpi4py.MPI" not in sys.modules:
+        _expect_computing_receivers()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

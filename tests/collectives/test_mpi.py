@@ -27,3 +27,12 @@ def test_collectives_over_openmpi(size: int, threads: str, tmp_path: Path) -> No
 
 def test_collectives_over_mpich(tmp_path: Path) -> None:
     assert "all checks passed on 3 ranks of MPICH, threads multiple" in job("mpich", 3, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_what_a_ring_sends_leaves_while_the_receiver_computes(kind: str, tmp_path: Path) -> None:
+    """MPIs would ask the receiver first, over TCP, and wait until that polls."""
+    if kind not in mpi_jobs.installed():
+        pytest.skip(f"no {kind} here")
+    output = mpi_jobs.run(kind, 2, "tcp_checks.py", folder=tmp_path, timeout_s=TIMEOUT_S)
+    assert "sent without the receiver's help" in output
