@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 
@@ -18,11 +17,41 @@ class Flag:
     """A request that is done from a point in time on."""
 
     def __init__(self, after_s: float) -> None:
-        self.due_s, self.polls = time.monotonic() + after_s, 0
+        self.due_s, self.polls = waiting.time.monotonic() + after_s, 0
 
     def test(self) -> bool:
         self.polls += 1
-        return time.monotonic() >= self.due_s
+        return waiting.time.monotonic() >= self.due_s
+
+
+class Clock:
+    """Virtual time: to ask for it takes a quarter of a microsecond, a nap 60 us more than it should."""
+
+    def __init__(self) -> None:
+        self.now_s, self.naps, self.yields, self.yield_s = time.monotonic(), 0, 0, 0.5e-6
+
+    def monotonic(self) -> float:
+        self.now_s += 0.25e-6
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.naps += 1
+        self.now_s += seconds + 60e-6
+
+    def let_others_run(self) -> None:
+        self.yields += 1
+        self.now_s += self.yield_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """How it waits, apart from how busy this machine is."""
+    clock = Clock()
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "_yield_core", clock.let_others_run)
+    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
+    monkeypatch.setattr(waiting, "_bare_polls", waiting._BARE_POLLS_CROWDED)
+    return clock
 
 
 def test_waits_for_every_request() -> None:
@@ -53,94 +82,80 @@ def test_a_long_wait_polls_seldom() -> None:
     assert time.thread_time() - start_s < 0.25, "waited with the core in use"
 
 
-def test_progress_begins_the_wait_anew() -> None:
+def test_progress_begins_the_wait_anew(clock: Clock) -> None:
     """After progress come polls again, not the long naps that the wait before had reached."""
     patience = Patience(Deadline(None), lambda: "never", Habit())
-    end_s = time.monotonic() + 0.1
-    while time.monotonic() < end_s:
+    end_s = clock.monotonic() + 0.1
+    while clock.monotonic() < end_s:
         patience.pause()
+    naps = clock.naps
+    assert naps > 50
     patience.progress()
-    fastest_s = min(_seconds_of_ten(patience) for _ in range(5))
-    assert fastest_s < 0.5e-3
-
-
-def _seconds_of_ten(patience: Patience) -> float:
-    patience.progress()
-    start_s = time.perf_counter()
     for _ in range(10):
         patience.pause()
-    return time.perf_counter() - start_s
+    assert clock.naps == naps
 
 
-def test_who_meets_neighbours_that_compute_yields_to_them_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_meets_neighbours_that_compute_yields_to_them_seldom(clock: Clock) -> None:
     """A yield that takes long is the last for a while; when they are gone, yields come back."""
-    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
-    yields, slice_s = [0], 2e-3
-
-    def slow() -> None:
-        yields[0] += 1
-        end_s = time.monotonic() + slice_s
-        while time.monotonic() < end_s:
-            pass
 
     def waits(seconds: float) -> tuple[int, int]:
         """How many waits there were, of which nobody knows how long they usually take, and how many yields."""
-        yields[0], count, end_s = 0, 0, time.monotonic() + seconds
-        while time.monotonic() < end_s:
-            wait_all([Flag(1e-3)], Deadline(10), lambda: "never", Habit())
+        yields, count, end_s = clock.yields, 0, clock.monotonic() + seconds
+        while clock.monotonic() < end_s:
+            wait_all([Flag(1e-3)], Deadline(3600), lambda: "never", Habit())
             count += 1
-        return count, yields[0]
+        return count, clock.yields - yields
 
-    monkeypatch.setattr(waiting, "_yield_core", slow)
+    clock.yield_s = 2e-3
     count, met = waits(0.6)
     assert count > 100
-    assert 1 <= met <= 6, "one at once, and then after 50, 150, 350 ms"
-    slice_s = 0.0
+    assert 3 <= met <= 5, "one at once, and then after 50, 150, 350 ms"
+    clock.yield_s = 0.5e-6
     waits(0.9)  # in which the last pause ends
     count, met = waits(0.1)
     assert met > count, "they are gone"
 
 
-def test_polls_in_which_a_library_yields_count_as_yields(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
+def test_polls_in_which_a_library_yields_count_as_yields(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     flag, test = Flag(0.1), Flag.test
 
     def slow(self: Flag) -> bool:
-        time.sleep(1e-3)
+        clock.now_s += 1e-3
         return test(self)
 
     monkeypatch.setattr(Flag, "test", slow)
-    start_s = time.thread_time()
-    wait_all([flag], Deadline(10), lambda: "never")
+    wait_all([flag], Deadline(3600), lambda: "never")
     assert waiting._neighbours.compute
-    assert flag.polls < 75, "it napped between them"
-    assert time.thread_time() - start_s < 0.05
+    assert flag.polls < 75
+    assert clock.naps > 40, "it napped between them"
 
 
 @pytest.mark.parametrize("own_core", [False, True])
-def test_waits_that_are_long_as_a_rule_are_slept_through(monkeypatch: pytest.MonkeyPatch, own_core: bool) -> None:
+def test_waits_that_are_long_as_a_rule_are_slept_through(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, own_core: bool
+) -> None:
     """The first ones poll; then it is known that this is in vain, until they are short again."""
-    monkeypatch.setattr(waiting, "_neighbours", waiting._Neighbours())
     monkeypatch.setattr(waiting, "_bare_polls", 500 if own_core else 16)
     habit = Habit()
 
-    def wait(seconds: float) -> tuple[int, float]:
-        """How often it polled, and how much later than it could it ended."""
-        flag = Flag(seconds)
-        wait_all([flag], Deadline(10), lambda: "never", habit)
-        return flag.polls, time.monotonic() - flag.due_s
+    def wait(seconds: float) -> tuple[int, int, float]:
+        """How often it polled, how often it napped, and how much later than it could it ended."""
+        flag, naps = Flag(seconds), clock.naps
+        wait_all([flag], Deadline(3600), lambda: "never", habit)
+        return flag.polls, clock.naps - naps, clock.monotonic() - flag.due_s
 
-    first, _ = wait(5e-3)
+    first, _, _ = wait(5e-3)
     for _ in range(10):
         wait(5e-3)
-    later = [wait(5e-3) for _ in range(20)]
-    polls, late_s = (statistics.median(column) for column in zip(*later, strict=True))
-    assert first > 50
+    polls, naps, late_s = wait(5e-3)
+    assert first > 100
     assert polls < 20
+    assert 1 <= naps < 20
     assert late_s < 1.5e-3
     short = [wait(20e-6) for _ in range(40)]
-    assert short[0][0] <= 4, "a nap, since such waits are long"
-    assert statistics.median(polls for polls, _ in short[20:]) > 4, "they are short now: polls again"
+    assert short[0][:2] == (4, 1), "a nap, since such waits are long"
+    assert all(naps == 0 and polls > 20 for polls, naps, _ in short[20:]), "they are short now: polls again"
 
 
 def test_a_long_wait_now_and_then_is_not_usual() -> None:
