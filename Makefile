@@ -49,8 +49,9 @@ lint: $(VENV)/test
 	@$(PIP) install --quiet --no-deps --target build/installed --upgrade .
 	@cd build/installed && $(abspath $(BIN))/lint-imports --no-cache --config ../../pyproject.toml
 
+# Most of what tests do is wait for processes; those of one file share jobs.
 check: $(VENV)/test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(CORES) --dist loadfile
 
 # MXNet 1.9.1 wants an older Python and an older NumPy. Where they cannot be had, this says so and passes.
 test-mxnet: $(VENV)/test
