@@ -45,7 +45,8 @@ class Vector:
     """A flat, contiguous view or copy of an array.
 
     ``buffer`` has shape ``(count,)``: a NumPy array in the storage dtype, or a CuPy array when ``device`` is not "cpu".
-    ``shared`` tells whether it is the array's own memory, so that writing to it writes to the array.
+    ``shared`` tells whether it is the array's own memory, which changes with it; a read-only array's may, too, through
+    another view.
     """
 
     buffer: Any
@@ -162,7 +163,7 @@ def read(array: Any) -> Vector:
         # A matrix stays two-dimensional, whatever one asks of it.
         plain = array if type(array) is np.ndarray else array.view(np.ndarray)
         flat = plain.reshape(-1) if contiguous else np.ascontiguousarray(plain).reshape(-1)
-        return Vector(flat, dtype, "cpu", contiguous and bool(array.flags.writeable))
+        return Vector(flat, dtype, "cpu", contiguous)
     with array.device:
         vector = Vector(array.reshape(-1), dtype, f"cuda:{array.device.id}", contiguous)
         # The lane that sums it knows nothing of this thread's stream.

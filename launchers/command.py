@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--replicas (default: clients never, servers 20 times)",
     )  # fmt: skip
     add("--snapshot-dir", default="", metavar="DIR", help="folder into which servers write snapshots of their state")
-    add("--snapshot-every", type=int, default=0, metavar="N", help="a snapshot after every N updates")
+    add("--snapshot-every", type=int, default=0, metavar="N", help="a snapshot after every N steps")
     add("--snapshot-seconds", type=float, default=0.0, metavar="T", help="a snapshot about every T seconds")
     add("--resume", default="", metavar="DIR", help="go on from the newest snapshot in DIR")
     add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")

@@ -211,7 +211,7 @@ class Collectives:
             self._scratch.begin()
             if self.size == 1 or nbytes == 0:
                 for sources, out, copies in tensors:
-                    _sum_alone(self._on_host(sources, dtype), out, dtype, scale)
+                    self.sum_own(sources, out, dtype, scale)
                     for copy in copies:
                         np.copyto(copy, out)
                 return
@@ -224,6 +224,10 @@ class Collectives:
             else:
                 found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline)
+
+    def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
+        """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""
+        _sum_alone(self._on_host(sources, dtype), out, dtype, scale)
 
     def reduce_scatter(
         self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str, scale: float = 1.0

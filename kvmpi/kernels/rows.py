@@ -93,8 +93,9 @@ def added(total: Rows, more: Rows) -> Rows:
 
 def add_into(matrix: Array, rows: Rows) -> None:
     """Add ``rows`` to the flat ``matrix``, both in one dtype, that of sums."""
-    with np.errstate(all="ignore"):
-        matrix.reshape(-1, rows.width)[rows.ids] += rows.values
+    if matrix.size:
+        with np.errstate(all="ignore"):
+            matrix.reshape(-1, rows.width)[rows.ids] += rows.values
 
 
 def widened(values: Array, dtype: str) -> Array:
@@ -119,7 +120,7 @@ def take(matrix: Array, width: int, ids: Array) -> Array:
     """Copies of rows of the flat ``matrix``, shape ``(ids.size, width)``; an id may stand there several times."""
     if not matrix.size:  # no rows, or rows without elements, of which NumPy could not tell how many there are
         return np.empty((ids.size, width), matrix.dtype)
-    return np.take(matrix.reshape(-1, width), ids, axis=0)
+    return matrix.reshape(-1, width).take(ids, axis=0)
 
 
 def put(matrix: Array, rows: Rows) -> None:

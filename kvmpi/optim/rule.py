@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,11 +24,8 @@ _OF_KEY = "@"
 BLOCK_BYTES = 256 << 10
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(msgspec.Struct, frozen=True, eq=False):
     """What ``Rule.compute`` works on: the same range of every vector, all of one dtype and length."""
-
-    __slots__ = ("count", "out", "pushed", "scratch", "state", "step", "stored")
 
     out: Array  #: receives the new value; may be the memory of ``stored`` or of ``pushed``, so it is written last
     stored: Array  #: the old value
@@ -204,10 +201,14 @@ class Rule:
         self.ensure_state(state, stored.size, stored.dtype)
         size = stored.size
         length = min(size, max(1, BLOCK_BYTES // stored.itemsize))
-        first, second = np.empty((2, length), stored.dtype)
+        first, second = np.empty(length, stored.dtype), np.empty(length, stored.dtype)
         mine = {name: state[name] for name in self.slots()}
         with np.errstate(all="ignore"):
-            for start in range(0, size, length or 1):
+            if length == size:  # one block, or none
+                if size:
+                    self.compute(Block(out, stored, pushed, mine, (first, second), step, count))
+                return
+            for start in range(0, size, length):
                 part = slice(start, min(start + length, size))
                 fill = part.stop - start
                 self.compute(

@@ -33,6 +33,7 @@ class _Arrival(NamedTuple):
     step: int
     error: str
     text: str
+    yes: bool
 
 
 class Barriers:
@@ -51,7 +52,8 @@ class Barriers:
         first: of those, the number of the first barrier that comes after, where it is over.
         passed: by step the first barrier that is over after it, of the last steps that have one.
         left: clients that have left in good order, and the last process of each.
-        outcomes: of barriers that say more than that they are over, ``error``, ``text`` and ``first`` of their Acks.
+        outcomes: of barriers that say more than that they are over, ``error``, ``text``, ``first`` and ``yes`` of
+            their Acks.
     """
 
     def __init__(self, num_clients: int, on_loss: str, changed: Callable[[], None]) -> None:
@@ -64,7 +66,7 @@ class Barriers:
         self.first: dict[int, int] = {}
         self.passed: dict[int, int] = {}
         self.left: dict[int, int] = {}
-        self.outcomes: dict[int, tuple[str, str, int]] = {}
+        self.outcomes: dict[int, tuple[str, str, int, bool]] = {}
         # When the first came to the open barrier; also as the timeline has it.
         self._opened_s, self._opened_ns = 0.0, 0
 
@@ -102,6 +104,12 @@ class Barriers:
         if self._on_loss == "shrink" or rank in self.finished:
             return False
         return why == CLOSED or self._on_loss == "fail"
+
+    def is_without(self, rank: int) -> bool:
+        """Whether rounds go on without a client."""
+        if rank in self.finished or (self._on_loss == "shrink" and self.returning.get(rank) == _NEVER):
+            return True
+        return rank in self.dead and (self._on_loss == "shrink" or self.dead[rank] == CLOSED)
 
     def _missing(self) -> Iterator[int]:
         """Whom the open barrier waits for."""
@@ -144,7 +152,8 @@ class Barriers:
         known = client in self.waiting
         if not self.waiting:
             self._opened_s, self._opened_ns = now_s, timeline.now() if timeline.on else 0
-        self.waiting[client] = _Arrival(route, message.request, message.step, message.error, message.text[:MAX_TEXT])
+        text = message.text[:MAX_TEXT]
+        self.waiting[client] = _Arrival(route, message.request, message.step, message.error, text, message.yes)
         if replies := self._complete():
             return replies
         missing = list(islice(self._missing(), MAX_NAMED))
@@ -164,8 +173,9 @@ class Barriers:
         come = {rank: arrival for rank, arrival in self.waiting.items() if rank not in later}
         self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank in later}
         failed = next(((a.error, f"client {rank}: {a.text}") for rank, a in sorted(come.items()) if a.error), ("", ""))
-        outcome = (*failed, min(come, default=0) if 0 in self.dead else 0)
-        if outcome != ("", "", 0):
+        first = min(come, default=0) if 0 in self.dead else 0
+        outcome = (*failed, first, any(arrival.yes for arrival in come.values()))
+        if any(outcome):
             self.outcomes[self.done] = outcome
             self.outcomes = dict(list(self.outcomes.items())[-_MAX_OUTCOMES:])
         # Others do not wait for who has joined: it may ask when this one is over.

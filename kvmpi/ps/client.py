@@ -113,15 +113,16 @@ class PsClient(Participant):
         """Take part in rounds if they have gone on without the process before this one; else it is done at once.
 
         To be called when keys have their ``init``, before anything else is done with them. When it is done, all rounds
-        after ``position`` have this client, and wait for it.
+        of overall steps after ``entered_after`` have this client, and wait for it. It goes on after ``position``, maybe
+        before that: what it repeats of steps up to there is answered when the round is over, and in none.
         """
         work = Work(f"client {self._client} enters rounds")
-        if not self.left_out:
+        if not self.left_out and (not self._has_entered or self._position is not None):
             work.finish()
             return work
         passed = 0
 
-        def hear(message: Message, payloads: list[memoryview]) -> None:
+        def hear(message: Message, _: list[memoryview]) -> None:
             nonlocal passed
             passed = max(passed, message.version if isinstance(message, m.Ack) else 0)
 
@@ -134,18 +135,22 @@ class PsClient(Participant):
             self._start(work.name, asks, deadline).add_done_callback(then(entered))
 
         def entered() -> None:
-            # Which keys are pushed less often than in every round, only the servers know.
+            self.left_out, self._has_entered, self.entered_after = False, True, passed
+            look(-1)
+
+        def look(before: int) -> None:
+            # One chunk's answer may be older than what another knows to be done: until no more is known than before.
             asks = [ask for key, layout in self._layouts.items() for ask in self._init_asks(key, layout, None)]
             for layout in self._layouts.values():
                 layout.track.found = None
-            self._start(work.name, asks, deadline).add_done_callback(then(positioned))
+            again = then(lambda: work.finish() if self.position == before else look(self.position))
+            self._start(work.name, asks, deadline).add_done_callback(again)
 
-        def positioned() -> None:
-            self.left_out, self._has_entered, self._position = False, True, passed
-            work.finish()
-
-        asks = [about(part, m.Return, (part,), on_reply=hear) for part in range(self._num_parts)]
-        self._start(work.name, asks, deadline).add_done_callback(then(returned))
+        if self.left_out:
+            asks = [about(part, m.Return, (part,), on_reply=hear) for part in range(self._num_parts)]
+            self._start(work.name, asks, deadline).add_done_callback(then(returned))
+        else:  # there are more keys now
+            look(-1)
         return work
 
     def init(self, key: Key, value: Buffer | None, deadline: Deadline) -> Work:
@@ -169,7 +174,8 @@ class PsClient(Participant):
     def position(self) -> int:
         if self._position is not None:
             return self._position
-        return position([found for layout in self._layouts.values() if (found := layout.track.found) is not None])
+        after = position([found for layout in self._layouts.values() if (found := layout.track.found) is not None])
+        return min(after, self.entered_after) if self._has_entered else after
 
     def _take_position(self, key: Key) -> KeyLayout:
         """The key, at the overall step where the process before this one has stopped: the same for all keys.
@@ -181,12 +187,14 @@ class PsClient(Participant):
             self._steps.begin_after(self._position)
         layout = self._layouts[key]
         if (found := layout.track.found) is not None:
-            layout.steps = found.up_to(self._position) if self._steps.counts else found.count
+            layout.steps = found.up_to(self.position) if self._steps.finds else found.count
         return layout
 
-    def next_push(self, key: Key) -> Turn:
-        """The next push of ``key`` takes its place among this client's: to be called in program order."""
-        return self._steps.take(self._take_position(key).track)
+    def next_pushes(self, keys: Sequence[Key]) -> dict[Key, Turn]:
+        """The next pushes of ``keys``, which one call of the program makes, take their places among this client's: to
+        be called in program order."""
+        tracks = {key: self._take_position(key).track for key in keys}
+        return dict(zip(tracks, self._steps.take(tracks, self.clock), strict=True))
 
     def give_up(self, key: Key, turn: Turn) -> None:
         """A push that has a place was not begun."""
@@ -255,7 +263,7 @@ class PsClient(Participant):
                 f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
             )
         layout.pushing = True
-        turn = turn or self.next_push(key)
+        turn = turn or self.next_pushes([key])[key]
         turn.begun = True
         layout.steps = layout.track.begin(layout.steps)
         # A value in shared memory comes as fast as the word that it will come.
@@ -266,7 +274,7 @@ class PsClient(Participant):
         asks = [
             about(
                 part := layout.part(i), m.Push,
-                (key, i, step, codec_name, fused, acknowledge, part, piece.rows, False, turn.at, done),
+                (key, i, step, codec_name, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span),
                 cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads, on_reply=piece.on_reply,
             )
             for i, piece in enumerate(pieces)
@@ -412,7 +420,7 @@ class PsClient(Participant):
         """How old was what this client had; the first chunk speaks for the key."""
         if index != 0:
             return
-        version = message.version if isinstance(message, m.Value | m.Ack) else 0
+        version = message.version if isinstance(message, (m.Value, m.Ack)) else 0
         if pushed and self._mode == "async":
             layout.staleness = max(0, version - 1 - layout.seen_version)
             self._recorder.staleness(layout.staleness)

@@ -6,10 +6,6 @@ from abc import ABC, abstractmethod
 
 from kvmpi.errors import ConfigError
 
-#: A chunk that is so many rounds behind the furthest is one that is pushed in every round. One that is further behind
-#: is pushed less often.
-APART = 2
-
 
 class Consistency(ABC):
     """How the pushes of several clients to one chunk combine. Subclass it, set ``name``, and ``register`` it."""

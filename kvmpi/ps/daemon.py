@@ -23,7 +23,7 @@ from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.showing import Showing
-from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import parts, stall, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
@@ -345,10 +345,11 @@ class ServerDaemon(Daemon):
             raise kind(f"server {self._rank} is out of the job: {message.text}")
         if isinstance(message, m.Heard):
             self._extend_lease(message.sent_us / 1e6)
+            self._state.hear_done(message.done)
             if timeline.on and message.clock:
                 timeline.hear_clock(message.clock, message.sent_us * 1000, message.at_us * 1000, timeline.now())
         if isinstance(message, m.TakeSnapshot) and self._state.snapshots is not None:
-            self._state.snapshots.begin(message.number)
+            self._state.snapshots.begin(message.number, message.missed)
         if isinstance(message, m.View) and message.epoch > self._state.epoch:
             if self._state.epoch < 0 and message.snapshot:
                 # A long silence would be taken for this server's end.

@@ -12,7 +12,8 @@ from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.snapshots import Manifest, PartCopy, Taking
+from kvmpi.ps.snapshot_book import Manifest
+from kvmpi.ps.snapshots import PartCopy, Taking
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 

@@ -44,10 +44,13 @@ class Link:
     Args:
         name: of the thread and in messages.
         clock: the training clock, for heartbeats.
+    Attributes:
+        done: also for heartbeats, the step up to which all pushes are over.
     """
 
     def __init__(self, config: Config, name: str, clock: Callable[[], int]) -> None:
         self._config, self._name, self._clock = config, name, clock
+        self.done: Callable[[], int] = lambda: 0
         # Whoever says whom it waits for has to know it by then.
         retry_s = min(config.retry_s, stall.limit_of(config) / 2 or math.inf)
         self._session = ClientSession(config.window_bytes, retry_s)
@@ -271,7 +274,7 @@ class Link:
                     next_heartbeat_s = now_s + self._config.heartbeat_s
                     if self._joined:
                         sent_us = timeline.now() // 1000 if timeline.on else 0
-                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch, sent_us))
+                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch, sent_us, self.done()))
                 if not self._session.idle:
                     awake_until_s = now_s + _AWAKE_S
                 if self._watch is None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.reply import MAX_NAMED
+from kvmpi.ps.reply import MAX_NAMED, MAX_WHY
 
 CLOSED = "has closed the store"
+
+
+def how_it_left(why: str) -> str:
+    """How a client is gone that has said good-bye, with the error that its program ends with, or empty."""
+    return f"has ended with {why[:MAX_WHY]}" if why else CLOSED
 
 
 class Membership:
@@ -22,6 +27,7 @@ class Membership:
         finished: clients that will push nothing further.
         entering: clients that are back and have not said yet which round is their first.
         entered: clients that have said so, and the process of each that has.
+        entered_after: and the overall step after which rounds have it again.
 
     Where rounds go on without a client that is gone, another process of it is here as a guest at first: the client is
     still among those that are gone, until that ``bring_back``s it.
@@ -36,6 +42,7 @@ class Membership:
         self.finished: set[int] = set()
         self.entering: set[int] = set()
         self.entered: dict[int, int] = {}
+        self.entered_after: dict[int, int] = {}
 
     @property
     def present(self) -> list[int]:
@@ -52,15 +59,16 @@ class Membership:
         """Whether every client has left, and none is waited for."""
         if len(self.gone) < self.num_clients or any(map(self.is_guest, self.gone)):
             return False
-        return self.is_over if self._shrinks else not any(map(self._returns, self.gone))
+        return self.is_over if self.shrinks else not any(map(self._returns, self.gone))
 
     @property
     def is_over(self) -> bool:
         """Whether it is too late to come back: the last client to go has left in good order, so that all is done."""
-        return self._shrinks and next(reversed(self.gone.values()), "") == CLOSED
+        return self.shrinks and next(reversed(self.gone.values()), "") == CLOSED
 
     @property
-    def _shrinks(self) -> bool:
+    def shrinks(self) -> bool:
+        """Whether rounds go on without clients that are gone."""
         return self._in_rounds and self._on_loss == "shrink"
 
     def _returns(self, client: int) -> bool:
@@ -70,7 +78,7 @@ class Membership:
     def is_guest(self, client: int) -> bool:
         """Whether rounds go on without ``client``, and another process of it is here."""
         here = self.incarnations.get(client, -1)
-        return self._shrinks and client in self.gone and here > self._ended[client]
+        return self.shrinks and client in self.gone and here > self._ended[client]
 
     def takes_part(self, client: int) -> bool:
         """Whether ``client`` may push."""
@@ -82,7 +90,7 @@ class Membership:
         here. None: client 0 has to, and never comes."""
         if 0 not in self.gone or self._returns(0):
             return 0
-        if self._in_rounds and not self._shrinks:
+        if self._in_rounds and not self.shrinks:
             return None
         here = (client for client in range(self.num_clients) if client not in self.gone or self.is_guest(client))
         return next((client for client in here if client not in self.finished), None)
@@ -122,7 +130,7 @@ class Membership:
 
         Also if they have not: this server may not have known the one before.
         """
-        can = self._shrinks and client not in self.entering
+        can = self.shrinks and client not in self.entering
         return can and self.entered.get(client) != self.incarnations.get(client)
 
     def bring_back(self, client: int) -> None:
@@ -130,11 +138,12 @@ class Membership:
         self.gone.pop(client, None)
         self.finished.discard(client)
         self.entering.add(client)
+        self.entered_after.pop(client, None)
 
-    def enter(self, client: int) -> None:
-        """A client that is back takes part again."""
+    def enter(self, client: int, step: int) -> None:
+        """A client that is back takes part again, in rounds of overall steps after ``step``."""
         self.entering.discard(client)
-        self.entered[client] = self.incarnations[client]
+        self.entered[client], self.entered_after[client] = self.incarnations[client], step
 
     def losses(self) -> list[tuple[int, str, int]]:
         """What has to be said to ``lose`` to make this of nothing."""
@@ -153,7 +162,7 @@ class Membership:
 
     def refusal(self, client: int) -> ClientLostError | None:
         """Why ``client`` cannot take part (any more)."""
-        if client not in self.gone or self._shrinks:
+        if client not in self.gone or self.shrinks:
             return None
         cannot = "the rounds of a synchronous store cannot go on with it; start the job again"
         return ClientLostError(f"client {client} {self.gone[client]}, and {cannot}")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from kvmpi.ps.reply import MAX_NAMED
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.shard import Shard
-from kvmpi.ps.slot import Slot
 from kvmpi.trace.activity import resident_bytes
 
 
@@ -24,17 +20,10 @@ def observe(state: ServerState, sent_bytes: int) -> tuple[dict[str, float], list
                 queue += len(slot.held) + len(slot.waiting) + len(slot.readers)
                 rounds = max(rounds, slot.rounds)
                 if shard.discipline.in_rounds and (slot.cursor or slot.held):
-                    missing.update(_missing(shard, slot))
+                    missing.update(shard.rounds.missing(slot))
     numbers = {
         "keys": keys, "held_bytes": held_bytes, "queue": queue, "rounds": rounds, "requests": state.requests,
         "received_bytes": state.received_bytes, "sent_bytes": sent_bytes, "refused": state.rejected,
         "resident_bytes": resident_bytes(),
     }  # fmt: skip
     return {name: float(number) for name, number in numbers.items()}, sorted(missing)[:MAX_NAMED]
-
-
-def _missing(shard: Shard, slot: Slot) -> list[int]:
-    """Whom the open round of a chunk, which has begun, still lacks."""
-    awaited = (client for client in range(slot.cursor, shard.num_clients) if shard.clients.is_needed(client))
-    here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
-    return list(islice((client for client in here if client not in slot.held), MAX_NAMED))

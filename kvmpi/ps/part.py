@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,8 +20,8 @@ from kvmpi.errors import ProtocolError
 from kvmpi.ps import replay
 from kvmpi.ps.reply import Forward, Outgoing, Reply
 from kvmpi.ps.shard import Shard
-from kvmpi.ps.slot import Empty, Slot, new_buffer
-from kvmpi.ps.snapshots import PartCopy, restore
+from kvmpi.ps.slot import Empty, new_buffer
+from kvmpi.ps.snapshots import PartCopy, ServerSnapshots, restore
 from kvmpi.wire import MAX_HEADER_BYTES, Message, as_array, encode, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -30,7 +30,7 @@ Buffer = npt.NDArray[Any]
 
 _RETRY_S = 1.0
 #: What keys, shapes, names and hyperparameters of clients are part of, and seldom enough to be looked at.
-_OF_ANY_LENGTH = (entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored, entries.Entered)
+_OF_ANY_LENGTH = {entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored}
 #: Bytes of a state that are on their way to a joiner.
 _INSTALL_WINDOW_BYTES = 8 << 20
 
@@ -48,9 +48,10 @@ class Part:
     Attributes:
         seq: entries of the log that this server has; all up to ``committed`` are on every server of the chain.
         complete: whether it has all of the part.
+        sends_on, moves: whether a server comes after this one; whether the part is on its way to or from this one.
         shards: what it holds, by store.
         over: stores that it is too late to come back to.
-        on_update: called where clients are served, when a chunk has another value.
+        snapshots: hears, where clients are served, of chunks that change and stores that end.
         empty: makes memory for values.
     """
 
@@ -63,7 +64,7 @@ class Part:
         self.complete = False
         self.shards: dict[int, Shard] = {}
         self.over: set[int] = set()
-        self.on_update: Callable[[int, Shard, Slot], None] | None = None
+        self.snapshots: ServerSnapshots | None = None
         self._log: deque[_Record] = deque()
         self._held: deque[tuple[int, list[Reply]]] = deque()
         self.held_bytes: Counter[bytes] = Counter()  # by route
@@ -87,6 +88,7 @@ class Part:
         self._line = [*chain.members, *([chain.joiner] if chain.joiner >= 0 else [])]
         after = self._line.index(self.server) + 1 if self.server in self._line else len(self._line)
         self._successor = self._line[after] if after < len(self._line) else None
+        self.sends_on, self.moves = self._successor is not None, chain.draining or chain.joiner == self.server
 
     @property
     def answers(self) -> bool:
@@ -168,13 +170,17 @@ class Part:
         shard.empty = self.empty
         if store in self.shards:
             shard.inherit(self.shards[store])
-        if (tell := self.on_update) is not None:
-            shard.rounds.on_update = lambda slot: tell(self.number, shard, slot)
+        if (snapshots := self.snapshots) is not None:
+            shard.rounds.before_update = lambda slot: snapshots.before_update(self.number, shard, slot)
+            shard.rounds.on_update = lambda slot: snapshots.on_update(self.number, shard, slot)
         self.shards[store] = shard
 
     def drop_deserted(self) -> None:
         """Forget stores that all clients have left; every server of the chain does it at the same entry."""
-        for store in [store for store, shard in self.shards.items() if shard.clients.deserted]:
+        deserted = [store for store, shard in self.shards.items() if shard.clients.deserted]
+        if deserted and self.snapshots is not None:
+            self.snapshots.look()
+        for store in deserted:
             if self.shards.pop(store).clients.is_over:
                 self.over.add(store)
 
@@ -184,7 +190,7 @@ class Part:
         Raises:
             ProtocolError: a client has made it so long that other servers could not be told; nothing is logged.
         """
-        if isinstance(entry, _OF_ANY_LENGTH) and self.answers:
+        if type(entry) in _OF_ANY_LENGTH and self.answers:
             self._check_length(entry)
         self.seq += 1
         if self._successor is None:
@@ -226,7 +232,7 @@ class Part:
         where = (store, client, message.key, message.chunk)
         if self._under_way.get(where, 0) > self.committed:
             slot = self.shards[store].slots.get((message.key, message.chunk))
-            if slot is not None and message.step > slot.steps.get(client, 0):
+            if slot is not None and client not in slot.entering and message.step > slot.steps.get(client, 0):
                 # The log must not grow with what a client sends without waiting.
                 raise ProtocolError(
                     f"push of key {message.key!r} by client {client}: step {message.step} comes before the answer to "

@@ -15,7 +15,7 @@ from kvmpi.machine import host_name
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.link import Link
-from kvmpi.ps.reply import name_and_text
+from kvmpi.ps.reply import name_and_text, why_ended
 from kvmpi.ps.spans import Spans
 from kvmpi.ps.steps import Steps
 from kvmpi.trace import Recorder, timeline
@@ -41,6 +41,7 @@ class Participant(ABC):
 
     Attributes:
         left_out: rounds have gone on without the process before this one.
+        entered_after: and have this one after that overall step.
         clock: iterations that the program has done.
         resumed_step: how far the store was in the snapshot that the job was resumed from.
     """
@@ -51,12 +52,15 @@ class Participant(ABC):
     ) -> None:  # fmt: skip
         self._config, self._store, self._mode = config, store, mode
         self._client, self._num_clients, self._recorder = client, num_clients, recorder
+        finds = mode == "sync" and config.on_client_loss != "fail"
+        self._steps = Steps(counts=finds or (mode == "sync" and bool(config.snapshot_dir)), finds=finds)
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
+        self._link.done = self._steps.done
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
         self._position: int | None = None
-        self._steps = Steps(counts=self._is_waited_for)
         self.left_out = self._has_entered = False
+        self.entered_after = 0
         # The scheduler is told that this process pushes on from where another was; it knows its number at barriers.
         self._goes_on = self._has_number = False
         self.clock = 0
@@ -127,20 +131,25 @@ class Participant(ABC):
             asks.append(Ask(SCHEDULER, m.Enter, (-1,)))
         return self._start(f"client {self._client} opens its sessions", asks, deadline)
 
-    def close(self, deadline: Deadline) -> None:
-        """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent."""
+    def close(self, deadline: Deadline, failure: BaseException | None = None) -> None:
+        """Leave in good order as far as the peers still answer, and end the I/O thread. Idempotent.
+
+        With ``failure`` the program ends with that error: who needs this client is told, and it counts as lost.
+        """
         if self._link.is_open:
             self._link.stop_heartbeats()
             try:
-                self.leave(Deadline(min(deadline.remaining_s(), GOODBYE_S))).wait()
+                self.leave(Deadline(min(deadline.remaining_s(), GOODBYE_S)), failure).wait()
             except KVError:
                 pass  # a peer is gone already; there is nobody left to tell
         self.abort()
 
-    def leave(self, deadline: Deadline) -> Work:
+    def leave(self, deadline: Deadline, failure: BaseException | None = None) -> Work:
         """Say good-bye to all peers, when whatever is still queued has gone."""
-        asks = [Ask(server, m.Bye, ()) for server in self._link.servers]
-        asks.append(Ask(SCHEDULER, m.Leave, (self.position if self._is_waited_for else 0,)))
+        why = "" if failure is None else why_ended(failure)
+        done = self._steps.done(ends=failure is None)
+        asks = [Ask(server, m.Bye, (done, why)) for server in self._link.servers]
+        asks.append(Ask(SCHEDULER, m.Leave, (self.position if self._is_waited_for else 0, why)))
         return self._start(f"client {self._client} leaves", asks, deadline, priority=-(1 << 62))
 
     def abort(self) -> None:
@@ -191,13 +200,18 @@ class Participant(ABC):
 
     # ---- commands to the scheduler
 
-    def barrier(self, deadline: Deadline, failure: Exception | None = None, first: list[str] | None = None) -> Work:
+    def barrier(
+        self, deadline: Deadline, failure: Exception | None = None, first: list[str] | None = None,
+        said: list[str] | None = None,
+    ) -> Work:  # fmt: skip
         """Done when every client of the store has reached it.
 
         Args:
             failure: what the clients meet for has failed here. If it has on any of them, all are at one again after
                 the barrier, and it ends with the error of the lowest that has said so.
             first: gets, as its only element, the number of the client that does what one has to do for all.
+            said: clients meet with a question, to which this one says ``["1"]``, yes, or ``["0"]``. Becomes ``["1"]``
+                if any of them has said yes.
         """
         ordinal, settle = self._next_ordinal("barrier")
         step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
@@ -215,6 +229,8 @@ class Participant(ABC):
             if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True
+            if said is not None:
+                said[:] = [str(int(message.yes))]
             if message.error:
                 raise rebuild(message.error, message.text)
 
@@ -222,8 +238,8 @@ class Participant(ABC):
             settle(None if is_over else error)
 
         number = m.NEXT_BARRIER if by_step else ordinal
-        said = name_and_text(failure) if failure is not None else ()
-        ask = Ask(SCHEDULER, m.Barrier, (number, max(step, position), *said), on_reply=hear)
+        words = ("", "") if failure is None else name_and_text(failure)
+        ask = Ask(SCHEDULER, m.Barrier, (number, max(step, position), *words, said == ["1"]), on_reply=hear)
         return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=end)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:

@@ -11,7 +11,8 @@ from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec
-from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.membership import CLOSED, Membership
+from kvmpi.ps.order import Span
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
@@ -30,14 +31,14 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
     match entry:
         case entries.Joined():
             shard.take_in(entry.client, entry.incarnation)
-            if entry.entered:
-                shard.clients.enter(entry.client)
+            if entry.entered_after >= 0:
+                shard.clients.enter(entry.client, entry.entered_after)
         case entries.Gone():
             shard.clients.lose(entry.client, entry.text, entry.incarnation)
         case entries.Returned():
             shard.bring_back(entry.client)
         case entries.Entered():
-            shard.enter(entry.client, entry.step, entry.passed)
+            shard.enter(entry.client, entry.step)
         case entries.RuleCall() | entries.HyperCall():
             shard.rulebook.apply(entry, shard.slots, shard.clients.callers)
         case entries.Finished():
@@ -51,6 +52,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             shard.rounds.end_round(slot, keep=keep)
         case entries.Skipped():
             slot = _slot(shard, entry)
+            slot.note_step(slot.ANYBODY, entry.at, entry.done)
             slot.begin_round()
             slot.skip_round(None)
         case entries.Partial():
@@ -80,7 +82,7 @@ def dump(shard: Shard) -> list[Record]:
     records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
     clients = shard.clients
     records += [
-        (entries.Joined(client, number, clients.entered.get(client) == number), ())
+        (entries.Joined(client, number, _entered_after(clients, client, number)), ())
         for client, number in clients.incarnations.items()
     ]
     records += [(entries.Gone(*loss), ()) for loss in clients.losses()]
@@ -94,17 +96,22 @@ def dump(shard: Shard) -> list[Record]:
         if slot.touched is not None:
             names, arrays = [*names, slot.TOUCHED], [*arrays, slot.touched.copy()]
         layout = shard.layouts[slot.key]
-        steps = {client: slot.lasting_steps(client) for client in slot.steps}
+        steps = {client: slot.lasting_steps(client) for client in slot.steps if client not in slot.entering}
         records.append((
             entries.SlotState(
                 slot.key, slot.chunk, layout.num_chunks, slot.count, layout.shape, slot.dtype, slot.rounds,
                 slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
-                {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()},
+                {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()}, slot.latest,
+                slot.entering,
             ),
             tuple(arrays),
         ))  # fmt: skip
     return records
+
+
+def _entered_after(clients: Membership, client: int, incarnation: int) -> int:
+    return clients.entered_after.get(client, -1) if clients.entered.get(client) == incarnation else -1
 
 
 def dump_over() -> list[Record]:
@@ -137,9 +144,9 @@ def _set_open(
     """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
-    slot.replaced = {client for client in clients if slot.steps.get(client, 0) > slot.rounds}
     slot.add(_pushed(shard, slot, payloads, dtype, entry.rows), dtype)
     slot.open_steps.clear()
+    slot.open_spans[:] = [Span(entry.earliest, entry.latest)]
     for i, client in enumerate(clients):
         slot.steps[client] = max(slot.rounds + 1, slot.steps.get(client, 0))
         if entry.at:
@@ -165,7 +172,8 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     slot.touched = None if touched is None else touched.copy()
     slot.failed = None if entry.failed is None else KVError(entry.failed)
     slot.rounds, slot.generation, slot.restored = entry.rounds, entry.generation, entry.restored
-    slot.steps = dict(entry.steps)
+    slot.steps, slot.entering = dict(entry.steps), dict(entry.entering)
     slot.marks = {client: Mark(*mark) for client, mark in entry.marks.items()}
+    slot.latest = entry.latest
     slot.rules.clear()
     slot.rules.extend(rule_change(change) for change in entry.rules)

@@ -13,6 +13,8 @@ from kvmpi.wire import messages as m
 #: Of a longer list only the beginning is named: a message must stay small whatever a peer claims.
 MAX_NAMED = 64
 MAX_TEXT = 4000
+#: Of why a client has ended, which is repeated in every error because of that.
+MAX_WHY = 300
 
 
 class Reply(NamedTuple):
@@ -45,3 +47,9 @@ def name_and_text(error: Exception) -> tuple[str, str]:
     # What repr could not print comes back to us in error messages, and must be encoded once more.
     text = str(error) if known else f"{type(error).__name__}: {error}"
     return type(error).__name__ if known else "KVError", text[:MAX_TEXT].encode(errors="backslashreplace").decode()
+
+
+def why_ended(error: BaseException) -> str:
+    """What others are told of a client whose program ends with ``error``: its type and first line."""
+    text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    return text[:MAX_WHY].encode(errors="backslashreplace").decode()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.errors import ClientLostError
+from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
@@ -32,13 +32,13 @@ def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
     return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(ids)))
 
 
-def steps_of(slot: Slot) -> tuple[list[int], int]:
+def steps_of(slot: Slot) -> tuple[list[int], int, int, int]:
     """The overall steps of the open round, as they are logged."""
     steps = [slot.open_steps[client] for client in slot.contributors if client in slot.open_steps]
     if not steps or len(steps) < len(slot.contributors):
         slot.open_steps.clear()
-        return [], 0
-    return steps if len(set(steps)) > 1 else steps[:1], slot.open_done
+        return [], 0, 0, 0
+    return steps if len(set(steps)) > 1 else steps[:1], slot.open_done, *slot.span
 
 
 class Rounds:
@@ -48,7 +48,7 @@ class Rounds:
         log: called with every change before it is made; whether the payloads' memory must stay as it is.
     Attributes:
         acknowledges: a push is done when its round is over, not when it is in it.
-        on_update: called when a chunk has another value.
+        before_update, on_update: called when a chunk is about to have another value, and when it has.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Rounds:
         self._server, self._store, self._num_clients = server, store, num_clients
         self._discipline, self._clients, self._log = discipline, clients, log
         self.acknowledges = False
+        self.before_update: Callable[[Slot], None] = _nothing
         self.on_update: Callable[[Slot], None] = _nothing
 
     def go_on_with(self, slot: Slot) -> list[Reply]:
@@ -65,22 +66,28 @@ class Rounds:
         while True:
             while slot.cursor < self._num_clients:
                 client = slot.cursor
-                # One that was away may have entered at a later round.
-                ahead = slot.steps.get(client, 0) > slot.rounds
+                before_entry = client in slot.entering and self._clients.is_needed(client)
+                if before_entry:
+                    if not slot.open_step:
+                        break  # nobody has pushed yet
+                    before_entry = slot.open_step <= slot.entering[client]
+                    if not before_entry and client in slot.held and slot.steps[client] != slot.rounds:
+                        replies.append(self._misplaced(slot, client, slot.held.pop(client)))
                 # A client has at most one push held, its next: at the cursor, that is its push of the open round.
-                contribution = None if ahead else slot.held.pop(client, None)
+                contribution = None if before_entry else slot.held.pop(client, None)
                 if contribution is not None:
                     self._add(slot, contribution, client)
                     slot.contributors.append(client)
                     slot.steps[client] = slot.rounds + 1
                     slot.note_step(client, contribution.at, contribution.done)
+                    slot.open_spans.append(contribution.span)
                     replies += self._accept(slot, contribution)
-                elif not ahead and self._clients.is_needed(client):
+                elif not before_entry and self._clients.is_needed(client):
                     break
                 slot.cursor += 1
             if not self._discipline.complete(slot.cursor, self._num_clients):
                 return replies + self.fail_stuck(slot)
-            if not slot.contributors and not self._is_passed_over(slot):  # nobody is left who would push
+            if not slot.contributors and next(self._repeats(slot), None) is None:  # nobody is left who would push
                 slot.cursor = 0
                 return replies
             replies += self._close_round(slot)
@@ -105,9 +112,20 @@ class Rounds:
             phase, start_ns, slot.key, nbytes=nbytes, step=step, chunk=slot.chunk, peer=client, store=self._store
         )
 
-    def _is_passed_over(self, slot: Slot) -> bool:
-        """Whether the open round, which nobody will push to, is one that somebody begins after."""
-        return any(step > slot.rounds and self._clients.takes_part(client) for client, step in slot.steps.items())
+    def _misplaced(self, slot: Slot, client: int, push: Contribution) -> Reply:
+        """The first push of a client that is back is not where the open round shows that it belongs."""
+        error = ProtocolError(
+            f"key {slot.key!r} on server {self._server}: client {client}, which is back after step "
+            f"{slot.entering[client]}, makes push {slot.steps[client] + 1} in step {abs(push.at)}; that of the others "
+            f"in step {slot.open_step} is number {slot.rounds + 1}; every step must have the same keys, in the same "
+            "order, each at most once"
+        )
+        return failure(push.route, push.request, error)
+
+    @staticmethod
+    def _repeats(slot: Slot) -> Iterator[int]:
+        """Clients that are back, and have pushed to the open round, which does without them."""
+        return (client for client in slot.entering if client in slot.held and slot.steps[client] == slot.rounds)
 
     def _accept(self, slot: Slot, contribution: Contribution) -> list[Reply]:
         """The push at the cursor is in the open round: it is done, or its sender waits for the end of the round."""
@@ -121,12 +139,19 @@ class Rounds:
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
-        total = slot.accumulator
+        total, replies = slot.accumulator, list[Reply]()
+        repeated = {client: slot.held.pop(client) for client in list(self._repeats(slot))}
+        for client, push in list(repeated.items()):
+            if abs(push.at) > slot.entering[client]:
+                replies.append(self._misplaced(slot, client, repeated.pop(client)))
         if total is None:
-            self._log(entries.Skipped(slot.key, slot.chunk), ())
+            at, done = next(((push.at, push.done) for push in repeated.values()), (0, 0))
+            self._log(entries.Skipped(slot.key, slot.chunk, at, done), ())
+            slot.note_step(slot.ANYBODY, at, done)
             slot.begin_round()
             slot.skip_round(None)
         else:
+            self.before_update(slot)
             clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
             entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
             start_ns = timeline.now() if timeline.on else 0
@@ -134,7 +159,10 @@ class Rounds:
             if start_ns:
                 self.span("update", start_ns, slot, total, slot.rounds)
         self.on_update(slot)
-        replies = []
+        for client, push in repeated.items():
+            slot.steps[client] = slot.rounds
+            waiter = Waiter(push.route, push.request, push.fused, slot.rounds)
+            replies.append(self.answer(slot, waiter, whole=not isinstance(push.wire, Rows)))
         for client, waiter in list(slot.waiting.items()):
             if waiter.step <= slot.rounds:
                 del slot.waiting[client]
@@ -157,13 +185,13 @@ class Rounds:
         except Exception as error:  # a rule that does not fit this key, or a user's own
             slot.skip_round(error)
 
-    def answer(self, slot: Slot, waiter: Waiter) -> Reply:
-        """What the pushes of the last round get."""
+    def answer(self, slot: Slot, waiter: Waiter, *, whole: bool = False) -> Reply:
+        """What the pushes of the last round get. ``whole``: it is known that this one is of the whole chunk."""
         if not waiter.fused:
             return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
         if slot.failed is not None:
             return failure(waiter.route, waiter.request, slot.failed, used=True)
-        if slot.touched is not None:
+        if slot.touched is not None and not whole:  # else it is not in that round, and others pushed rows only
             return changed(slot, waiter.request, waiter.route, slot.touched)
         payload = slot.lend() if slot.met is None else slot.met
         return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
@@ -190,7 +218,7 @@ class Rounds:
     def missing(self, slot: Slot) -> list[int]:
         """Whom the open round still lacks: the first of them."""
         awaited = (client for client in range(slot.cursor, self._num_clients) if self._clients.is_needed(client))
-        here = (client for client in awaited if slot.steps.get(client, 0) <= slot.rounds)
+        here = (client for client in awaited if slot.open_step > slot.entering.get(client, -1))
         return list(islice((client for client in here if client not in slot.held), MAX_NAMED))
 
     @staticmethod

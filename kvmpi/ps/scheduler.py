@@ -10,11 +10,11 @@ from typing import Any
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
-from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.membership import CLOSED, how_it_left
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
 from kvmpi.ps.server import MAX_CLIENTS
-from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 MemberName = tuple[str, int, int]
 """(role, store, rank); servers belong to store -1."""
 
+#: So long it is not looked again how far all clients are.
+_COUNT_S = 0.1
 #: A view with all servers' endpoints must fit into one header.
 _MAX_ENDPOINT_BYTES = 1000
 
@@ -40,6 +42,7 @@ class Member:
     host: str
     endpoints: list[str]
     clock: int = 0
+    done: int = 0
 
 
 class SchedulerState:
@@ -88,6 +91,7 @@ class SchedulerState:
         self._heard_s: float | None = None  # when anybody was heard last
         self.clock_name = ""
         self._began_s: float | None = None
+        self._count_again_s, self._all_done = 0.0, dict[int, int]()
         self.rejected = 0
         self.changes = 0  # of what ``save`` tells
 
@@ -165,10 +169,12 @@ class SchedulerState:
     def _from_member(self, name: MemberName, route: bytes, message: Message, now_s: float) -> list[Reply]:
         match message:
             case m.Heartbeat():
-                self.members[name].clock = message.clock
+                self.members[name].clock, self.members[name].done = message.clock, message.done
+                done: dict[int, int] = {}
                 if name[0] == "server":
                     self.book.heartbeat(name[2], message.clock)
-                heard = [Reply(route, self._heard(message.sent_us, now_s))] if message.sent_us else []
+                    done = self._done(now_s)
+                heard = [Reply(route, self._heard(message.sent_us, now_s, done))] if message.sent_us else []
                 # A view may have been lost with a connection.
                 stale = message.epoch < self.epoch and self._chains is not None
                 return [*heard, Reply(route, self._view())] if stale else heard
@@ -194,12 +200,28 @@ class SchedulerState:
                 if name[0] == "server" and self._chains is not None:
                     self._chains.lose(name[2], f"server {name[2]} has left")
                     return [Reply(route, m.Ack(message.request, 0)), *self._announce()]
-                return [Reply(route, m.Ack(message.request, 0)), *self._leave_barriers(name, CLOSED, message.step)]
+                how = how_it_left(message.text)
+                return [Reply(route, m.Ack(message.request, 0)), *self._leave_barriers(name, how, message.step)]
         raise ProtocolError(f"a {type(message).__name__} is no request of a {name[0]} to the scheduler")
 
-    def _heard(self, sent_us: int, now_s: float) -> m.Heard:
+    def _heard(self, sent_us: int, now_s: float, done: dict[int, int]) -> m.Heard:
         """With the time here, if members want to compare their clocks with it."""
-        return m.Heard(sent_us, int(now_s * 1e6), self.clock_name) if self.clock_name else m.Heard(sent_us)
+        at_us = int(now_s * 1e6) if self.clock_name else 0
+        return m.Heard(sent_us, at_us, self.clock_name, done)
+
+    def _done(self, now_s: float) -> dict[int, int]:
+        """By store the overall step that all clients which still push are done with, if they say it."""
+        if now_s >= self._count_again_s:
+            self._count_again_s = now_s + _COUNT_S
+            self._all_done = {
+                number: done for number, store in self._stores.items() if (done := self._least(number, store))
+            }
+        return self._all_done
+
+    def _least(self, number: int, store: Barriers) -> int:
+        pushing = [rank for rank in range(store.num_clients) if not store.is_without(rank)]
+        members = (self.members.get(("client", number, rank)) for rank in pushing)
+        return min((0 if member is None else member.done for member in members), default=0)
 
     def _register(self, route: bytes, message: m.Register, now_s: float) -> list[Reply]:
         # A server may be one more than the job began with.
@@ -344,8 +366,10 @@ class SchedulerState:
         return m.View(self.epoch, self.replicas, self._chains.chains, servers, lost, request, *resumed)
 
     def _take_snapshot(self, number: int | None) -> list[Reply]:
+        if number is None:
+            return []
         servers = [member.route for (role, *_), member in self.members.items() if role == "server"]
-        return [] if number is None else [Reply(route, m.TakeSnapshot(number)) for route in servers]
+        return [Reply(route, m.TakeSnapshot(number, self.book.missed)) for route in servers]
 
     def _answer_waiting(self) -> list[Reply]:
         """The view for those who have just registered, if there is one."""

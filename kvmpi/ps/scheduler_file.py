@@ -34,7 +34,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     returning: dict[int, int] = {}
     left: dict[int, int] = {}
     first: dict[int, int] = {}
-    outcomes: dict[int, tuple[str, str, int]] = {}
+    outcomes: dict[int, tuple[str, str, int, bool]] = {}
     passed: dict[int, int] = {}
 
 

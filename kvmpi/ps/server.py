@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
-from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.membership import how_it_left
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
@@ -23,19 +23,15 @@ _log = logging.getLogger(__name__)
 
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
-_ABOUT_PARTS = (
+_ABOUT_PARTS = frozenset({
     m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState, m.Finish, m.Return,
     m.Enter,
-)  # fmt: skip
+})  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
+class _Session(NamedTuple):
     hello: m.Hello
-
-    @property
-    def who(self) -> tuple[int, int]:
-        return self.hello.store, self.hello.client
+    who: tuple[int, int]  # its store and client
 
 
 class ServerState:
@@ -76,10 +72,10 @@ class ServerState:
         for payload in payloads:
             self.received_bytes += payload.nbytes
         try:
+            if type(message) in _ABOUT_PARTS:
+                return self._about_part(route, message, payloads, now_s)
             if isinstance(message, ProtocolError):
                 raise message
-            if isinstance(message, _ABOUT_PARTS):
-                return self._about_part(route, message, payloads, now_s)
             match message:
                 case m.Extend() | m.Log() | m.Install():
                     if route in self._sessions:
@@ -114,13 +110,18 @@ class ServerState:
         part = self.parts.get(getattr(message, "part", -1))
         return [] if part is None else part.hear(message, now_s)
 
+    def hear_done(self, done: Mapping[int, int]) -> None:
+        """The scheduler says, by store, which step all clients are done with."""
+        if self.snapshots is not None:
+            self.snapshots.hear_done(done)
+
     def tick(self, now_s: float) -> Sequence[Outgoing]:
         """Say again what may have been lost."""
-        return [outgoing for part in self.parts.values() for outgoing in part.tick(now_s)]
+        return [outgoing for part in self.parts.values() if part.sends_on for outgoing in part.tick(now_s)]
 
     def reports(self) -> list[Message]:
         """What the scheduler waits for, to be said until it has changed the view."""
-        return [message for part in self.parts.values() for message in part.report()]
+        return [message for part in self.parts.values() if part.moves for message in part.report()]
 
     # ---- the view
 
@@ -135,9 +136,11 @@ class ServerState:
             self.snapshots.resume(view.snapshot, view.steps)
         for number, chain in enumerate(view.chains):
             mine = self.rank in chain.members or self.rank == chain.joiner
-            if number not in self.parts and not mine:
-                continue
-            part = self.parts.setdefault(number, self._new_part(number))
+            part = self.parts.get(number)
+            if part is None:
+                if not mine:
+                    continue
+                part = self.parts[number] = self._new_part(number)
             answered = part.answers
             out += part.adopt(chain, view.replicas, now_s)
             if (resumed := self._resumed.pop(number, None)) is not None:
@@ -159,7 +162,7 @@ class ServerState:
     def _new_part(self, number: int) -> Part:
         part = Part(self.rank, number, self.on_client_loss)
         part.empty = self.empty
-        part.on_update = None if self.snapshots is None else self.snapshots.on_update
+        part.snapshots = self.snapshots
         return part
 
     def resume(self, parts: dict[int, PartCopy], keys: dict[int, frozenset[Key]]) -> None:
@@ -197,12 +200,12 @@ class ServerState:
 
     # ---- clients
 
-    def _about_part(self, route: bytes, message: Message, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
+    def _about_part(self, route: bytes, message: Any, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
         session = self._sessions.get(route)
-        part = self.parts.get(message.part)  # type: ignore[attr-defined]
+        part = self.parts.get(message.part)
         if session is None or part is None or not part.answers or (part.is_shared and now_s > self.lease_ends_s):
             # A client may have known the process before this one, whose place it has taken on the same address.
-            return [Reply(route, m.Moved(message.request))]  # type: ignore[attr-defined]
+            return [Reply(route, m.Moved(message.request))]
         store, client = session.who
         self._heard_s[session.who] = now_s
         try:
@@ -281,7 +284,7 @@ class ServerState:
         if refusal is not None:
             return [*out, failure(route, hello.request, refusal)]
         self._routes[hello.store, hello.client] = route
-        self._sessions[route] = _Session(hello)
+        self._sessions[route] = _Session(hello, (hello.store, hello.client))
         self._heard_s[hello.store, hello.client] = now_s
         return [*out, Reply(route, m.Ack(hello.request, 0))]
 
@@ -307,9 +310,11 @@ class ServerState:
         if session is not None:  # else it is said again, because the answer was lost
             store, client = session.who
             self._ended[session.who] = session.hello.incarnation
+            if self.snapshots is not None:
+                self.snapshots.hear_end(store, message.done)
             for part in self._answering():
                 if store in part.shards:
-                    out += part.hold(part.shards[store].lose(client, CLOSED), now_s)
+                    out += part.hold(part.shards[store].lose(client, how_it_left(message.text)), now_s)
                     part.drop_deserted()
             self._end(route)
         return [*out, Reply(route, m.Ack(message.request, 0))]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -94,28 +94,33 @@ class ClientSession:
         if why is not None:
             self._cancel(operation, _lost_error(operation, why))
             return
+        greets = False
         for ask in asks:
             self._enqueue(ask)
             if ask.kind is m.Hello:
-                self._hello = ask.fields
+                self._hello, greets = ask.fields, True
                 self._greeting.add(ask.peer)
             elif ask.kind is m.Bye:
                 self._hello = None  # it does not matter any more who knows this client
-        if self._hello is not None:
+        if greets:
             self._greet_strangers()
 
     def _enqueue(self, ask: Ask) -> None:
         if ask.part >= 0:
             ask.peer = self._heads[ask.part][0] if ask.part < len(self._heads) else NOWHERE
-        heapq.heappush(self._queues.setdefault(ask.where, []), (-ask.operation.priority, ask.number, ask))
-        self._ready[ask.where] = None
+        where = ask.where
+        heapq.heappush(self._queues.setdefault(where, []), (-ask.operation.priority, ask.number, ask))
+        self._ready[where] = None
 
     def _can_send(self, ask: Ask) -> bool:
         """Whether there is a server for it that knows this client."""
         return ask.part < 0 or ask.peer in self._greeted
 
-    def sendable(self, now_s: float) -> Iterator[Outgoing]:
+    def sendable(self, now_s: float) -> Iterable[Outgoing]:
         """What may leave now: (peer, message, payloads)."""
+        return self._leaving(now_s) if self._repeats or self._ready else ()
+
+    def _leaving(self, now_s: float) -> Iterator[Outgoing]:
         repeats, self._repeats = self._repeats, []
         for ask in repeats:
             if ask.number not in self._outstanding:
@@ -143,12 +148,12 @@ class ClientSession:
     def _take_room(self, ask: Ask) -> bool:
         """Take what ``ask`` needs from its window, if there is so much."""
         cost_bytes = ask.cost_bytes
-        quiet_bytes = self._in_flight.get((ask.peer, None), 0) + cost_bytes
-        ask.quiet = ask.may_be_quiet and quiet_bytes <= self._quiet_bytes
-        in_flight = self._in_flight.get(ask.window, 0)
+        ask.quiet = ask.may_be_quiet and self._in_flight.get((ask.peer, None), 0) + cost_bytes <= self._quiet_bytes
+        window = ask.window
+        in_flight = self._in_flight.get(window, 0)
         if in_flight and not ask.quiet and in_flight + cost_bytes > self._window_bytes:
             return False
-        self._in_flight[ask.window] = in_flight + cost_bytes
+        self._in_flight[window] = in_flight + cost_bytes
         return True
 
     def _emit(self, ask: Ask) -> Outgoing | None:
@@ -388,12 +393,18 @@ class ClientSession:
             operation.on_done(operation.error)
             operation.unaccepted = min(operation.unaccepted, 1)
             self._count_accepted(operation)
+            # Its requests know it: their arrays are not to wait for the collector of cycles.
+            operation.asks, operation.on_done, operation.on_accepted = (), _nothing, None
 
     @staticmethod
     def _count_accepted(operation: Operation) -> None:
         operation.unaccepted -= 1
         if operation.unaccepted == 0 and operation.on_accepted is not None:
             operation.on_accepted()
+
+
+def _nothing(_: KVError | None) -> None:
+    pass
 
 
 def _lost_error(operation: Operation, why: str) -> ServerLostError:

@@ -10,7 +10,7 @@ What an open round holds does not last: its senders keep it until the round is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from kvmpi.errors import (
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, consistency, requests
 from kvmpi.ps.membership import Membership
+from kvmpi.ps.order import Span
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import Reply, failure
 from kvmpi.ps.rounds import Log, Rounds, changed, steps_of
@@ -162,7 +163,7 @@ class Shard:
         return self.go_on()
 
     def _return(self, client: int) -> int:
-        """``client`` is back: from now on rounds wait for it. The last round of any chunk that does not."""
+        """``client`` is back: from now on rounds wait for it. The last overall step of which one does not."""
         if self.clients.can_return(client):
             self._log(entries.Returned(client), ())
             self.bring_back(client)
@@ -175,35 +176,28 @@ class Shard:
             if not slot.contributors:
                 slot.cursor = 0  # an open round that nobody has pushed to has not passed anybody
             # A process before this one may have entered at a round that has not come yet: that is of no account.
-            pushed = slot.rounds + (client in slot.contributors)
-            slot.steps[client] = min(slot.steps.get(client, 0), pushed)
-            slot.replaced.discard(client)
+            slot.entering.pop(client, None)
 
     def _passed(self, client: int) -> int:
-        """The last round of any chunk that ``client`` cannot be in any more."""
-        return max((slot.rounds + (client < slot.cursor) for slot in self.slots.values()), default=0)
+        """The last overall step of which a round of any chunk cannot have ``client`` any more."""
+        last = (slot.open_step if client < slot.cursor else slot.last_step for slot in self.slots.values())
+        return max(last, default=0)
 
     def _enter(self, client: int, step: int) -> list[Reply]:
-        """``client``, which is back, takes part in the rounds after ``step``."""
+        """``client``, which is back, takes part in the rounds of overall steps after ``step``."""
         if client not in self.clients.entering:
             return []  # said again
         if not self._passed(client) <= step <= _MAX_UPDATES:
             raise ProtocolError(f"client {client} cannot enter after step {step}: rounds have passed it")
-        slots = self.slots.items()
-        passed = [where for where, slot in slots if client < slot.cursor and step - slot.rounds > consistency.APART]
-        self._log(entries.Entered(client, step, passed), ())
-        self.enter(client, step, passed)
+        self._log(entries.Entered(client, step), ())
+        self.enter(client, step)
         return self.go_on()
 
-    def enter(self, client: int, step: int, passed: Iterable[tuple[Key, int]]) -> None:
+    def enter(self, client: int, step: int) -> None:
         """``_enter``, as it was logged."""
-        self.clients.enter(client)
-        open_rounds = set(passed)
-        for where, slot in self.slots.items():
-            behind = step - slot.rounds > consistency.APART
-            slot.steps[client] = slot.rounds + (where in open_rounds) if behind else step
-            if client in slot.contributors:
-                slot.replaced.add(client)
+        self.clients.enter(client, step)
+        for slot in self.slots.values():
+            slot.enter(client, step)
 
     def go_on(self) -> list[Reply]:
         """Close the rounds that need to wait for nobody any more."""
@@ -256,7 +250,10 @@ class Shard:
         if slot is not None:
             # How far this client is: a process that takes the place of another goes on from there. What is in an
             # open round does not count yet: it may be lost with this server.
-            lasting, (at, done) = slot.lasting_steps(client), slot.last_steps(client, not self.rounds.acknowledges)
+            if client in slot.entering:
+                lasting, (at, done) = slot.rounds, slot.round_steps(not self.rounds.acknowledges)
+            else:
+                lasting, (at, done) = slot.lasting_steps(client), slot.last_steps(client, not self.rounds.acknowledges)
             found = m.Found(message.request, lasting, at, done) if at else m.Ack(message.request, lasting)
             return [Reply(route, found)]
         if key in self.saved:
@@ -288,6 +285,8 @@ class Shard:
             message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation,
             width_of(message.shape), self.empty,
         )  # fmt: skip
+        slot.one_mark = self.clients.shrinks
+        slot.entering.update(self.clients.entered_after)
         self.slots[message.key, message.chunk] = slot
         self.layouts.setdefault(message.key, message)
         return slot
@@ -325,7 +324,7 @@ class Shard:
             wire = requests.pushed_rows(slot, message.rows, payloads, wire_dtype)
         else:
             wire = requests.chunk_array(message.key, payloads, wire_dtype, slot.count, "push")
-        done = slot.steps.get(client, 0)
+        done = slot.pushes_before(client, message.step)
         if message.step <= done:
             return self._answer_again(client, slot, message, route, wire)
         if message.step != done + 1:
@@ -348,7 +347,7 @@ class Shard:
             known = client in slot.held
             slot.held[client] = Contribution(
                 route, message.request, message.fused, message.acknowledge, message.quiet, wire, wire_dtype,
-                message.at, message.done, timeline.now() if timeline.on else 0,
+                message.at, message.done, Span(message.earliest, message.latest), timeline.now() if timeline.on else 0,
             )  # fmt: skip
             replies = self.rounds.go_on_with(slot)
             return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
@@ -375,7 +374,7 @@ class Shard:
         self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None
     ) -> list[Reply]:
         """A push that is in its round asks again."""
-        if message.step > slot.steps.get(client, 0):
+        if message.step > max(slot.steps.get(client, 0), slot.rounds if client in slot.entering else 0):
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
         waiter = Waiter(route, message.request, message.fused, message.step)
         if not self.discipline.in_rounds or message.step < slot.rounds:
@@ -385,7 +384,7 @@ class Shard:
                 return [changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
-            return [self.rounds.answer(slot, waiter)]
+            return [self.rounds.answer(slot, waiter, whole=not isinstance(wire, Rows | None))]
         if not message.fused and not self.rounds.acknowledges:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         slot.waiting[client] = waiter
@@ -442,8 +441,8 @@ class Shard:
         for slot in self.slots.values():
             if slot.accumulator is not None and slot.cursor:
                 total = slot.accumulator
-                where, clients = (slot.key, slot.chunk, slot.cursor), list(slot.contributors)
-                entry = entries.Partial(*where, clients, num_rows(total), *steps_of(slot))
+                clients, rows = list(slot.contributors), num_rows(total)
+                entry = entries.Partial(slot.key, slot.chunk, slot.cursor, clients, rows, *steps_of(slot))
                 self._log(entry, tuple(frame.copy() for frame in frames(total)))
 
     def forget_waiting(self) -> None:

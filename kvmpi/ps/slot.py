@@ -16,6 +16,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
+from kvmpi.ps.order import UNSAID, Span, common
 from kvmpi.ps.steps import Mark
 from kvmpi.wire.entries import Key
 
@@ -26,8 +27,7 @@ Empty = Callable[[int, np.dtype[Any]], Buffer]
 _ADOPT_FROM_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """One client's push, of a whole chunk or of some rows, held until its turn in its round."""
 
     route: bytes
@@ -39,6 +39,7 @@ class Contribution:
     wire_dtype: str
     at: int = 0
     done: int = 0
+    span: Span = UNSAID
     arrived_ns: int = 0  # for the timeline
 
 
@@ -51,7 +52,7 @@ class Waiter(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reader:
     """One client's pull, of all rows or of ``ids``, held until the round ``min_round`` is in the value."""
 
@@ -96,6 +97,8 @@ class Slot:
 
     #: Among the names of a chunk's arrays in a log, those of ``met`` and ``touched``; no rule's state is called so.
     OLD_VALUE, TOUCHED = "met", "touched"
+    #: In place of a client: whoever was in a round.
+    ANYBODY = -1
 
     def __init__(
         self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
@@ -115,12 +118,16 @@ class Slot:
         self.rounds = 0
         self.cursor = 0
         self.contributors: list[int] = []
-        # Contributors whose last process is gone, and the next one of which has entered after this round.
-        self.replaced: set[int] = set()
-        # Their overall steps, and the least that they know to be done; what lasts of that, by client.
+        # Their overall steps, and the least that they know to be done; what lasts of that, by client, or one for all:
+        # clients that are in the same round are at the same step, and where others go on without those that are gone
+        # that is all that anybody asks for.
         self.open_steps: dict[int, int] = {}
         self.open_done = 0
         self.marks: dict[int, Mark] = {}
+        # The steps of the program that they may belong to; the last one that closed rounds may.
+        self.open_spans: list[Span] = []
+        self.latest = 0
+        self.one_mark = False
         self.accumulator: Buffer | Rows | None = None
         self._spare: Buffer | None = None
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
@@ -134,6 +141,8 @@ class Slot:
         self.held: dict[int, Contribution] = {}
         self.waiting: dict[int, Waiter] = {}
         self.readers: dict[int, Reader] = {}
+        # Clients that are back and have not pushed here since: they are in the rounds of overall steps after these.
+        self.entering: dict[int, int] = {}
         self.restored: tuple[int, int, int] | None = None  # client, incarnation, request that last put state back
         self._loans: list[weakref.ref[Buffer]] = []
 
@@ -244,14 +253,26 @@ class Slot:
 
     def begin_round(self) -> None:
         """The next round is the open one, and nobody is in it."""
+        self.latest = max(self.latest, self.span.latest)
+        self.open_spans.clear()
+        for client in [client for client, step in self.entering.items() if self.open_step > step]:
+            if client in self.contributors:  # else it is one that is gone again
+                del self.entering[client]
         if not self.open_steps:
             self.marks.clear()  # there would be a gap
         for client, step in self.open_steps.items():
-            self.marks.setdefault(client, Mark()).note(step, self.open_done)
+            self.marks.setdefault(self.ANYBODY if self.one_mark else client, Mark()).note(step, self.open_done)
+            if self.one_mark:
+                break
         self.open_steps.clear()
         self.cursor = 0
         self.contributors.clear()
-        self.replaced.clear()
+
+    @property
+    def span(self) -> Span:
+        """The steps of the program that the open round may belong to. If not all say it, the key is taken for one that
+        is pushed in every step."""
+        return common(self.open_spans, self.rounds + 1)
 
     def note_step(self, client: int, step: int, done: int) -> None:
         """A push that is in the open round is of the overall step ``step``; 0: its sender does not say."""
@@ -340,6 +361,11 @@ class Slot:
         """The rule of the last round: what clients have said for later rounds they say again after a resume."""
         return self.rules[0]
 
+    @property
+    def next_rule(self) -> RuleChange:
+        """The rule of the next round, which may come long after the last."""
+        return next(change for change in reversed(self.rules) if change.from_round <= self.rounds + 1)
+
     def _rule_of_round(self, round_: int) -> optim.Rule | None:
         while len(self.rules) > 1 and self.rules[1].from_round <= round_:
             self.rules.popleft()
@@ -376,8 +402,7 @@ class Slot:
     def lasting_steps(self, client: int) -> int:
         """The client's steps without its push in the open round, which may be lost with this server."""
         steps = self.steps.get(client, 0)
-        lasts = client not in self.contributors or client in self.replaced
-        return steps if lasts else min(steps, self.rounds)
+        return min(steps, self.rounds) if client in self.contributors else steps
 
     def last_steps(self, client: int, with_open: bool) -> tuple[dict[int, int], int]:
         """The overall steps of the client's last pushes, by their numbers, and what it knows to be done."""
@@ -386,6 +411,44 @@ class Slot:
         if with_open and client in self.open_steps:
             found[number + 1] = self.open_steps[client]
         return found, mark.done
+
+    # ---- clients that are back where others went on without them
+
+    @property
+    def last_step(self) -> int:
+        """The overall step of the last round that is over. Where nobody says any, there is a push in each."""
+        mark = self.marks.get(self.ANYBODY)
+        return abs(mark.steps[-1]) if mark is not None else self.rounds
+
+    @property
+    def open_step(self) -> int:
+        """The overall step of the open round, from any push to it; 0: there is none."""
+        if self.contributors:
+            return abs(next(iter(self.open_steps.values()), self.rounds + 1))
+        here = [client for client in self.held if self.steps.get(client, 0) == self.rounds]
+        at = next((self.held[client].at for client in sorted(here, key=lambda client: client in self.entering)), 0)
+        return abs(at) or (self.rounds + 1 if here else 0)
+
+    def round_steps(self, with_open: bool) -> tuple[dict[int, int], int]:
+        """The overall steps of the last rounds, by their numbers, and what is known to be done."""
+        mark = self.marks.get(self.ANYBODY, Mark())
+        found = mark.numbered(self.rounds)
+        if with_open and self.open_steps:
+            found[self.rounds + 1] = next(iter(self.open_steps.values()))
+        return found, mark.done
+
+    def enter(self, client: int, step: int) -> None:
+        """From now on the client, which is back, is in the rounds of overall steps after ``step``."""
+        self.entering[client], self.steps[client] = step, self.rounds
+
+    def pushes_before(self, client: int, step: int) -> int:
+        """After how many the client's push number ``step`` comes. The first one since it is back says so itself."""
+        before = self.steps.get(client, 0)
+        if client in self.entering:
+            before = max(before, self.rounds)
+            if step > before:
+                before = self.steps[client] = step - 1
+        return before
 
     # ---- what a checkpoint holds
 

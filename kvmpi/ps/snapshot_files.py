@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ import safetensors
 
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.files import replacing, sync
-from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, StoreCopy
+from kvmpi.ps.snapshot_book import Manifest
+from kvmpi.ps.snapshots import ChunkCopy, PartCopy, StoreCopy
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -117,21 +119,24 @@ def read_part(directory: str, number: int, part: int) -> PartCopy:
 
 
 def read_keys(directory: str, number: int, num_parts: int) -> dict[int, frozenset[Key]]:
-    """The keys of each store in all parts.
+    """The keys of each store of which all chunks are there, in whatever part.
 
     Raises:
         KVError: a file is missing or damaged; the message names it.
     """
-    keys: dict[int, set[Key]] = {}
+    there: dict[int, Counter[tuple[Key, int]]] = {}
     for part in range(num_parts):
         path = _part_path(_folder(directory, number), part)
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
                 for store, *_, chunks in _manifest_of(file)["stores"]:
-                    keys.setdefault(store, set()).update(chunk[0] for chunk in chunks)
+                    there.setdefault(store, Counter()).update((chunk[0], chunk[2]) for chunk in chunks)
         except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise KVError(f"snapshot {number}: {path}: {type(error).__name__}: {error}") from error
-    return {store: frozenset(found) for store, found in keys.items()}
+    return {
+        store: frozenset(key for (key, num_chunks), count in found.items() if count >= num_chunks)
+        for store, found in there.items()
+    }
 
 
 def _manifest_of(file: Any) -> dict[str, Any]:

@@ -1,20 +1,25 @@
-"""Snapshots of all servers, as state machines without I/O: what is due, what is complete, what to keep, what to resume.
+"""Snapshots on a server, as a state machine without I/O: what is copied when, and how a server goes on from copies.
 
-A snapshot has a number: the rounds that synchronous chunks have in it, counted from the beginning of the first job. A
-chunk is copied when its round with that number is over, whenever that is, so that all copies together are one state
-of the training and nobody has to wait for anybody. Chunks of asynchronous stores are copied when their server begins.
+A snapshot has a number N: it holds the pushes of the steps up to N of each synchronous store (``order.py``), counted
+from the beginning of the first job, and no others. So all copies together are one state of the training, and nobody has
+to wait for anybody. A chunk is copied
 
-A server begins a snapshot when one of its chunks comes to a multiple of ``KVMPI_SNAPSHOT_EVERY``, or when the scheduler
-says so: because another server has begun, or because ``KVMPI_SNAPSHOT_SECONDS`` are over. When all parts are written,
-the scheduler writes the manifest, without which a snapshot does not exist.
+- when its round number N is over: it is pushed in every step;
+- else before its first round of a later step is over;
+- else, since nobody pushes it, when every client has said that its pushes up to step N are done.
+
+Chunks of asynchronous stores are copied when their server begins.
+
+A server begins a snapshot when one of its chunks comes to a multiple of ``KVMPI_SNAPSHOT_EVERY``, or is about to go
+beyond, or when the scheduler says so: because another server has begun, or because ``KVMPI_SNAPSHOT_SECONDS`` are over.
+When all parts are written, the scheduler writes the manifest, without which a snapshot does not exist.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +39,10 @@ Buffer = npt.NDArray[Any]
 
 _log = logging.getLogger(__name__)
 
-#: Complete snapshots that are kept.
-KEPT = 2
-#: How much further ahead than at first the scheduler's number may be, if servers were there too soon.
-_MOST_MARGIN = 16
+#: A snapshot is given up for another one that is due when the scheduler has said so often how far all clients are.
+_MOST_HEARD = 8
+#: After so many snapshots that are missed because nobody knows to which step a push belongs, there is a warning.
+_MANY_UNCLEAR = 3
 
 
 # ---- copies
@@ -73,13 +78,13 @@ class StoreCopy:
 PartCopy = dict[int, StoreCopy]
 
 
-def copy_chunk(shard: Shard, slot: Slot) -> ChunkCopy:
+def copy_chunk(shard: Shard, slot: Slot, rule: RuleChange) -> ChunkCopy:
     """Copy a chunk as it is after its last round; what is in the open one its clients will push again."""
     names, arrays = slot.dump()
     layout = shard.layouts[slot.key]
     return ChunkCopy(
         slot.key, slot.chunk, layout.num_chunks, slot.count, list(layout.shape), slot.dtype, slot.updates,
-        slot.generation, in_force(slot.rule_in_force), dict(zip(names, arrays, strict=True)),
+        slot.generation, in_force(rule), dict(zip(names, arrays, strict=True)),
     )  # fmt: skip
 
 
@@ -95,11 +100,14 @@ def restore(shard: Shard, saved: StoreCopy, keys: frozenset[Key]) -> None:
     """Make an empty shard what it was; its clients begin to count from 0.
 
     Args:
-        keys: all that the store has in the snapshot, in whatever part.
+        keys: all that the store has in the snapshot as a whole, in whatever part. What there is of others is left out:
+            they were made when some parts had been copied.
     """
     shard.rulebook.resume(rule_change(saved.rule))
     shard.saved = keys
     for copy in saved.chunks:
+        if copy.key not in keys:
+            continue
         layout = m.Init(-1, copy.key, copy.chunk, copy.num_chunks, copy.count, copy.shape, copy.dtype)
         arrays = dict(copy.arrays)
         slot = shard.create(layout, arrays.pop("value"))
@@ -112,17 +120,26 @@ def restore(shard: Shard, saved: StoreCopy, keys: frozenset[Key]) -> None:
 # ---- on a server
 
 
+Where = tuple[int, int]
+"""A store in a part: the numbers of both."""
+
+
 @dataclass(slots=True)
 class Taking:
-    """A snapshot under way: the chunks that have been copied, by part and store, until the last one is.
+    """A snapshot under way: the chunks that have been copied, until a store has all of them, and all stores have.
 
-    ``at_once``: stores that were copied as a whole at the beginning, and how far they were.
+    ``heard``: how often the scheduler has said meanwhile how far all clients are.
     """
 
     number: int
-    chunks: dict[tuple[int, int], dict[tuple[Key, int], ChunkCopy]] = field(default_factory=dict)
-    at_once: dict[tuple[int, int], int] = field(default_factory=dict)
+    chunks: dict[Where, dict[tuple[Key, int], ChunkCopy]] = field(default_factory=dict)
+    whole: dict[Where, StoreCopy] = field(default_factory=dict)
     parts: dict[int, PartCopy] | None = None
+    heard: int = 0
+
+    def has(self, where: Where, slot: Slot) -> bool:
+        """Whether a chunk has been copied, or is left out because it was made when its store had been."""
+        return where in self.whole or (slot.key, slot.chunk) in self.chunks.get(where, ())
 
     @property
     def steps(self) -> dict[int, int]:
@@ -151,10 +168,15 @@ class ServerSnapshots:
         self.steps: dict[int, int] = {}
         self._newest = 0
         self._skipped = 0
+        # By store: the step of this job that every client is done with.
+        self._done: dict[int, int] = {}
+        # And the last one of those that have left.
+        self._furthest: dict[int, int] = {}
         self._current: Taking | None = None
         self._ready: Taking | None = None
         self._outbox: list[Message] = []
         self._warned: Counter[str] = Counter()
+        self._unclear = 0
 
     def resume(self, number: int, steps: Mapping[int, int]) -> None:
         """The job goes on from a snapshot."""
@@ -164,19 +186,83 @@ class ServerSnapshots:
 
     # ---- what the server sees
 
+    def before_update(self, part: int, shard: Shard, slot: Slot) -> None:
+        """A synchronous round of a chunk is about to be over."""
+        earliest, latest = self.base + slot.span.earliest, self.base + slot.span.latest
+        if self.every and (due := (earliest - 1) // self.every * self.every) > self._newest:
+            self.begin(due)  # no chunk of this server has come to that number, since none is pushed in every step
+        if len(slot.open_steps) == len(slot.contributors):
+            self._hear(shard.store, slot.open_done)
+        current, where = self._copying, (part, shard.store)
+        if current is None or latest <= current.number or current.has(where, slot):
+            return
+        if earliest <= current.number:
+            self._miss(current, shard, slot)
+            return
+        self._copy(current, where, shard, slot)
+        self._finish_if_complete(current)
+
     def on_update(self, part: int, shard: Shard, slot: Slot) -> None:
         """A chunk has one round, or one update, more."""
         number = self.base + slot.rounds
-        current = self._current
+        current, where = self._current, (part, shard.store)
         if current is not None and number == current.number:
-            if current.parts is None and (part, shard.store) not in current.at_once:
-                current.chunks.setdefault((part, shard.store), {})[slot.key, slot.chunk] = copy_chunk(shard, slot)
+            if current.parts is None and not current.has(where, slot):
+                self._copy(current, where, shard, slot)
                 self._finish_if_complete(current)
         elif self.every and number % self.every == 0:
             self.begin(number)
 
-    def begin(self, number: int) -> None:
-        """Snapshot ``number`` is due, here or on another server."""
+    def hear_done(self, done: Mapping[int, int]) -> None:
+        """The scheduler says, by store, which step all clients are done with."""
+        if self._current is not None:
+            self._current.heard += 1
+        for store, step in done.items():
+            self._hear(store, step)
+        self.look()
+
+    def hear_end(self, store: int, done: int) -> None:
+        """A client leaves a store, after that step."""
+        self._furthest[store] = max(done, self._furthest.get(store, 0))
+
+    def _hear(self, store: int, done: int) -> None:
+        before = self._done.get(store, 0)
+        if done > before:
+            self._done[store] = done
+            if (current := self._copying) is not None and self.base + before < current.number <= self.base + done:
+                self.look()
+
+    def look(self) -> None:
+        """Copy what nobody will push any more before it would be too late. To be called when clients have gone."""
+        current = self._copying
+        for part, store, shard in self._shards() if current is not None else ():
+            assert current is not None
+            where = (part.number, store)
+            if where in current.whole or not self._is_past(shard, current.number - self.base):
+                continue
+            copied = current.chunks.setdefault(where, {})
+            for slot in shard.slots.values():
+                if (slot.key, slot.chunk) not in copied:
+                    if self.base + slot.latest > current.number:  # of a part that has just come to this server
+                        self._drop(current)
+                        return
+                    if slot.contributors and self.base + slot.span.earliest <= current.number:
+                        self._miss(current, shard, slot)
+                        return
+                    self._copy(current, where, shard, slot)
+        if current is not None:
+            self._finish_if_complete(current)
+
+    def _is_past(self, shard: Shard, step: int) -> bool:
+        """Whether no push of that step, or of one before, is still to come."""
+        if shard.clients.deserted:
+            return self._furthest.get(shard.store, 0) >= step
+        return self._done.get(shard.store, 0) >= step
+
+    def begin(self, number: int, missed: int = 0) -> None:
+        """Snapshot ``number`` is due, here or on another server; ``missed`` will not be completed."""
+        if (current := self._copying) is not None and current.number == missed:
+            self._current = None
         if number <= self._newest:
             return
         self._newest = number
@@ -184,25 +270,51 @@ class ServerSnapshots:
             return
         taking = Taking(number)
         for part, store, shard in self._shards():
-            copied = taking.chunks.setdefault((part.number, store), {})
-            at_once = not shard.discipline.in_rounds or shard.untouched
-            if at_once:
-                taking.at_once[part.number, store] = self._step(shard)
+            where = (part.number, store)
+            if not shard.discipline.in_rounds or shard.untouched:
+                chunks = [copy_chunk(shard, slot, slot.rule_in_force) for slot in shard.slots.values()]
+                taking.whole[where] = copy_store(shard, chunks, self._step(shard))
+                continue
             for slot in shard.slots.values():
-                if at_once or self.base + slot.rounds == number:
-                    copied[slot.key, slot.chunk] = copy_chunk(shard, slot)
-                elif self.base + slot.rounds > number:
-                    self._say(number, "dropped")  # another server has begun, or the scheduler guessed, too late
+                if self.base + slot.latest > number:
+                    self._say(number, "missed")  # another server has begun, or the scheduler guessed, too late
                     return
+                if self.base + slot.rounds == number:
+                    self._copy(taking, where, shard, slot)
         self._current = taking
         self._say(number, "begun")
-        self._finish_if_complete(taking)
+        self.look()
+
+    @property
+    def _copying(self) -> Taking | None:
+        """The snapshot for which something is still to be copied."""
+        return None if self._current is None or self._current.parts is not None else self._current
+
+    def _copy(self, current: Taking, where: Where, shard: Shard, slot: Slot) -> None:
+        # Of a key that is pushed in every step a change of the rule that is for the next will be said again.
+        rule = slot.rule_in_force if self.base + slot.rounds == current.number else slot.next_rule
+        current.chunks.setdefault(where, {})[slot.key, slot.chunk] = copy_chunk(shard, slot, rule)
+
+    def _miss(self, current: Taking, shard: Shard, slot: Slot) -> None:
+        """A round may be of the last step of a snapshot, or of the next one, or is of both."""
+        self._current = None
+        self._say(current.number, "missed")
+        self._unclear += 1
+        if self._unclear >= _MANY_UNCLEAR:
+            earliest, latest = self.base + slot.span.earliest, self.base + slot.span.latest
+            self._warn(
+                f"key {slot.key!r}",
+                f"snapshot {current.number} is left out: a push of key {slot.key!r} of store {shard.store} belongs to "
+                f"step {earliest} or to step {latest}, and nothing tells to which; push the key in one call with one "
+                "that is pushed in every step, or call kv.clock() after every step; and push it on all clients in the "
+                "same steps",
+            )
 
     def _make_way(self, current: Taking, number: int) -> bool:
         """Whether ``number`` can begin: not while another is written, nor at once if one is still to be completed."""
         if current.parts is not None:
             self._warn("slow", f"snapshot {number} is left out, because {current.number} is still being written")
-        elif self._skipped > current.number:  # it has had its time
+        elif self._skipped > current.number and current.heard >= _MOST_HEARD:  # it has had its time
             self._blame(current, number)
             self._drop(current)
             return True
@@ -213,14 +325,14 @@ class ServerSnapshots:
     def _blame(self, current: Taking, number: int) -> None:
         """Say which chunk has not come far enough."""
         for part, store, shard in self._shards():
-            copied = current.chunks.get((part.number, store), {})
-            for slot in shard.slots.values() if shard.discipline.in_rounds else ():
-                if (slot.key, slot.chunk) not in copied:
+            where = (part.number, store)
+            for slot in shard.slots.values() if where not in current.whole else ():
+                if (slot.key, slot.chunk) not in current.chunks.get(where, ()):
                     self._warn(
                         f"key {slot.key!r}",
-                        f"snapshot {current.number} is given up: key {slot.key!r} of store {store} is at round "
-                        f"{self.base + slot.rounds} while others are at {number}; keys that are not pushed in every "
-                        "round keep snapshots from being completed",
+                        f"snapshot {current.number} is given up: key {slot.key!r} of store {store} is at step "
+                        f"{self.base + slot.latest}, and its clients are done with step "
+                        f"{self.base + self._done.get(store, 0)}, while others are at {number}",
                     )
                     return
 
@@ -235,17 +347,23 @@ class ServerSnapshots:
 
     def _finish_if_complete(self, current: Taking) -> None:
         """If every chunk is copied, the copies can be written."""
+        complete = True
         for part, store, shard in self._shards():
             where = (part.number, store)
-            if where not in current.at_once and len(current.chunks.get(where, ())) < len(shard.slots):
-                return
-        current.parts = {part.number: {} for part in self._heads()}
-        for part, store, shard in self._shards():
-            where = (part.number, store)
-            step = current.at_once.get(where, self.steps.get(store, 0) + current.number - self.base)
-            current.parts[part.number][store] = copy_store(shard, list(current.chunks.get(where, {}).values()), step)
-        current.chunks = {}
-        self._ready = current
+            if where not in current.whole:
+                copied = current.chunks.get(where, {})
+                if len(copied) < len(shard.slots):
+                    complete = False
+                    continue
+                step = self.steps.get(store, 0) + current.number - self.base
+                current.whole[where] = copy_store(shard, list(copied.values()), step)
+        if complete:
+            current.parts = {part.number: {} for part in self._heads()}
+            for (number, store), saved in current.whole.items():
+                if number in current.parts:
+                    current.parts[number][store] = saved
+            current.chunks, current.whole = {}, {}
+            self._ready = current
 
     def _step(self, shard: Shard) -> int:
         """How far a store is that does not go in rounds, or does not go at all."""
@@ -254,8 +372,8 @@ class ServerSnapshots:
 
     def heads_changed(self) -> None:
         """This server answers for other parts than before: what is half copied is of no use."""
-        if self._current is not None and self._current.parts is None:
-            self._drop(self._current)
+        if (current := self._copying) is not None:
+            self._drop(current)
 
     def close(self) -> None:
         """The server ends: nothing more will be copied."""
@@ -272,8 +390,8 @@ class ServerSnapshots:
 
     def round(self) -> int:
         """The number that the furthest chunk is at."""
-        rounds = [slot.rounds for _, _, shard in self._shards() for slot in shard.slots.values()]
-        return self.base + max(rounds, default=0)
+        slots = (slot for _, _, shard in self._shards() for slot in shard.slots.values())
+        return self.base + max((max(slot.rounds, slot.latest) for slot in slots), default=0)
 
     # ---- what the daemon does
 
@@ -293,151 +411,5 @@ class ServerSnapshots:
         if files is None:
             self._say(taking.number, "dropped")
         else:
+            self._unclear = 0
             self._say(taking.number, "written", files, taking.steps)
-
-
-# ---- on the scheduler
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What makes a snapshot complete: its parts with their checksums, and how far each store is."""
-
-    number: int
-    files: tuple[tuple[int, int], ...]  # by part: bytes and checksum
-    steps: Mapping[int, int]
-
-
-@dataclass(slots=True)
-class _Pending:
-    files: dict[int, m.PartFile] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-
-
-class SnapshotBook:
-    """What the scheduler knows of snapshots.
-
-    Args:
-        num_parts: parts of the values.
-        seconds: begin a snapshot so often; 0: servers begin by themselves.
-        resumed: the snapshot that the job goes on from.
-    Attributes:
-        complete: numbers of the snapshots that this job can go back to, in ascending order.
-    """
-
-    def __init__(self, num_parts: int, seconds: float = 0.0, resumed: Manifest | None = None) -> None:
-        self.num_parts, self._seconds, self.resumed = num_parts, seconds, resumed
-        self.complete = [resumed.number] if resumed is not None else []
-        self._base = self._newest = resumed.number if resumed is not None else 0
-        self._pending: dict[int, _Pending] = {}
-        # Of which all parts are written, and the manifest is still to be.
-        self._whole: set[int] = set()
-        self._dropped: list[int] = []
-        self._stale: list[int] = []
-        self._due_s = math.inf
-        # How far the servers were at their last heartbeats, and the most that one has gone in between.
-        self._rounds: dict[int, int] = {}
-        self._stride = 1
-        self._margin = 2
-
-    @property
-    def settled(self) -> bool:
-        """Whether no snapshot is under way."""
-        return not self._pending
-
-    def close(self) -> None:
-        """The job ends: nothing more is begun."""
-        self._seconds = 0.0
-
-    def heartbeat(self, server: int, number: int) -> None:
-        """A server's furthest chunk is at ``number``."""
-        number = max(number, self._base)  # it says 0 until it has read its snapshot
-        before = self._rounds.get(server, number)
-        self._stride = max(1, number - before, self._stride // 2)
-        self._rounds[server] = number
-
-    def tick(self, now_s: float) -> int | None:
-        """A snapshot that all servers are to take now."""
-        if not self._seconds or not self._rounds:
-            return None
-        if math.isinf(self._due_s):
-            self._due_s = now_s + self._seconds
-        # Nothing new since the last one, or the last one is still ahead.
-        if now_s < self._due_s or max(self._rounds.values()) <= self._newest:
-            return None
-        self._due_s = now_s + self._seconds
-        return self._announce()
-
-    def _announce(self) -> int:
-        """A number a bit beyond all that is known, which every server can reach."""
-        self._newest = max(self._newest, *self._rounds.values()) + self._margin * self._stride
-        self._open(self._newest)
-        return self._newest
-
-    def _open(self, number: int) -> None:
-        """A snapshot begins; those that were dropped before it are not written to any more, or in vain."""
-        self._pending[number] = _Pending()
-        self._stale += self._dropped
-        self._dropped = []
-
-    def hear(self, message: m.SnapshotNews) -> tuple[int | None, Manifest | None]:
-        """A server's news: the snapshot that all are to take because of it, and the one that is complete now."""
-        number = message.number
-        if message.stage == "begun":
-            if number <= self._newest:
-                return None, None
-            self._newest = number
-            self._open(number)
-            return number, None
-        if number in self._whole or number in self.complete:
-            return None, None  # by now it can do without a server that has left it out
-        if message.stage == "dropped" and number not in self._dropped:
-            self._dropped.append(number)
-        pending = self._pending.get(number)
-        if pending is None:
-            self._newest = max(self._newest, number)  # dropped before anyone else has begun
-            return None, None
-        if message.stage != "written":
-            del self._pending[number]
-            if self._seconds and number == self._newest and self._margin < _MOST_MARGIN:
-                # It was too near: once more, and further ahead.
-                self._margin *= 2
-                return self._announce(), None
-            return None, None
-        for file in message.files:
-            if 0 <= file.part < self.num_parts:
-                pending.files[file.part] = file
-        for store, step in message.steps.items():
-            pending.steps[store] = min(step, pending.steps.get(store, step))
-        if len(pending.files) < self.num_parts:
-            return None, None
-        del self._pending[number]
-        self._whole.add(number)
-        files = tuple((pending.files[part].nbytes, pending.files[part].checksum) for part in range(self.num_parts))
-        return None, Manifest(number, files, pending.steps)
-
-    def committed(self, number: int) -> None:
-        """The manifest of a snapshot is on the disk."""
-        self._whole.discard(number)
-        self._margin = max(2, self._margin // 2)
-        self.complete = sorted({*self.complete, number})[-KEPT:]
-        self._pending = {other: pending for other, pending in self._pending.items() if other > number}
-
-    def given_up(self, number: int) -> None:
-        """The manifest of a snapshot cannot be written."""
-        self._whole.discard(number)
-        self._dropped.append(number)
-
-    def recall(self, complete: Iterable[int]) -> None:
-        """These were completed by a scheduler before this one."""
-        self.complete = sorted({*self.complete, *complete})[-KEPT:]
-
-    def take_stale(self) -> list[int]:
-        """Snapshots that were dropped and whose files can go, once: on a full disk they would keep the next out."""
-        stale, self._stale = self._stale, []
-        return stale
-
-    def obsolete(self, there: Collection[int]) -> list[int]:
-        """Which of the snapshots that are there can go: older ones, and those that were never completed."""
-        newest = self.complete[-1] if self.complete else 0
-        return sorted(number for number in there if number < newest and number not in self.complete)

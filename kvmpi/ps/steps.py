@@ -12,6 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from kvmpi.ps.order import UNSAID, Order
+from kvmpi.wire.entries import Key
+
 #: So many pushes of a client are remembered in a chunk. One that is older and not done never will be.
 _MOST_KEPT = 1024
 
@@ -104,13 +107,15 @@ class Turn:
         step: its overall step; 0 where nobody wants to know.
         at: the same as servers keep it: negative if the push begins that step.
         begun: whether it has been sent.
+        span: the steps that it may belong to, for snapshots.
     """
 
-    __slots__ = ("at", "begun", "step")
+    __slots__ = ("at", "begun", "span", "step")
 
     def __init__(self, step: int = 0, *, begins: bool = False) -> None:
         self.step, self.begun = step, False
         self.at = -step if begins else step
+        self.span = UNSAID
 
 
 class Track:
@@ -144,35 +149,48 @@ class Steps:
 
     Args:
         counts: whether anybody wants to know; else all this costs nothing.
+        finds: whether a process finds by these steps where to go on; else it does by how often keys were pushed.
     """
 
-    def __init__(self, *, counts: bool) -> None:
-        self.counts = counts
+    def __init__(self, *, counts: bool, finds: bool = True) -> None:
+        self.counts, self.finds = counts, finds and counts
         self._lock = threading.Lock()  # guards all below, and tracks
         self._step = self._position = 0
         self._under_way: Counter[int] = Counter()
+        self._order = Order()
 
     def begin_after(self, step: int) -> None:
         """Go on where the process before has stopped."""
         self._step = self._position = step
 
-    def take(self, track: Track) -> Turn:
-        """The program pushes a key."""
+    def take(self, tracks: Mapping[Key, Track], clock: int = 0) -> list[Turn]:
+        """The program pushes some keys with one call, and has done ``clock`` iterations if it counts them."""
         with self._lock:
-            if (found := track.found) is not None:
-                track.go_on(found.before(self._step, self._position) if self.counts else found.count)
-            track.number += 1
-            if not self.counts:
-                return Turn()
-            begins = track.number > self._step
-            self._step = max(self._step, track.number)
-            self._under_way[self._step] += 1
-            return Turn(self._step, begins=begins)
+            turns = [self._take(track) for track in tracks.values()]
+            if self.counts and turns:
+                begins = next((key for key, turn in zip(tracks, turns, strict=True) if turn.at < 0), None)
+                full = [key for key, track in tracks.items() if track.number == self._step]
+                span = self._order.note([*tracks], self._step, begins=begins, full=full, clock=clock)
+                for turn in turns:
+                    turn.span = span
+            return turns
 
-    def done(self) -> int:
-        """The overall step up to which all pushes are over, now that one has a turn."""
+    def _take(self, track: Track) -> Turn:
+        if (found := track.found) is not None:
+            track.go_on(found.before(self._step, self._position) if self.finds else found.count)
+        track.number += 1
+        if not self.counts:
+            return Turn()
+        begins = track.number > self._step
+        self._step = max(self._step, track.number)
+        self._under_way[self._step] += 1
+        return Turn(self._step, begins=begins)
+
+    def done(self, *, ends: bool = False) -> int:
+        """The overall step up to which all pushes are over, and the next has begun, or is about to; or there is none,
+        since the program ``ends``."""
         with self._lock:
-            return min(self._under_way, default=1) - 1
+            return min(self._under_way, default=self._step + 1 if ends else max(self._step, self._position + 1)) - 1
 
     def end(self, track: Track, turn: Turn, *, used: bool) -> None:
         """A push is over; unless it was ``used``, the next one of its key takes its place."""

@@ -14,8 +14,7 @@ from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
-from kvmpi.store.call import Invocation, KeyState, Part
-from kvmpi.store.core import check_array
+from kvmpi.store.call import Invocation, KeyState, Part, check_array, dtype_in
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.joining import Joining
 from kvmpi.store.row_sparse import RowSparse
@@ -83,8 +82,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         pushed before, known when all keys have their ``init``. If they went on without it
         (``KVMPI_ON_CLIENT_LOSS=shrink``): also the rounds until it was back, known from the first ``init`` on.
 
-        Of a synchronous store: its rounds; of an asynchronous one: its updates, divided by its clients. The same on
-        every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
+        Of a synchronous store: the pushes of the key that is pushed most; of an asynchronous one: its updates, divided
+        by its clients. The same on every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
         """
         return 0
 
@@ -120,8 +119,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
                 if group.key in self._keys:
                     raise DuplicateKeyError(f"init of key {group.key!r} on worker {self.rank}: it exists already")
                 first = group.arrays[0]
+                where = f"init of key {group.key!r}"
                 for other in group.arrays:
-                    check_array(other, arrays.shape_of(first), arrays.dtype_of(first), f"init of key {group.key!r}")
+                    check_array(other, arrays.shape_of(first), dtype_in(first, where), where)
             return [(group, arrays.read(group.arrays[0])) for group in found]
 
         def entries(found: list[tuple[Group, Vector]]) -> list[Entry]:
@@ -137,7 +137,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             self._forget(states)
             raise
 
-    def push(self, key: Any, value: Any, priority: int = 0, async_op: bool = False) -> Work | None:
+    def push(
+        self, key: Any, value: Any, priority: int = 0, async_op: bool = False, *, reduced: bool = False
+    ) -> Work | None:
         """Add ``value``, summed over devices and workers, to the keys by the push rule.
 
         With an optimizer or updater the stored value is updated with the sum; without, it becomes the sum. Returns
@@ -150,6 +152,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         an optimizer change with a row, and not without it (as with ``torch.optim.SparseAdam``). If one client pushes
         a whole array, the round is of the whole value. See docs/sparse.md.
 
+        Args:
+            reduced: ``value`` is what the client pushes already, and equal on all its workers: a sum that came from
+                ``kv.client``, for example, clipped since. The master's is sent; nothing is summed over workers. It may
+                be changed when the call returns, also with ``async_op``.
         Raises:
             KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: nothing was pushed.
             RowIndexError: a row id is negative, or not below ``value.shape[0]``; nothing was pushed.
@@ -157,8 +163,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
                 to rows (``Elastic``, ``Outer``), or of a key that servers hold in pieces smaller than its rows.
         """
         call = self._call("push", priority, async_op)
+        call.reduced = reduced
         parts = self._enter_keys(call, key, value)
-        return self._complete(self._start_push(parts, call), call)
+        works = self._start_push(parts, call)
+        if reduced:
+            self._await_copies(parts, call)
+        return self._complete(works, call)
 
     def pull(self, key: Any, out: Any, priority: int = 0, async_op: bool = False) -> Work | None:
         """Copy the stored values into ``out``; every array listed under a key gets the same value.
@@ -170,18 +180,24 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         parts = self._enter_keys(call, key, None, out)
         return self._complete([self._start_pull(part.state, part.outs, call) for part in parts], call)
 
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False) -> Work | None:
+    def pushpull(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, reduced: bool = False
+    ) -> Work | None:
         """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``.
 
-        Under ``Elastic`` the result is the center that the push met, else the new value.
+        ``reduced`` as of ``push``. Under ``Elastic`` the result is the center that the push met, else the new value.
 
         For a push of rows ``out`` is a whole array, or a torch sparse tensor, which gets the rows that the update has
         changed: in a synchronous store those that any worker has pushed. Without ``out``, a sparse tensor gets these,
         and the ``rows`` of a pair become the new ones.
         """
         call = self._call("pushpull", priority, async_op)
+        call.reduced = reduced
         parts = self._enter_keys(call, key, value, value if out is None else out)
-        return self._complete(self._start_pushpull(parts, call), call)
+        works = self._start_pushpull(parts, call)
+        if reduced:
+            self._await_copies(parts, call)
+        return self._complete(works, call)
 
     def allreduce(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, scale: float = 1.0
@@ -220,10 +236,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
-        self.init(key, value)
-        self.pull(key, out, priority)
         # In an asynchronous store a fast worker's first push would otherwise overtake a slow one's pull.
-        self.barrier()
+        with self._meeting("broadcast"):
+            self.init(key, value)
+            self.pull(key, out, priority)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:
         """An uninitialised array in memory that others use without a copy: torch's for a torch dtype.
@@ -279,7 +295,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         self._rule = rule
 
     def set_updater(self, fn: Updater) -> None:
-        """Call ``fn(key, pushed, stored)``, which changes ``stored`` in place, for every push. Non-dist stores only."""
+        """Call ``fn(key, pushed, stored)``, which changes ``stored`` in place, for every push. Non-dist stores only.
+
+        Replaces an optimizer, as ``set_optimizer`` replaces an updater.
+        """
         raise UnsupportedError(
             f"set_updater: a {self._type} store updates on the servers; register a rule with kvmpi.optim.register "
             "and start the job with --import MODULE"
@@ -297,17 +316,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         raise UnsupportedError(f"a {self._type} store sends nothing to servers, so there is nothing to compress")
 
-    # ---- waiting and ending
+    def _await_copies(self, parts: Sequence[Part], call: Invocation) -> None:
+        """Return when what the call pushes is in memory of the store's own."""
+        written = [part.state.sent for part in parts]
+        copied = self._engine.push(lambda _: None, reads=written, lane="inline", name=call.op, no_skip=True)
+        copied.wait_done(call.deadline.remaining_s())
 
-    def barrier(self) -> None:
-        """Return when every worker is here and everything that this worker started is done."""
-        call = self._call("barrier")
-        try:
-            self._enter(call, lambda: None)
-            self._settle(call.deadline)
-            self._barrier(call)
-        finally:
-            self._recorder.blocked(time.perf_counter() - call.started_s)
+    # ---- waiting and ending
 
     def wait_all(self) -> None:
         """Return when everything that this worker started is done; raise the first error that nobody has seen."""
@@ -390,8 +405,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         if error is not None:
             raise error
 
-    def abort(self) -> None:
-        """Release everything at once, without a word to the peers: for a process that ends with an error."""
+    def abort(self, failure: BaseException | None = None) -> None:
+        """Release everything at once, for a process that ends with an error: without a word to the peers, but to those
+        that are to survive ``failure``."""
         self._closed = True
         activity.end(self._observe)
         if self._client_store is not None:
@@ -416,9 +432,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             self.close()
         else:
             # The other workers cannot be told in time; the process is about to end, or the user knows better.
-            self.abort() if self.mpi_size > 1 else self._close_quietly()
+            self.abort(error) if self.mpi_size > 1 else self._close_quietly(error)
 
-    def _close_quietly(self) -> None:
+    def _close_quietly(self, cause: BaseException) -> None:
+        if not isinstance(cause, SystemExit) or cause.code not in (None, 0):
+            self._failure = cause
         try:
             self.close()
         except Exception:

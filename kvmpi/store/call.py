@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
+from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Key
@@ -98,8 +99,9 @@ class Invocation:
     """One public call under way.
 
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
-    ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``about``: its keys, for
-    the timeline.
+    ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``reduced``: what is
+    pushed is a sum already, the same on all of them. ``about``: its keys, for the timeline. ``turns``: of its pushes
+    that are not begun, by key.
     """
 
     op: str
@@ -110,8 +112,10 @@ class Invocation:
     error: BaseException | None = None
     num_joined: int = 0
     scale: float = 1.0
+    reduced: bool = False
     clock: int = 0
     about: Key | None = None
+    turns: dict[Key, Any] = field(default_factory=dict)
     started_s: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
@@ -169,14 +173,18 @@ def processing_order(state: KeyState) -> tuple[int, int]:
     return (state.key, 0) if isinstance(state.key, int) else (0, state.index)
 
 
-def entries_of(parts: Sequence[Part]) -> list[Entry]:
-    """What has to be equal on all workers of a client."""
+def entries_of(parts: Sequence[Part], *, averaged: bool = False) -> list[Entry]:
+    """What has to be equal on all workers of a client; for a mean also the number of vectors, which divides it."""
     return [
         part.state.entry
-        if part.rows is None
-        else Entry(part.state.key, part.state.shape, f"{part.state.dtype} by {part.form}")
+        if part.rows is None and not (averaged and part.vectors)
+        else Entry(part.state.key, part.state.shape, f"{part.state.dtype} {_form(part)}")
         for part in parts
     ]
+
+
+def _form(part: Part) -> str:
+    return f"by {part.form}" if part.rows is not None else f"averaged over {part.form} devices"
 
 
 def keep_apart(parts: Sequence[Part]) -> None:
@@ -219,3 +227,29 @@ def on_host(vector: Vector) -> Buffer:
     staged = host.empty(vector.count, vector.dtype)
     gpu.sum_vectors_to_host(staged, [vector.buffer], vector.dtype)
     return staged
+
+
+def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:
+    """Raise unless ``array`` has this shape and dtype."""
+    if arrays.shape_of(array) != shape:
+        raise ShapeMismatchError(f"{where}: shape {arrays.shape_of(array)}, the key has {shape}")
+    if (found := dtype_in(array, where)) != dtype:
+        raise DTypeMismatchError(f"{where}: dtype {found}, the key has {dtype}")
+
+
+def dtype_in(array: Any, where: str) -> str:
+    """``arrays.dtype_of``, whose errors say ``where``."""
+    try:
+        return arrays.dtype_of(array)
+    except (DTypeMismatchError, UnsupportedError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def check_writable(parts: Iterable[Part], op: str, rank: int) -> None:
+    """Raise ``UnsupportedError`` unless results can be written where ``parts`` want them."""
+    for part in parts:
+        for array in (*part.outs, *(out.target for out in part.row_outs if out.ids is not None)):
+            try:
+                arrays.check_writable(array)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{op} of key {part.state.key!r} on worker {rank}: {error}") from None

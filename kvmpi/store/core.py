@@ -33,12 +33,22 @@ from kvmpi.errors import (
     KeyKindError,
     KeyNotInitializedError,
     KVError,
-    ShapeMismatchError,
     UnsupportedError,
     rebuild,
 )
 from kvmpi.kernels import host
-from kvmpi.store.call import Invocation, JoinedWork, KeyState, Part, about, entries_of, keep_apart, processing_order
+from kvmpi.store.call import (
+    Invocation,
+    JoinedWork,
+    KeyState,
+    Part,
+    about,
+    check_array,
+    check_writable,
+    entries_of,
+    keep_apart,
+    processing_order,
+)
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
 from kvmpi.trace import Recorder, stall, timeline
@@ -210,6 +220,8 @@ class StoreCore:
                 settings = f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}"
                 if call.scale != 1.0:
                     settings = f"{settings} scale={call.scale}"
+                if call.reduced:
+                    settings = f"{settings} reduced"
                 found = self._reduce.agree(signature, call.deadline, settings)
                 call.num_joined += found.num_joined
             except BaseException as error:
@@ -249,9 +261,7 @@ class StoreCore:
                     part.row_outs = self._row_outs(part, group, call)
                 else:
                     part.outs, part.whole = group.arrays, part.rows is not None
-            for part in parts.values():
-                for array in (*part.outs, *(out.target for out in part.row_outs if out.ids is not None)):
-                    arrays.check_writable(array)
+            check_writable(parts.values(), call.op, self.rank)
             if not in_place:
                 keep_apart(list(parts.values()))
             for part in parts.values():
@@ -263,8 +273,13 @@ class StoreCore:
             return sorted(parts.values(), key=lambda part: processing_order(part.state))
 
         return self._enter(
-            call, prepare, entries_of, lambda parts: [call.async_op, [part.form for part in parts], call.scale]
-        )
+            call, prepare, lambda parts: self._entries_of(parts, call.op),
+            lambda parts: [call.async_op, [part.form for part in parts], call.scale, call.reduced],
+        )  # fmt: skip
+
+    def _entries_of(self, parts: Sequence[Part], op: str) -> list[Entry]:
+        """What has to be equal on all workers of the client, under the rule in force."""
+        return entries_of(parts, averaged=self._rule is not None and self._rule.averages and op != "allreduce")
 
     def _raise_pending(self, state: KeyState) -> None:
         """Raise what an earlier call on the key has left, if nobody has seen it yet."""
@@ -280,8 +295,12 @@ class StoreCore:
                 "call kv.init on all workers first"
             )
         for array in () if group.by_rows else group.arrays:
-            if array.shape != state.shape or arrays.dtype_of(array) != state.dtype:
-                check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
+            try:
+                if array.shape == state.shape and arrays.dtype_of(array) == state.dtype:
+                    continue
+            except (DTypeMismatchError, UnsupportedError):
+                pass  # said below with the key's name
+            check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
         return state
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:
@@ -328,18 +347,15 @@ class StoreCore:
         """One Work for several: finished when all are, with the first one's error."""
         return works[0] if len(works) == 1 else JoinedWork(works, op)
 
+    #: Why the store is closed, if that is an error of the program.
+    _failure: BaseException | None = None
+
     def _settle(self, deadline: Deadline) -> None:
         """Wait until everything that was started is done; its errors surface here.
 
         An operation gives up at its own deadline, and knows whom it waited for some time later.
         """
         self._engine.wait_all(deadline.remaining_s() + _EXPLAINING * deadline.timeout_s)
-
-    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
-        """All workers are here; if a client has come with a ``failure``, which all its workers know, others raise it.
-
-        The agreement has seen to it where there is one client.
-        """
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
@@ -380,7 +396,8 @@ class StoreCore:
     ) -> Work:
         """Push: sum each part's vectors over the client into the key's host buffer, then call ``then`` for each.
 
-        ``targets`` names other memory for the sum, and what else gets it.
+        ``targets`` names other memory for the sum, and what else gets it. A sum that the client has already is copied,
+        where it is wanted.
         """
         names = ", ".join(repr(part.state.key) for part in bucket[:3]) + (", ..." if len(bucket) > 3 else "")
         label = f"{call.op} of key {names}"
@@ -388,13 +405,17 @@ class StoreCore:
 
         def run(cause: BaseException | None) -> None:
             call.check()
-            tensors = [
-                (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
-                for part in bucket
-            ]
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
-            self._reduce.allreduce_many(tensors, dtype, call.deadline, label, call.scale)
+            if call.reduced and not call.num_joined and targets is None:
+                for part in bucket if then is not None else ():
+                    self._reduce.sum_own(part.vectors, part.state.host_buffer(), dtype)
+            else:
+                tensors = [
+                    (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
+                    for part in bucket
+                ]
+                self._reduce.allreduce_many(tensors, dtype, call.deadline, label, call.scale * self._part_of(call))
             if cause is not None:
                 raise cause
             if then is not None:
@@ -445,11 +466,9 @@ class StoreCore:
             run, reads=[*call.done, *reads], writes=writes, lane="broadcast", name=label, no_skip=True
         )
 
-    def _together(self, op: str, run: Callable[[], None]) -> None:
-        """Run something on every worker; if it fails on one of this client's, all of them raise."""
-        call = self._call(op)
-        self._enter(call, run)
-        self._settle(call.deadline)
+    def _part_of(self, call: Invocation) -> float:
+        """What each worker gives of a sum that all have, where some have joined: the master that sends it may have."""
+        return 1.0 / (self.mpi_size - call.num_joined) if call.reduced else 1.0
 
     def _mean_factor(self, vectors: Sequence[Vector], call: Invocation) -> float:
         """What a sum over the client is multiplied by: Elastic and Outer take the mean over workers and devices.
@@ -458,15 +477,8 @@ class StoreCore:
         """
         if self._rule is None or not self._rule.averages:
             return 1.0
-        return 1.0 / ((self.mpi_size - call.num_joined) * len(vectors))
-
-
-def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:
-    """Raise unless ``array`` has this shape and dtype."""
-    if arrays.shape_of(array) != shape:
-        raise ShapeMismatchError(f"{where}: shape {arrays.shape_of(array)}, the key has {shape}")
-    if arrays.dtype_of(array) != dtype:
-        raise DTypeMismatchError(f"{where}: dtype {arrays.dtype_of(array)}, the key has {dtype}")
+        num_workers = 1 if call.reduced else self.mpi_size - call.num_joined
+        return 1.0 / (num_workers * len(vectors))
 
 
 def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi import optim
 from kvmpi.arrays import DTYPES, Vector
-from kvmpi.collectives import Comm, Entry
+from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
@@ -23,6 +22,7 @@ from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
+from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import INLINE_BYTES, scaled
 from kvmpi.store.grammar import Key
 from kvmpi.trace import timeline
@@ -36,7 +36,7 @@ _LEND_FROM_BYTES = 2 << 20
 _numbers = itertools.count(1)
 
 
-class DistStore(KVStore):
+class DistStore(Commanding):
     """A store on servers.
 
     Args:
@@ -76,8 +76,7 @@ class DistStore(KVStore):
 
         self._command(connect, call, result=resumed).wait()
         self._resumed_step = int(resumed[0])
-        # Rounds that processes before this one have pushed, in a store that waits for clients to come back.
-        self._position = 0
+        self._position = 0  # rounds that processes before this one have pushed, where others wait for clients to return
 
     # ---- who and where
 
@@ -147,6 +146,7 @@ class DistStore(KVStore):
             self._ps.forget_keys([state.key for state in states])
 
     def _announce_join(self, call: Invocation) -> None:
+        self._answers.clear()  # rounds go on without this client: what its last push has brought is soon old
         self._command(lambda ps: ps.finish(call.deadline), call).wait()
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
@@ -163,7 +163,8 @@ class DistStore(KVStore):
             )
 
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
-        sums = self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        sums = self._sum_ops(parts, call)
+        call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
         works = [self._push_part(part, summed, call) for part, summed in sums]
         return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
@@ -209,7 +210,7 @@ class DistStore(KVStore):
         state, vectors = part.state, part.vectors
         # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
         waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
-        lent = self._lent(vectors, until_done=waits)
+        lent = self._lent(vectors, call, until_done=waits)
         local = nothing() if lent is not None else summed or self._sum_op([part], call)
         answer = self._read_ahead(state, call)
         if answer is not None:
@@ -289,16 +290,16 @@ class DistStore(KVStore):
         )  # fmt: skip
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        for part in parts:
-            self._answers[part.state.key] = None  # its buffer is about to be overwritten
-        sums = self._sum_ops(parts, call, lends=self.mpi_size == 1)
+        self._answers |= dict.fromkeys(part.state.key for part in parts)  # their buffers are about to be overwritten
+        sums = self._sum_ops(parts, call)
+        call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
         works = [self._pushpull_part(part, summed, call) for part, summed in sums]
         return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
     def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state = part.state
         target = Target(state, part.outs)
-        source = self._lent(part.vectors, until_done=True)
+        source = self._lent(part.vectors, call, until_done=True)
         if source is None and summed is None:
             self._sum_op([part], call)
 
@@ -309,18 +310,20 @@ class DistStore(KVStore):
         work = self._push_op(state, ask, call, reads=[state.sent] if source is None else [])
         return self._spread_op(state, target, work, call)
 
-    def _lent(self, vectors: list[Vector], *, until_done: bool) -> Buffer | None:
+    def _lent(self, vectors: list[Vector], call: Invocation, *, until_done: bool) -> Buffer | None:
         """The memory that can be sent as it is: a single host vector that nobody changes while it is sent."""
-        if self.mpi_size == 1 and len(vectors) == 1 and vectors[0].on_host and (until_done or not vectors[0].shared):
+        if self.mpi_size > 1 or call.reduced:
+            return None
+        if len(vectors) == 1 and vectors[0].on_host and (until_done or not vectors[0].shared):
             buffer: Buffer = vectors[0].buffer
             return buffer
         return None
 
-    def _sum_ops(self, parts: list[Part], call: Invocation, *, lends: bool) -> list[tuple[Part, Work | None]]:
+    def _sum_ops(self, parts: list[Part], call: Invocation) -> list[tuple[Part, Work | None]]:
         """Parts that push whole arrays, each with the operation that sums it; None where a part may be lent, and is
         summed later if not."""
         parts = [part for part in parts if part.rows is None]
-        if lends:
+        if self.mpi_size == 1 and not call.reduced:
             return [(part, None) for part in parts]
         buckets = self._buckets(parts)
         works = [self._sum_op(bucket, call) for bucket in buckets]
@@ -360,7 +363,7 @@ class DistStore(KVStore):
         ps = self._ps
         if ps is None:
             return nothing()
-        turn = ps.next_push(state.key)
+        turn = call.turns.pop(state.key)
         work = self._ask_op(state, lambda ps: ask(ps, turn), call, **how)
         work.add_done_callback(lambda _: ps.give_up(state.key, turn))
         return work
@@ -381,80 +384,6 @@ class DistStore(KVStore):
 
         return self._tell_op(label, [state.value], call, then=spread)
 
-    # ---- commands
-
-    def _command(
-        self, run: Callable[[PsClient], Work | None], call: Invocation, result: list[str] | None = None
-    ) -> Work:
-        """Push: the master does something for all workers of its client; ``result`` of the master reaches all."""
-        ps = self._ps
-        work: Work | None = None
-        if ps is not None:
-            work = self._engine.push(
-                lambda: run(ps), reads=call.done, writes=[self._control], name=call.op,
-                lane="cpu" if call.op == "create" else "inline",
-            )  # fmt: skip
-        if self.mpi_size > 1 or work is None:
-            work = self._tell_op(call.op, [self._control], call, result=result)
-        return work
-
-    def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
-        self._settle(call.deadline)
-        return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
-
-    def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
-        changed = {name: rule.hyperparams()[name] for name in hyperparams}
-        return self._command(lambda ps: ps.set_hyperparams(changed, call.deadline), call)
-
-    def set_gradient_compression(self, params: dict[str, Any]) -> None:
-        call = self._call("set_gradient_compression")
-
-        def prepare() -> str:
-            unknown = set(params) - {"type"}
-            name = str(params.get("type", ""))
-            if unknown or name not in ("none", "fp16", "bf16"):
-                raise UnsupportedError(
-                    f"set_gradient_compression({params}): available are {{'type': 'fp16'}}, {{'type': 'bf16'}} and "
-                    "{'type': 'none'}"
-                )
-            return name
-
-        name = self._enter(call, prepare, lambda name: [Entry(name)], lambda name: name)
-        self._settle(call.deadline)
-        if self._ps is not None:
-            self._ps.set_codec(name)
-        self._barrier(call)
-
-    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
-        if failure is not None:  # which all workers of this client know
-            if self._ps is not None:
-                self._ps.barrier(call.deadline, failure).wait()
-            return
-        first = ["0"]
-        self._command(lambda ps: ps.barrier(call.deadline, None, first), call, result=first).wait()
-        self._first = int(first[0])
-
-    def _set_clock(self, clock: int) -> None:
-        super()._set_clock(clock)
-        if self._ps is not None:
-            self._ps.clock = clock
-
-    def num_dead(self, timeout_s: float = 60.0) -> int:
-        call = self._call("num_dead")
-        self._enter(call, lambda: None, details=lambda _: timeout_s)
-        result = ["0"]
-
-        def ask(ps: PsClient) -> Work:
-            work, dead = ps.dead_clients(timeout_s, call.deadline)
-            work.add_done_callback(lambda _: result.__setitem__(0, str(len(dead))))
-            return work
-
-        self._command(ask, call, result=result).wait()
-        return int(result[0])
-
-    def _imbalance(self) -> float:
-        return 1.0 if self._ps is None else self._ps.imbalance()
-
     # ---- values from elsewhere
 
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
@@ -472,8 +401,7 @@ class DistStore(KVStore):
         return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks)
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
-        for key in saved:
-            self._answers[key.key] = None
+        self._answers |= dict.fromkeys(key.key for key in saved)
         if self._is_first and self._ps is not None:
             for key in saved:
                 self._ps.put_state(key.key, key.updates, key.arrays, deadline).wait()
@@ -486,15 +414,15 @@ class DistStore(KVStore):
 
     def _disconnect(self) -> None:
         if self._ps is not None:
-            if self.broken:
-                self._ps.abort()
-            else:
-                self._ps.close(Deadline(10.0))
+            self._ps.abort() if self.broken else self._ps.close(Deadline(10.0), self._failure)
         if self._embedded is not None:
             self._embedded.close()
             self._embedded = None
 
-    def abort(self) -> None:
+    def abort(self, failure: BaseException | None = None) -> None:
         if self._ps is not None:
+            # Others that go on without this client, or wait for the next, need not wait until it counts as lost.
+            if failure is not None and self._config.on_client_loss != "fail":
+                self._ps.close(Deadline(10.0), failure)
             self._ps.abort()
-        super().abort()
+        super().abort(failure)

@@ -47,7 +47,7 @@ class Closing(Protocol):
 
     def close(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def abort(self, failure: BaseException | None = None) -> None: ...
 
 
 #: Kept alive until they are closed: a store that was merely dropped still has threads, peers and files.
@@ -207,7 +207,7 @@ def _close_at_exit() -> None:
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for thing in _open:
         if error is not None:
-            thing.abort()
+            thing.abort(error)
             continue
         try:
             thing.close()

@@ -25,7 +25,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import no_rows
-from kvmpi.store.call import WHOLE, Invocation, KeyState, Part, entries_of
+from kvmpi.store.call import WHOLE, Invocation, KeyState, Part
 from kvmpi.store.core import StoreCore
 from kvmpi.store.grammar import Key
 
@@ -129,18 +129,20 @@ class Follower:
         return found[0]
 
     def _exchange(
-        self, op: str, keys: list[Key], num_joined: int, async_op: bool, forms: list[int | str], scale: float = 1.0
-    ) -> None:
+        self, op: str, keys: list[Key], num_joined: int, async_op: bool, forms: list[int | str], scale: float = 1.0,
+        reduced: bool = False,
+    ) -> None:  # fmt: skip
         """Push nothing, or pull for nobody.
 
         Args:
             async_op: whether the peers go on at once. They may have to: what they wait for can need their next call.
             forms: how many vectors a peer pushes to each key, by which a mean divides; or that it pushes rows.
             scale: what sums are multiplied by.
+            reduced: peers push what is a sum already, the same on all of them.
         """
         store = self._store
         call = store._call(op, async_op=async_op)
-        call.num_joined, call.scale = num_joined, scale
+        call.num_joined, call.scale, call.reduced = num_joined, scale, reduced
 
         def prepare() -> list[Part]:
             states = [store._keys[key] for key in keys]
@@ -148,7 +150,7 @@ class Follower:
                 store._raise_pending(state)
             return [self._part(state, form) for state, form in zip(states, forms, strict=True)]
 
-        parts = store._enter(call, prepare, entries_of)
+        parts = store._enter(call, prepare, lambda parts: store._entries_of(parts, op))
         works = _STARTS[op](store, parts, call)
         if async_op and op != "push":
             for work in works:
@@ -250,6 +252,7 @@ _STARTS: Mapping[str, _Start] = MappingProxyType(
 _COMMANDS: Mapping[str, Callable[[KVStore, Any], object]] = MappingProxyType(
     {
         "barrier": lambda store, _: store.barrier(),
+        "any": lambda store, _: store.any(False),
         "set_optimizer": _set_optimizer,
         "set_hyperparams": lambda store, changed: store.set_hyperparams(**changed),
         "set_gradient_compression": lambda store, name: store.set_gradient_compression({"type": name}),

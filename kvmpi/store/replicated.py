@@ -64,8 +64,14 @@ class ReplicatedStore(KVStore):
 
     def set_updater(self, fn: Updater) -> None:
         self._settle(Deadline(self._config.timeout_s))
+        self._update_by(None, fn)
+
+    def _update_by(self, rule: optim.Rule | None, updater: Updater | None) -> None:
+        """What was set last counts, and begins without a memory."""
         self._keep_apart(self._replicas.values())
-        self._updater = fn
+        for replica in self._replicas.values():
+            replica.state, replica.updates, replica.master = {}, 0, None
+        self._rule, self._updater = rule, updater
 
     # ---- operations
 
@@ -107,9 +113,12 @@ class ReplicatedStore(KVStore):
         return works + [self._rows_op(part, call) for part in parts if part.rows is not None]
 
     def _copy_views(self, parts: Sequence[Part], call: Invocation) -> None:
-        """Copy what is pushed out of common values of the same call: sums are written there while others still read."""
+        """Copy what is pushed out of values of the same call that are written to while others still read: where workers
+        share a value by sums, else key by key by a rule.
+        """
         replicas = [self._replicas.get(part.state.key) for part in parts]
-        spans = sorted(arrays.span_of(r.value) for r in replicas if r is not None and r.common)
+        ruled = self._rule is not None or self._updater is not None
+        spans = sorted(arrays.span_of(r.value) for r in replicas if r is not None and (r.common or ruled))
         if not spans:
             return
         found = []
@@ -282,13 +291,7 @@ class ReplicatedStore(KVStore):
         return value
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
-        def run() -> None:
-            self._keep_apart(self._replicas.values())
-            for replica in self._replicas.values():
-                replica.state, replica.updates, replica.master = {}, 0, None
-            self._rule = rule
-
-        return self._on_all_keys(run, "set_optimizer", call)
+        return self._on_all_keys(lambda: self._update_by(rule, None), "set_optimizer", call)
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
         return self._on_all_keys(lambda: None, "set_hyperparams", call)

@@ -14,7 +14,7 @@ from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
 from kvmpi.store.call import Invocation, KeyState, Part, entries_of
-from kvmpi.store.core import INLINE_BYTES, StoreCore
+from kvmpi.store.core import INLINE_BYTES, StoreCore, scaled
 from kvmpi.store.grammar import Group
 
 
@@ -95,7 +95,9 @@ class RowSparse(StoreCore):
         def run(cause: BaseException | None) -> None:
             call.check()
             assert part.rows is not None
-            part.rows = sum_rows(self._reduce, part.rows, part.state.dtype, call.deadline, label)
+            if not call.reduced or call.num_joined:
+                part.rows = sum_rows(self._reduce, part.rows, part.state.dtype, call.deadline, label)
+                scaled(part.rows.values.reshape(-1), self._part_of(call), part.state.dtype)
             if cause is not None:
                 raise cause
             if then is not None:

@@ -123,7 +123,10 @@ def read_wanted(pairs: Sequence[tuple[Any, Any]], shape: tuple[int, ...], dtype:
         ids = read_ids(row_ids, shape, where)
         ids_shape = np.shape(row_ids) if isinstance(row_ids, list | tuple) else arrays.shape_of(row_ids)
         _check_rows(out, ids_shape, shape, dtype, where)
-        arrays.check_writable(out)
+        try:
+            arrays.check_writable(out)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}") from None
         found.append(RowOut(out, ids))
     return found
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
-from kvmpi.errors import OrderMismatchError, ShapeMismatchError
+from kvmpi.errors import ShapeMismatchError
 from kvmpi.store import checkpoint
 from kvmpi.store.call import Invocation, KeyState
-from kvmpi.store.core import StoreCore
 from kvmpi.store.grammar import Group, groups
+from kvmpi.store.meeting import Meeting
 
 if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
 
-class Saving(StoreCore):
+class Saving(Meeting):
     """The part of a store that goes to a file and comes from there, or from memory."""
 
     def assign(self, key: Any, value: Any) -> None:
@@ -33,19 +31,21 @@ class Saving(StoreCore):
             KeyNotInitializedError: a key does not exist.
             ShapeMismatchError, DTypeMismatchError: a value is not like the one that is there.
         """
-        call = self._call("assign")
 
         def prepare() -> list[tuple[KeyState, Vector]]:
             found = [(self._match(group, "assign"), group.arrays[0]) for group in groups(key, value, "assign")]
             return [(state, arrays.read(array)) for state, array in found]
 
-        found = self._enter(call, prepare, lambda found: [state.entry for state, _ in found])
-        self._settle(call.deadline)
-        store = cast("KVStore", self)
-        store.barrier()  # nobody reads or pushes what others have written, or have yet to write
-        for state, vector in found:
-            self._assign(state, vector, call)
-        store.barrier()
+        with self._meeting("assign") as call:  # nobody reads or pushes what others have yet to write
+            found = self._enter(call, prepare, lambda found: [state.entry for state, _ in found])
+            self._settle(call.deadline)
+
+        def put() -> None:
+            for state, vector in found:
+                self._assign(state, vector, call)
+
+        with self._meeting("assign"):  # nor what they have written
+            self._together("assign", put)
 
     _first = 0  # the client that does it, as all of them know since they have met last
 
@@ -135,26 +135,6 @@ class Saving(StoreCore):
                 f"load of {path}: key {saved.key!r} has shape {saved.shape} and dtype {saved.dtype} there, and "
                 f"{state.shape} and {state.dtype} in the store"
             )
-
-    @contextmanager
-    def _meeting(self, op: str) -> Iterator[Invocation]:
-        """What the workers of every client do, and then meet: if it fails on one of them, all raise.
-
-        It fails on all workers of a client or on none, by their agreement.
-        """
-        self._check_open()
-        failure: Exception | None = None
-        try:
-            yield self._call(op)
-        except OrderMismatchError:
-            raise  # somebody makes another call, and does not come
-        except Exception as error:  # whatever it is, the other clients must hear of it
-            failure = error
-        try:
-            self._barrier(self._call(op), failure)
-        finally:
-            if failure is not None:
-                raise failure
 
     @abstractmethod
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:

@@ -40,7 +40,7 @@ class Recorder:
             totals[0] += seconds
             totals[1] += nbytes
             totals[2] += calls
-            if phase in self._communication:
+            if seconds and phase in self._communication:
                 self._cover(time.perf_counter(), seconds)
 
     def _cover(self, end_s: float, seconds: float) -> None:

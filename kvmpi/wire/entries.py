@@ -27,11 +27,12 @@ class Opened(_Entry, tag="opened"):
 
 
 class Joined(_Entry, tag="joined"):
-    """A process takes a client's part in the store. ``entered``: it is one that was left out, and is back."""
+    """A process takes a client's part in the store. ``entered_after``: where one that was left out is back, the overall
+    step after which rounds have it; else -1."""
 
     client: int
     incarnation: int
-    entered: bool = False
+    entered_after: int = -1
 
 
 class Gone(_Entry, tag="gone"):
@@ -49,14 +50,10 @@ class Returned(_Entry, tag="returned"):
 
 
 class Entered(_Entry, tag="entered"):
-    """A client that is back takes part in the rounds after ``step``; in chunks far behind in all to come.
-
-    ``passed``: those among them whose open round has gone on without it.
-    """
+    """A client that is back takes part in the rounds of overall steps after ``step``."""
 
     client: int
     step: int
-    passed: list[tuple[Key, int]]
 
 
 class Created(_Entry, tag="created"):
@@ -81,7 +78,8 @@ class Round(_Entry, tag="round"):
 
     ``rows``: the sum has so many rows only: two payloads, their numbers and themselves; -1: it is of the whole chunk.
     ``at``: the overall steps of the pushes, by client; one, if they are the same; none, if not all have said it.
-    ``done``: up to which overall step all that these clients have pushed is done.
+    ``done``: up to which overall step all that these clients have pushed is done. ``earliest`` and ``latest``: the
+    steps of the program that the round may belong to; 0, if not all have said it.
     """
 
     key: Key
@@ -90,13 +88,20 @@ class Round(_Entry, tag="round"):
     rows: int = -1
     at: list[int] = []
     done: int = 0
+    earliest: int = 0
+    latest: int = 0
 
 
 class Skipped(_Entry, tag="skipped"):
-    """A synchronous round of a chunk is over without a push: those who are left begin later. Nothing has changed."""
+    """A synchronous round of a chunk is over without a push: nobody is left who was to be in it. Nothing has changed.
+
+    ``at``, ``done``: as in Round.
+    """
 
     key: Key
     chunk: int
+    at: int = 0
+    done: int = 0
 
 
 class Partial(_Entry, tag="partial"):
@@ -110,6 +115,8 @@ class Partial(_Entry, tag="partial"):
     rows: int = -1
     at: list[int] = []
     done: int = 0
+    earliest: int = 0
+    latest: int = 0
 
 
 class Single(_Entry, tag="single"):
@@ -181,7 +188,9 @@ class StoreState(_Entry, tag="store"):
 class SlotState(_Entry, tag="slot"):
     """All of a chunk: one payload for each name; "met" is the old value that the last round answered with, "touched"
     the numbers of the rows that it has changed, if these are not all. ``marks``: by client what it knows to be done,
-    and the overall steps of its last pushes."""
+    and the overall steps of its last pushes; client -1: of the last rounds, whoever was in them. ``latest``: of the
+    last round. ``entering``: clients that are back and not in a round yet, and the overall step after which they
+    are."""
 
     key: Key
     chunk: int
@@ -198,6 +207,8 @@ class SlotState(_Entry, tag="slot"):
     failed: str | None
     names: list[str]
     marks: dict[int, tuple[int, list[int]]] = {}
+    latest: int = 0
+    entering: dict[int, int] = {}
 
 
 Entry = (

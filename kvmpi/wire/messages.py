@@ -48,7 +48,8 @@ class Push(Message, tag="push"):
     contribution is in its round, even if the answer follows at once. ``rows``: the payloads are the numbers of so many
     rows of the chunk, and these rows; -1: all of it. ``quiet``: nothing is to be said before the answer. ``at``: the
     overall step, which is the most pushes of any key, this one included, and negative if this one has made it so many;
-    ``done``: that up to which all of the client's pushes are answered. 0, where nobody waits for clients to come back.
+    ``done``: that up to which all of the client's pushes are answered. ``earliest`` and ``latest``: the steps of the
+    program that the push may belong to, for snapshots. 0, where no client comes back and nobody takes any.
     """
 
     request: int
@@ -63,6 +64,8 @@ class Push(Message, tag="push"):
     quiet: bool = False
     at: int = 0
     done: int = 0
+    earliest: int = 0
+    latest: int = 0
 
 
 class Pull(Message, tag="pull"):
@@ -146,7 +149,7 @@ class Finish(Message, tag="finish"):
 class Return(Message, tag="return"):
     """A client whose last process rounds go on without is back: from now on they wait for it.
 
-    The `Ack` says in its `version` the last round of any chunk of that part that does not.
+    The `Ack` says in its `version` the largest overall step of a round of that part that does not.
     """
 
     request: int
@@ -154,7 +157,7 @@ class Return(Message, tag="return"):
 
 
 class Enter(Message, tag="enter"):
-    """A client that is back takes part in the rounds after `step`; those before go on without it.
+    """A client that is back takes part in the rounds of overall steps after `step`; the others go on without it.
 
     At the scheduler: in the barriers after that step; also where others have waited for it, and it pushes after that
     step now. -1: in all, since there are no rounds.
@@ -166,9 +169,11 @@ class Enter(Message, tag="enter"):
 
 
 class Bye(Message, tag="bye"):
-    """The client leaves the store."""
+    """The client leaves the store, after the overall step ``done``. ``text``: with this error; it counts as lost."""
 
     request: int
+    done: int = 0
+    text: str = ""
 
 
 class Ack(Message, tag="ack"):
@@ -177,6 +182,7 @@ class Ack(Message, tag="ack"):
     A push without replicas is done when it is in its round, with replicas when its round is over. ``error`` and
     ``text``: a barrier is over, but what the clients have met for has failed on one of them, as in a ``Failure``.
     ``first``: of a barrier, the client that does what one has to do for all: 0, or if that is gone the lowest at it.
+    ``yes``: any of the clients has said so.
     """
 
     request: int
@@ -184,10 +190,12 @@ class Ack(Message, tag="ack"):
     error: str = ""
     text: str = ""
     first: int = 0
+    yes: bool = False
 
 
 class Found(Message, tag="found"):
-    """The answer to the ``Init`` of a chunk that has pushes of a process of the client before this one.
+    """The answer to the ``Init`` of a chunk that has pushes of a process of the client before this one, or, where it is
+    back and others have gone on without it, of those.
 
     ``version`` counts the closed rounds that have one, ``at`` are the overall steps of the last pushes by their number
     in the chunk, ``done`` is the largest that has come with them.
@@ -323,24 +331,28 @@ class View(Message, tag="view"):
 class Heartbeat(Message, tag="heartbeat"):
     """The sender is alive; ``clock`` is its training clock, ``epoch`` that of the last View it has.
 
-    ``sent_us``: when it was sent, on the sender's clock, if that wants to know that it was heard; or 0.
+    ``sent_us``: when it was sent, on the sender's clock, if that wants to know that it was heard; or 0. ``done``: the
+    overall step up to which all pushes of a client are answered, as in a `Push`.
     """
 
     clock: int
     epoch: int = -1
     sent_us: int = 0
+    done: int = 0
 
 
 class Heard(Message, tag="heard"):
     """The heartbeat that a member sent at ``sent_us`` has come: a server is not taken for lost for some time yet.
 
     ``at_us``: when, on the scheduler's clock, and ``clock``: the name of that clock, if members compare theirs with it.
-    Also the answer to a `Report` that wants one; ``sent_us`` is the report's number.
+    Also the answer to a `Report` that wants one; ``sent_us`` is the report's number. ``done``, for servers: by store
+    the least that its clients have said, of those that still push.
     """
 
     sent_us: int
     at_us: int = 0
     clock: str = ""
+    done: dict[int, int] = {}
 
 
 class Report(Message, tag="report"):
@@ -377,6 +389,7 @@ class Barrier(Message, tag="barrier"):
 
     ``ordinal`` 0: the first one since a client that is back pushes, whatever its number. The `Ack` says the number.
     ``error`` and ``text``: what the clients meet for has failed on this one, as in a ``Failure``; all of them hear it.
+    ``yes``: the answer of this one, where they meet with a question.
     """
 
     request: int
@@ -384,6 +397,7 @@ class Barrier(Message, tag="barrier"):
     step: int = 0
     error: str = ""
     text: str = ""
+    yes: bool = False
 
 
 class QueryDead(Message, tag="querydead"):
@@ -404,11 +418,12 @@ class Leave(Message, tag="leave"):
     """A member ends in good order; its silence from now on is no loss.
 
     ``step``: where a client has gone on from, if others have waited for a process before it; it may have skipped the
-    barriers that are left.
+    barriers that are left. ``text``: of a client that ends with this error, which counts as lost.
     """
 
     request: int
     step: int = 0
+    text: str = ""
 
 
 class CaughtUp(Message, tag="caughtup"):
@@ -426,9 +441,13 @@ class Drained(Message, tag="drained"):
 
 
 class TakeSnapshot(Message, tag="takesnapshot"):
-    """The scheduler to a server: snapshot ``number`` is to be taken, of a synchronous chunk when it is that far."""
+    """The scheduler to a server: snapshot ``number`` is to be taken, of a synchronous chunk when it is that far.
+
+    ``missed``: another one that is given up, so that what was copied for it is of no use.
+    """
 
     number: int
+    missed: int = 0
 
 
 class PartFile(msgspec.Struct, array_like=True):
@@ -440,7 +459,8 @@ class PartFile(msgspec.Struct, array_like=True):
 
 
 class SnapshotNews(Message, tag="snapshotnews"):
-    """A server to the scheduler: its share of snapshot ``number`` is "begun", "written" (these files), or "dropped".
+    """A server to the scheduler: its share of snapshot ``number`` is "begun", "written" (these files), "dropped" or
+    "missed": some other number would do.
 
     ``steps``: how far each store is in it.
     """

@@ -72,3 +72,12 @@ def test_rows_are_taken_in_any_order_and_put_back() -> None:
         nothing = np.empty(0)
         assert by_rows.take(nothing, width, np.arange(0 if width else 5)).shape == (0 if width else 5, width)
         by_rows.put(nothing, by_rows.no_rows(width, "float64"))
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 0), (0, 4), (3, 0)])
+def test_rows_without_elements_go_into_a_value_without_elements(count: int, width: int) -> None:
+    """A round in which one client pushes the whole value, and another one rows of it."""
+    value, rows = np.zeros(count * width, "f4"), Rows(np.arange(count), np.zeros((count, width), "f4"))
+    by_rows.add_into(value, rows)
+    by_rows.put(value, rows)
+    assert by_rows.take(value, width, np.arange(count)).shape == (count, width)

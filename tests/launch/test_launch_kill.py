@@ -66,7 +66,7 @@ def stuck_job(launch, write):
         shared = shared_memory(job)
         assert shared, "MPI has mapped none: this test does not see what it should"
 
-        def assert_nothing_left(timeout_s=10.0):
+        def assert_nothing_left(timeout_s=30.0):
             job.assert_nothing_left(job_dir, timeout_s)
             assert not [path for path in shared if os.path.exists(path)]
 
@@ -101,7 +101,7 @@ def test_kill_9_of_a_process_ends_the_job(stuck_job, victim, name):
         "scheduler": lambda: first_of(job, ROLE="scheduler"),
     }[victim]()
     os.kill(pid, signal.SIGKILL)
-    assert job.finish(timeout_s=10) == 137, job.stderr
+    assert job.finish(timeout_s=30) == 137, job.stderr
     assert f"kvmpi run: {name}" in job.stderr
     assert_nothing_left(timeout_s=0)
 
@@ -121,7 +121,7 @@ def test_kill_9_of_the_launcher_while_it_starts(launch, write, delay_s):
     time.sleep(delay_s)  # no condition to wait for: the point is to hit it anywhere
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
-    wait_until(lambda: not job.environs(), timeout_s=10)
+    wait_until(lambda: not job.environs(), timeout_s=30)
 
 
 @needs_mpi
@@ -129,7 +129,7 @@ def test_kill_9_of_the_launcher_while_it_starts(launch, write, delay_s):
 def test_signals_to_the_launcher_stop_everything(stuck_job, number, status):
     job, assert_nothing_left = stuck_job()
     job.process.send_signal(number)
-    assert job.finish(timeout_s=10) == status, job.stderr
+    assert job.finish(timeout_s=30) == status, job.stderr
     assert job.stderr.splitlines()[-1] == f"kvmpi run: stopped by {signal.Signals(number).name}"
     assert_nothing_left(timeout_s=0)
 
@@ -159,7 +159,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(launch, write):
     job.process.send_signal(signal.SIGINT)
     time.sleep(0.3)  # two signals at once would be one
     job.process.send_signal(signal.SIGINT)
-    assert job.finish(timeout_s=10) == 130
+    assert job.finish(timeout_s=30) == 130
     assert not job.environs()
 
 
@@ -182,4 +182,4 @@ def test_a_job_within_a_job_ends_with_it(launch, write):
     wait_until(lambda: all((job.folder / f"ready-{rank}").exists() for rank in range(2)))
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
-    wait_until(lambda: not job.environs(), timeout_s=10)
+    wait_until(lambda: not job.environs(), timeout_s=30)

@@ -116,6 +116,46 @@ def test_an_asynchronous_job_goes_on_without_a_worker_if_it_is_told_to(launch, w
     assert ("set KVMPI_ON_CLIENT_LOSS=shrink" in job.stderr) is (status != 0)
 
 
+#: Worker 1 fails once, inside a ``with`` statement or not. The others wait for it in a barrier.
+FAILING = """
+import contextlib
+import os
+import sys
+import numpy as np
+import kvmpi
+
+store = kvmpi.create("dist_sync")
+with store if sys.argv[1] == "with" else contextlib.nullcontext():
+    store.init("w", np.zeros(5, "f4"))
+    out = np.zeros(5, "f4")
+    for step in range(store.resumed_step, 6):
+        if store.rank == 1 and step == 3 and not os.path.exists("failed"):
+            open("failed", "w").close()
+            raise ValueError("bad data")
+        store.pushpull("w", np.full(5, step, "f4"), out)
+        store.barrier()
+    print(f"end {store.rank} {out[0]:.0f}", flush=True)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "without"])
+@pytest.mark.parametrize("policy", ["wait", "shrink", "fail"])
+def test_the_others_learn_at_once_of_a_client_whose_program_fails(launch, write, policy, how):
+    """Not when it has been silent for long; and who closes a store because of an error has not left in good order."""
+    settings = {"KVMPI_ON_CLIENT_LOSS": policy, "KVMPI_HEARTBEAT_TIMEOUT_S": "100"}
+    restart = ["--restart", "1"] if policy == "wait" else []
+    layout = ("-n", "3", "-c", "3", "-s", "1")
+    program = write("failing.py", FAILING)
+    job = launch(*layout, *restart, program, how, env=settings, whole=True)
+    assert (job.finish(60.0) == 0) is (policy != "fail"), job.stderr
+    assert "ValueError: bad data" in job.stderr
+    assert "KVTimeoutError" not in job.stderr
+    assert policy == "fail" or "ClientLostError" not in job.stderr
+    last = {"wait": ["end 0 15", "end 1 15", "end 2 15"], "shrink": ["end 0 10", "end 2 10"], "fail": []}[policy]
+    assert sorted(re.findall("end .*", job.stdout)) == last
+
+
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
     job = launch("-n", "2", "-c", "2", write("fails.py", "raise SystemExit(3)"), env={"KVMPI_ON_CLIENT_LOSS": "shrink"})
     assert job.finish(30.0) == 3
@@ -141,7 +181,8 @@ def test_a_client_that_was_left_out_comes_back(launch, layout, store, dies):
     settings = {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2", "KVMPI_HEARTBEAT_S": "0.2"}
     job = launch(*layout, "-s", "2", "--restart", "2", RETURNING, store, dies, env=settings, whole=True)
     assert job.finish(90.0) == 0, job.stderr
-    assert job.stdout.count("0 wrong") == 6, job.stdout
+    assert job.stdout.count(": 0 wrong") == 9, job.stdout
+    assert len(set(re.findall(r"in from step (\d+)", job.stdout))) == 1, job.stdout
     assert "started again (1 of 2)" in job.stderr
     away = {int(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if " away for " in line}
     assert min(away) >= 10, "the others have not gone on"

@@ -216,7 +216,7 @@ while True:
     os.write(1, b"x" * 99 + b"\\n")
 """
     job = launch("-n", "2", "-c", "2", write("talk.py", text), stdout=subprocess.DEVNULL)
-    assert job.finish(timeout_s=10) == 3
+    assert job.finish(timeout_s=30) == 3
     assert "kvmpi run: worker 1 " in job.stderr
 
 

@@ -49,18 +49,19 @@ def test_a_job_that_was_killed_goes_on_bit_by_bit(
 
     snapshots, workers = tmp_path / "snapshots", int(shape.split()[1])
     whole = start("whole")
-    killed = start("killed", "--snapshot-dir", "snapshots", "--snapshot-every", "5", stop_at=("18",))
+    killed = start("killed", "--snapshot-dir", "snapshots", "--snapshot-every", "3", stop_at=("18",))
     wait_for(lambda: complete(snapshots), "a snapshot")
     kill_all(killed)
     first = complete(snapshots)[-1]
-    assert first in (5, 10, 15)
+    assert first in (3, 6, 9, 12, 15)  # after each of which a key is pushed before all others
     assert whole.finish(60.0) == 0, whole.stderr
     # Once more, and from another number than a multiple of what it was resumed from.
     killed = start("killed", "--resume", "snapshots", "--snapshot-every", "7", stop_at=("29",))
     wait_for(lambda: complete(snapshots)[-1] > first, "another snapshot")
     kill_all(killed)
     second = complete(snapshots)[-1]
-    assert second in (7, 14, 21, 28)
+    # In the first step of a process it is not clear yet what belongs to it, but for keys of one call.
+    assert second in (7, 14, 21, 28) if store == "dist_sync_mpi" else first < second < 29
     assert killed.stdout.count(f"resumed at {first}\n") == workers
     done = start("done", "--resume", "snapshots")
     assert done.finish(60.0) == 0, done.stderr

@@ -87,6 +87,24 @@ def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_
     assert len(meeting.barriers.outcomes) == 16
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_yes_of_one_client_is_told_to_all_and_hides_no_failure(restarts: bool) -> None:
+    def come(client: int, ordinal: int, *, error: str = "", yes: bool = False) -> dict[int, tuple[bool, str]]:
+        message = m.Barrier(ordinal, ordinal, LAST, error, "text", yes)
+        replies = meeting.barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        meeting.passed([])
+        return {int(r.route): (r.message.yes, r.message.error) for r in replies if isinstance(r.message, m.Ack)}
+
+    meeting = Meeting(restarts=restarts)
+    assert come(0, 4) == {}
+    assert come(1, 4, yes=True) == {0: (True, ""), 1: (True, "")}
+    assert come(0, 4) == {0: (True, "")}, "the answer was lost"
+    assert come(0, 5) == {}
+    assert come(1, 5) == {0: (False, ""), 1: (False, "")}
+    assert come(0, 6, yes=True) == {}
+    assert come(1, 6, error="KVError") == {0: (True, "KVError"), 1: (True, "KVError")}
+
+
 def test_those_at_a_barrier_agree_on_who_does_what_one_has_to_do() -> None:
     barriers = Barriers(3, "shrink", lambda: None)
 

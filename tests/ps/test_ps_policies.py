@@ -126,35 +126,89 @@ def test_a_client_cannot_enter_before_rounds_that_have_passed_it() -> None:
     np.testing.assert_array_equal(machine.read("k", 1, client=1), sum_of([1, 2], 1))
 
 
-def test_keys_that_are_pushed_less_often_go_on_where_they_are() -> None:
-    machine = machine_with("shrink", 2)
+def push_in(machine: Machine, client: int | bytes, key: str, number: int, at: int, value: np.ndarray, done: int) -> int:
+    """A fused push that says its overall step."""
+    fields = (key, 0, number, "none", True, False, 0, -1, False, at, done)
+    return machine.send(client, m.Push, *fields, payloads=[value])
+
+
+def found(machine: Machine, at: bytes, key: str) -> object:
+    """What a client that is back learns of a key, but for the number of its request."""
+    told = machine.last(machine.send(at, m.Init, key, 0, 1, COUNT, [COUNT], "float32"))
+    return (told.version, told.at, told.done) if isinstance(told, m.Found) else told
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_client_that_is_back_is_in_the_rounds_of_the_same_steps_of_keys_that_are_pushed_less_often(
+    late: bool,
+) -> None:
+    """Key "k" is pushed in every step, "seldom" in steps 1, 4, 7 and 10. The client enters after step 7, and the others
+    end that before or after it: either way it is not in their third push of "seldom", and in the next."""
+    machine = machine_with("shrink")
     machine.init_all("seldom", np.zeros(COUNT, "f4"))
     machine.lose(1)
-    for step in range(1, 9):
-        machine.push(0, "k", step, pushed(0, step))
-    machine.push(0, "seldom", 1, pushed(0, 1))
+    for step in range(1, 8):
+        for client in (0, 2):
+            push_in(machine, client, "k", step, -step, pushed(client, step), step - 1)
+            if step in (1, 4):
+                push_in(machine, client, "seldom", 1 + step // 3, step, pushed(client, step), step - 1)
     at = reborn(machine, 1)
-    assert comes_back(machine, at) == 8
-    machine.send(at, m.Enter, 8)
-    found = machine.send(at, m.Init, "seldom", 0, 1, COUNT, [COUNT], "float32")
-    assert machine.last(found) == m.Ack(found, 1)
-    machine.push(0, "seldom", 2, pushed(0, 2))
-    held = machine.send(at, m.Push, "seldom", 0, 2, "none", True, payloads=[pushed(1, 2)])
-    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1], 2))
+
+    def end_step_7() -> None:
+        for client in (0, 2):
+            push_in(machine, client, "seldom", 3, 7, pushed(client, 7), 6)
+
+    assert comes_back(machine, at) == 7
+    if not late:
+        end_step_7()
+    assert machine.ok(machine.send(at, m.Enter, 7))
+    if late:
+        end_step_7()
+    np.testing.assert_array_equal(machine.read("seldom", 3), sum_of([0, 2], 7), "nobody waits for it")
+    assert found(machine, at, "k") == (7, {6: -6, 7: -7}, 6)
+    assert found(machine, at, "seldom") == (3, {3: 7}, 6)
+    for client in (0, 2):
+        push_in(machine, client, "seldom", 4, 10, pushed(client, 10), 9)
+    assert machine.value(machine.pull(0, "seldom", 4)) is None, "it is waited for"
+    held = push_in(machine, at, "seldom", 4, 10, pushed(1, 10), 9)
+    np.testing.assert_array_equal(machine.value(held), sum_of([0, 1, 2], 10))
 
 
-def test_a_round_that_nobody_is_left_for_is_over_when_somebody_begins_after_it() -> None:
-    machine = machine_with("shrink", 2)
-    round_of(machine, 1, [pushed(0, 1), pushed(1, 1)])
+def test_what_it_pushes_in_a_step_before_its_entry_is_answered_and_not_added() -> None:
+    machine = machine_with("shrink")
     machine.lose(0)
+    push_in(machine, 1, "k", 1, -1, pushed(1, 1), 0)
+    at = reborn(machine, 0)
+    assert comes_back(machine, at) == 1
+    machine.send(at, m.Enter, 2)  # another part is so far
+    repeated = push_in(machine, at, "k", 1, -1, pushed(0, 1), 0)
+    assert machine.value(repeated) is None, "not before the round is over: who is told of its end may rely on that"
+    push_in(machine, 2, "k", 1, -1, pushed(2, 1), 0)
+    np.testing.assert_array_equal(machine.value(repeated), sum_of([1, 2], 1))
+    repeated = push_in(machine, at, "k", 2, -2, pushed(0, 2), 1)
     machine.lose(1)
+    machine.lose(2)
+    np.testing.assert_array_equal(machine.value(repeated), sum_of([1, 2], 1), "nobody is left for round 2: it is over")
+    held = push_in(machine, at, "k", 3, -3, pushed(0, 3), 2)
+    np.testing.assert_array_equal(machine.value(held), pushed(0, 3))
+    assert found(machine, at, "k") is not None
+
+
+@pytest.mark.parametrize(("number", "at_step"), [(3, 3), (4, 5)])
+def test_a_first_push_that_is_not_where_the_others_are_is_an_error(number: int, at_step: int) -> None:
+    """The program is not the same in every step, or not the others'."""
+    machine = machine_with("shrink", 2)
+    machine.lose(1)
+    push_in(machine, 0, "k", 1, -1, pushed(0, 1), 0)
+    push_in(machine, 0, "k", 2, -2, pushed(0, 2), 1)
     at = reborn(machine, 1)
     comes_back(machine, at)
-    machine.send(at, m.Enter, 3)  # another key is so far
-    value = machine.value(machine.send(at, m.Pull, "k", 0, 3))
-    np.testing.assert_array_equal(value, sum_of([0, 1], 1))
-    held = machine.send(at, m.Push, "k", 0, 4, "none", True, payloads=[pushed(1, 4)])
-    np.testing.assert_array_equal(machine.value(held), pushed(1, 4))
+    machine.send(at, m.Enter, 3)
+    wrong = push_in(machine, at, "k", number, 5, pushed(1, 3), 3)
+    push_in(machine, 0, "k", 3, at_step, pushed(0, 3), 2)
+    error = machine.error(wrong)
+    assert isinstance(error, ProtocolError)
+    assert f"makes push {number} in step 5; that of the others in step {at_step} is number 3" in str(error)
 
 
 def test_a_client_that_dies_between_return_and_entry_is_left_out_again() -> None:
@@ -282,6 +336,19 @@ def test_what_the_lost_process_has_pushed_counts_once(replicas: int) -> None:
     again = machine.send(b"reborn", m.Push, "k", 0, 1, "none", True, payloads=[np.full(COUNT, 1e6, "f4")])
     machine.push(1, "k", 1, pushed(1, 1))
     np.testing.assert_array_equal(machine.value(again), sum_of([0, 1], 1))
+
+
+@pytest.mark.parametrize("policy", ["fail", "wait", "shrink"])
+def test_a_client_that_ends_with_an_error_is_one_that_is_lost(policy: str) -> None:
+    machine = machine_with(policy, 2)
+    held = machine.push(0, "k", 1, pushed(0, 1), fused=True)
+    assert machine.ok(machine.send(1, m.Bye, 0, "ValueError: bad data"))
+    if policy == "shrink":
+        np.testing.assert_array_equal(machine.value(held), pushed(0, 1))
+    elif policy == "wait":
+        assert machine.value(held) is None
+    else:
+        assert "client 1 has ended with ValueError: bad data" in str(machine.error(held))
 
 
 def test_nobody_waits_for_a_client_that_has_closed_the_store() -> None:

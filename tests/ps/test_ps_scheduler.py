@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_desk import TIMEOUT_S, Desk, with_clients
 
 from kvmpi.errors import ClientLostError, ConfigError, PeerLostError, ProtocolError
+from kvmpi.ps.reply import why_ended
 from kvmpi.wire import encode
 from kvmpi.wire import messages as m
 
@@ -197,6 +198,26 @@ def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:
     assert desk.told("1/1") == [m.Ack(again, 0)], "it may be said twice"
 
 
+@pytest.mark.parametrize("policy", ["fail", "wait", "shrink"])
+def test_a_client_that_ends_with_an_error_is_lost_at_once_and_the_others_are_told_why(policy: str) -> None:
+    desk = with_clients(3, on_client_loss=policy)
+    waiting = desk.say("1/0", m.Barrier, 1)
+    desk.say("1/2", m.Barrier, 1)
+    desk.say("1/1", m.Leave, 0, why_ended(ValueError("\udcff bad data\nin shard " + "7" * 9999)))
+    if policy == "shrink":
+        assert desk.told("1/0") == [m.Ack(waiting, 1)]
+    elif policy == "wait":
+        assert not desk.told("1/0"), "another process of it is to come"
+    else:
+        error = desk.error("1/0")
+        assert isinstance(error, ClientLostError)
+        assert str(error).endswith("because client 1 has ended with ValueError: \\udcff bad data")
+    desk.client(1, 3, at="reborn", incarnation=2)
+    desk.inbox.clear()
+    desk.say("reborn", m.Barrier, 1)
+    assert [type(told) for told in desk.told("1/0")] == ([m.Ack] if policy == "wait" else [])
+
+
 def test_dead_clients_are_those_who_are_silent_or_lost_not_those_who_left() -> None:
     desk = with_clients(4)
     desk.say("1/1", m.Leave)
@@ -323,3 +344,49 @@ def test_no_message_stops_the_scheduler(messages: list[tuple[bytes, Any, float]]
     for rank in range(2):
         desk.say(f"7/{rank}", m.Barrier, 1)
     assert isinstance(desk.told("7/0")[-1], m.Ack)
+
+
+def test_servers_hear_the_step_that_all_clients_are_done_with() -> None:
+    """Of those that still push: not of one that has joined or left."""
+
+    def heard(desk: Desk, *done: int, store: int = 1) -> dict[int, int]:
+        for rank, step in enumerate(done):
+            desk.take(desk.state.handle(f"{store}/{rank}".encode(), m.Heartbeat(0, desk.state.epoch, 0, step), 0.0))
+        desk.now_s += 1.0
+        desk.told("server 0")
+        desk.take(desk.state.handle(b"server 0", m.Heartbeat(0, desk.state.epoch, 77), desk.now_s))
+        (answer,) = desk.told("server 0")
+        assert isinstance(answer, m.Heard)
+        assert answer.sent_us == 77
+        return answer.done
+
+    desk = Desk(1)
+    desk.server(0)
+    for rank in range(2):
+        desk.client(rank, 3)
+    assert heard(desk, 5, 7) == {}, "one has not come yet"
+    desk.client(2, 3)
+    assert heard(desk, 5, 7, 6) == {1: 5}
+    desk.say("1/0", m.Finish)
+    assert heard(desk) == {1: 6}
+    desk.say("1/2", m.Leave)
+    assert heard(desk) == {1: 7}
+    desk.client(0, 1, store=2)
+    assert heard(desk, 3, store=2) == {1: 7, 2: 3}
+    desk.take(desk.state.lose(("client", 1, 1), "was lost"))
+    assert heard(desk) == {2: 3}, "whoever is lost has said nothing"
+
+
+def test_servers_do_not_wait_for_who_is_left_out() -> None:
+    desk = with_clients(2, on_client_loss="shrink")
+    desk.server(0)
+    for rank, done in ((0, 4), (1, 9)):
+        desk.take(desk.state.handle(f"1/{rank}".encode(), m.Heartbeat(0, 0, 0, done), 0.0))
+    desk.take(desk.state.lose(("client", 1, 0), "was lost"))
+    assert desk.state._done(1.0) == {1: 9}
+    desk.client(0, 2, incarnation=2)
+    assert desk.state._done(2.0) == {1: 9}, "it is back, but does not take part yet"
+    desk.say("1/0", m.Enter, 9)
+    assert desk.state._done(3.0) == {}
+    desk.take(desk.state.handle(b"1/0", m.Heartbeat(0, 0, 0, 9), 3.0))
+    assert desk.state._done(4.0) == {1: 9}

@@ -28,7 +28,8 @@ from kvmpi.ps.daemon import SchedulerDaemon
 from kvmpi.ps.durability import SnapshotKeeper, load_parts
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
-from kvmpi.ps.snapshots import ChunkCopy, Manifest, PartCopy, SnapshotBook, StoreCopy
+from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
+from kvmpi.ps.snapshots import ChunkCopy, PartCopy, StoreCopy
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 
@@ -69,6 +70,8 @@ def test_a_part_comes_back_as_it_was(tmp_path: Path) -> None:
                 assert replace(mine, arrays={}) == replace(its, arrays={})
             assert replace(found[store], chunks=[]) == replace(saved, chunks=[])
     assert files.read_keys(str(tmp_path), 20, PARTS) == {1: frozenset({"k", 17}), 2: frozenset()}
+    part_of_k = {1: frozenset({17}), 2: frozenset()}
+    assert files.read_keys(str(tmp_path), 20, PARTS - 1) == part_of_k, "a key of which a chunk is missing is none"
     with safetensors.safe_open(tmp_path / "20" / "part-0.safetensors", "numpy") as file:  # anyone can read it
         assert file.get_tensor("1/0/value").tolist() == [20.0] * 100
     assert [path.name for path in tmp_path.rglob(".*")] == []  # nothing temporary is left

@@ -55,7 +55,8 @@ class Process:
     def push(self, key: str) -> Pushed:
         if key in self.under_way:
             self.end(key)
-        turn, track = self.steps.take(self.tracks[key]), self.tracks[key]
+        track = self.tracks[key]
+        (turn,) = self.steps.take({key: track})
         self.sent[key] = track.begin(self.sent.get(key, 0)) + 1
         self.under_way[key] = turn
         return Pushed(key, self.sent[key], turn.at, self.steps.done())
@@ -129,13 +130,13 @@ def test_a_process_repeats_what_is_missing_and_nothing_else(block: int) -> None:
 
 def test_a_push_that_has_failed_is_not_over_until_it_was_made_again() -> None:
     steps, often, seldom = Steps(counts=True), Track(), Track()
-    failed = steps.take(seldom)
+    failed = steps.take({"k": seldom})[0]
     steps.end(seldom, failed, used=False)
     for _ in range(3):
-        steps.end(often, steps.take(often), used=True)
-    turn = steps.take(often)
+        steps.end(often, steps.take({"k": often})[0], used=True)
+    turn = steps.take({"k": often})[0]
     assert (turn.step, steps.done()) == (4, 0)
-    again = steps.take(seldom)
+    again = steps.take({"k": seldom})[0]
     assert (again.step, seldom.number) == (4, 1)
     steps.end(seldom, again, used=True)
     assert steps.done() == 3
@@ -143,7 +144,7 @@ def test_a_push_that_has_failed_is_not_over_until_it_was_made_again() -> None:
 
 def test_nothing_is_counted_where_nobody_waits_for_a_client() -> None:
     steps, track = Steps(counts=False), Track()
-    assert [steps.take(track).step for _ in range(3)] == [0, 0, 0]
+    assert [steps.take({"k": track})[0].step for _ in range(3)] == [0, 0, 0]
     assert steps.done() == 0
 
 

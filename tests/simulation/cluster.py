@@ -21,12 +21,13 @@ from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
-from kvmpi.ps.snapshots import Manifest, SnapshotBook
+from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 HEARTBEAT_S = 0.25
+NO_PART = -1
 OnVersion = Callable[[int, int, tuple[Any, int], int], None]
 _TO_PREDECESSOR = (m.Attach, m.Committed, m.Installed)
 
@@ -42,7 +43,7 @@ class SimulatedServer:
     """A server's process.
 
     Attributes:
-        touched: the part that the last thing that happened to it was about; None: any.
+        touched: the part that the last thing that happened to it was about; None: any; NO_PART: none.
     """
 
     def __init__(self, cluster: Cluster, rank: int, incarnation: int) -> None:
@@ -57,19 +58,24 @@ class SimulatedServer:
         self._next_heartbeat_s = 0.0
         self._registered = False
         self.touched: int | None = None
+        self._has_heard = False  # since its last tick
         # By client: its last process of which this server has been told that it is dead.
         self._dead: dict[int, int] = {}
         self._network.attach(self.name, self._receive, self._tick)
 
     def _receive(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
         now_s = self._network.now_s
-        part = getattr(message, "part", None)
-        self.touched = part if part in self.state.parts else None
+        if isinstance(message, m.Heard):
+            self.touched = NO_PART
+            self._extend_lease(message.sent_us / 1e6)
+        else:
+            part = getattr(message, "part", None)
+            self.touched, self._has_heard = (part if part in self.state.parts else None), True
         if sender == "scheduler":
             if isinstance(message, m.Failure):
                 self._cluster.kill_server(self.rank)  # the process ends with that error
             elif isinstance(message, m.Heard):
-                self._extend_lease(message.sent_us / 1e6)
+                self.state.hear_done(message.done)
             elif isinstance(message, m.View):
                 self._registered = True
                 if message.epoch > self.state.epoch:
@@ -80,17 +86,16 @@ class SimulatedServer:
                         load_parts(self._cluster.config, self.state, self.rank, message, lambda: None)
                 self._send(self.state.adopt(message, now_s))
             elif isinstance(message, m.TakeSnapshot) and self.state.snapshots is not None:
-                self.state.snapshots.begin(message.number)
+                self.state.snapshots.begin(message.number, message.missed)
         elif isinstance(message, _TO_PREDECESSOR):
             self._send(self.state.hear(who(sender)[0], message, now_s))
         else:
             self._hear_client(sender, message, payloads)
-        self._report()
+        if self.state.snapshots is not None:
+            self._report()
 
     def _report(self) -> None:
         """What the scheduler is to know about snapshots."""
-        if self.state.snapshots is None:
-            return
         for news in self._writer.step():
             self._cluster.on_news(self.rank, news)
             self._network.send(self.name, "scheduler", news, ())
@@ -115,18 +120,21 @@ class SimulatedServer:
         ]  # fmt: skip
 
     def _send(self, outgoing: Sequence[Any]) -> None:
+        send = self._network.send
         for one in outgoing:
             if isinstance(one, Reply):
-                self._network.send(self.name, one.route.decode(), one.message, one.payloads)
+                send(self.name, one.route.decode(), one.message, one.payloads)
             elif one.server in self._found:
-                self._network.send(self.name, self._found[one.server], one.message, one.payloads)
+                send(self.name, self._found[one.server], one.message, one.payloads)
 
     def _tick(self, now_s: float) -> None:
-        self.touched = None
+        # Of what it holds only messages change anything.
+        self.touched, self._has_heard = None if self._has_heard else NO_PART, False
         self._send(self.state.tick(now_s))
         for report in self.state.reports():
             self._network.send(self.name, "scheduler", report, ())
-        self._report()
+        if self.state.snapshots is not None:
+            self._report()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
             if self._registered:
@@ -155,6 +163,7 @@ class SimulatedLink:
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
         self.shares = False
+        self.done: Callable[[], int] = lambda: 0
         self._joined = False
         self._epoch = -1
         self._servers: dict[int, str] = {}
@@ -190,8 +199,7 @@ class SimulatedLink:
         if isinstance(message, m.View) and message.epoch > self._epoch:
             self._epoch = message.epoch
             self._servers = {info.rank: f"server {info.rank}.{info.incarnation}" for info in message.servers}
-        ask = self.session._outstanding.get(getattr(message, "request", -1))
-        if isinstance(message, m.Value) and ask is not None:
+        elif isinstance(message, m.Value) and (ask := self.session._outstanding.get(message.request)) is not None:
             self._on_version(*self._who, ask.fields[:2], message.version)
         self.session.receive(message, payloads)
         self._pump()
@@ -203,12 +211,12 @@ class SimulatedLink:
         self._pump()
         if self._joined and now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
-            self._network.send(self._name, "scheduler", m.Heartbeat(0, self._epoch), (), reliable=True)
+            self._network.send(self._name, "scheduler", m.Heartbeat(0, self._epoch, 0, self.done()), (), reliable=True)
 
     def _pump(self) -> None:
         for peer, message, payloads in self.session.sendable(self._network.now_s):
             if peer == SCHEDULER:
-                reliable = isinstance(message, m.Register | m.Leave)
+                reliable = isinstance(message, (m.Register, m.Leave))
                 self._network.send(self._name, "scheduler", message, payloads, reliable=reliable)
             elif peer in self._servers:
                 self._network.send(self._name, self._servers[peer], message, payloads)
@@ -232,6 +240,7 @@ class Cluster:
         resumed: the snapshot that the job goes on from.
         restart_s: after so long a server that has ended is started again, without its memory; None: never.
     Attributes:
+        processes, alive: the servers' processes, by rank and by name.
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
         on_news: called with what a server says to the scheduler about snapshots.
     """
@@ -251,6 +260,7 @@ class Cluster:
         self._changes = 0
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
         self.processes: dict[int, SimulatedServer] = {}
+        self.alive: dict[str, SimulatedServer] = {}
         self._incarnations = 0
         for rank in range(config.num_servers):
             self.start_server(rank)
@@ -309,13 +319,17 @@ class Cluster:
     def start_server(self, rank: int) -> None:
         """Start a server that holds nothing."""
         self._incarnations += 1
-        self.processes[rank] = SimulatedServer(self, rank, self._incarnations)
+        if (before := self.processes.get(rank)) is not None:
+            del self.alive[before.name]
+        process = self.processes[rank] = SimulatedServer(self, rank, self._incarnations)
+        self.alive[process.name] = process
 
     def kill_server(self, rank: int) -> None:
         """End a server's process where it is."""
         process = self.processes.pop(rank, None)
         if process is None:
             return
+        del self.alive[process.name]
         self.network.faults.count("kill")
         self.network.detach(process.name)
         if self._restart_s is not None:

@@ -13,7 +13,8 @@ from typing import Any
 from simulation.network import Network
 
 from kvmpi.ps import snapshot_files as files
-from kvmpi.ps.snapshots import Manifest, PartCopy
+from kvmpi.ps.snapshot_book import Manifest
+from kvmpi.ps.snapshots import PartCopy
 from kvmpi.wire import messages as m
 
 #: Real files, where they cost least.
@@ -26,6 +27,7 @@ class SimulatedDisk:
     Attributes:
         committed: numbers of the snapshots whose manifest was written, in ascending order.
         torn: those of them that lack something nevertheless.
+        on_complete: called with number and parts of each snapshot when its manifest was written.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,6 +38,7 @@ class SimulatedDisk:
         self.slow_s = self._random.choice([0.0, 0.05, 1.0])
         self.committed: list[int] = []
         self.torn: set[int] = set()
+        self.on_complete: Callable[[int, list[PartCopy]], None] = lambda number, parts: None
         self.fired: dict[str, int] = {}
 
     def _maybe_full(self) -> None:
@@ -51,6 +54,10 @@ class SimulatedDisk:
         self._maybe_full()
         files.write_manifest(directory, manifest)
         self.committed = sorted({*self.committed, manifest.number})
+        self.on_complete(manifest.number, [self.read(directory, manifest, part) for part in range(len(manifest.files))])
+
+    def read(self, directory: str, manifest: Manifest, part: int) -> PartCopy:
+        return files.read_part(directory, manifest.number, part)
 
     def numbers(self, directory: str) -> list[int]:
         return files.numbers(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from simulation.cluster import HEARTBEAT_S, Cluster
@@ -16,6 +17,8 @@ class Disturbances:
         may_lose: whether the job has to survive the end of this client's process.
         has_begun: whether clients push already.
         on_loss: called when a client's process has been killed, or stopped until it counts as lost.
+    Attributes:
+        next_s: when ``step`` is to be called again.
     """
 
     def __init__(
@@ -31,16 +34,18 @@ class Disturbances:
             cluster.config.replicas > 0 and cluster.mode == "async" and cluster.network.random.random() < 0.5
         )
         self._replicas, self._adds_server = cluster.config.replicas, adds_server
-        self._next_s = 1.0
+        self.next_s = 1.0
         # Servers that have been harmed since all was well.
         self._touched: set[tuple[int, int]] = set()
 
     def step(self) -> None:
-        """Do harm if it is time for it."""
+        """Do harm: it is time for it, unless the network has healed."""
         now_s = self._network.now_s
-        if self._next_s <= now_s < self._network.faults.heal_s:
-            self._next_s = now_s + self._network.random.uniform(0.2, 1.5)
-            self._disturb()
+        if now_s >= self._network.faults.heal_s:
+            self.next_s = math.inf
+            return
+        self.next_s = now_s + self._network.random.uniform(0.2, 1.5)
+        self._disturb()
 
     def _disturb(self) -> None:
         chains, choose = self._cluster.scheduler._chains, self._network.random

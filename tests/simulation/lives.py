@@ -13,7 +13,7 @@ from simulation.scenario import KEYS, Job, Killed, Outcome
 from kvmpi.errors import ConfigError
 from kvmpi.ps import snapshot_files
 from kvmpi.ps.chains import PARTS_PER_SERVER
-from kvmpi.ps.snapshots import Manifest
+from kvmpi.ps.snapshot_book import Manifest
 
 _LIVES = 3
 

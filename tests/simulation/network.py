@@ -20,6 +20,7 @@ from kvmpi.wire import Message, decode, encode
 
 TICK_S = 0.1
 _HEALTHY_DELAY_S = 0.001
+_NO_FRAMES: tuple[bytes, ...] = ()
 Program = Generator[list[Work], None, None]
 Inbox = Callable[[str, Message, list[memoryview]], None]
 
@@ -110,23 +111,23 @@ class Network:
     ) -> None:
         """Put a message on its way. ``reliable``: nothing happens to it but cuts, stops and death."""
         header = encode(message)
-        now_s, random = self.now_s, self.random.random
+        now_s, random, faults = self.now_s, self.random.random, self.faults
         copies, delay_s = 1, _HEALTHY_DELAY_S
-        if now_s < self.faults.heal_s and not reliable:
-            delay_s = self.faults.delay_s
-            if random() < self.faults.drop:
-                self.faults.count("drop")
+        if not reliable and now_s < faults.heal_s:
+            delay_s = faults.delay_s
+            if random() < faults.drop:
+                faults.count("drop")
                 return
-            if random() < self.faults.duplicate:
-                self.faults.count("duplicate")
+            if random() < faults.duplicate:
+                faults.count("duplicate")
                 copies = 2
         if target in self.slow:
             until_s, slow_s = self.slow[target]
             delay_s += slow_s if now_s < until_s else 0.0
-        frames = [payload.tobytes() for payload in payloads] if payloads else []
+        frames = [payload.tobytes() for payload in payloads] if payloads else _NO_FRAMES
         # A socket reads lent memory when it gets round to it: what a server sends must not change until then.
-        lent = payloads if frames and source.startswith("server") else ()
-        way = (source, target)
+        lent = payloads if payloads and source.startswith("server") else ()
+        way, what = (source, target), (source, target, header, frames, lent)
         last_s = self._last_arrival.get(way, 0.0)
         for _ in range(copies):
             at_s = now_s + delay_s * random()
@@ -135,14 +136,14 @@ class Network:
                     # What is lost with a connection is sent again in order; nothing overtakes on it.
                     at_s = last_s
                 else:
-                    self.faults.count("overtake")
-            last_s = max(at_s, last_s)
-            what = (source, target, header, frames, lent)
+                    faults.count("overtake")
+            else:
+                last_s = at_s
             heapq.heappush(self._events, (at_s, next(self._sequence), target, self._deliver, what))
         self._last_arrival[way] = last_s
 
     def _deliver(
-        self, source: str, target: str, header: bytes, frames: list[bytes], lent: Sequence[np.ndarray]
+        self, source: str, target: str, header: bytes, frames: Sequence[bytes], lent: Sequence[np.ndarray]
     ) -> None:
         if lent and [payload.tobytes() for payload in lent] != frames:
             raise Violation(f"{source} changed what it had lent to {target} in a {type(decode(header)).__name__}")

@@ -13,12 +13,13 @@ from operator import lt
 from typing import Any
 
 import numpy as np
-from simulation.cluster import Cluster, who
+from simulation.cluster import NO_PART, Cluster
 from simulation.network import Violation
 
 from kvmpi.ps import replay
 from kvmpi.ps.part import Part
 from kvmpi.ps.slot import Slot
+from kvmpi.ps.snapshots import ChunkCopy, PartCopy
 from kvmpi.wire import messages as m
 
 #: Larger than the pushes of a client in all lives of a job, so that digits do not run over; with 4 clients float32 is
@@ -27,6 +28,8 @@ BASE = 64
 
 #: What was counted in a chunk that nobody has looked at.
 _NEVER: tuple[int, tuple[int, ...]] = (-1, ())
+#: Of a part that nobody has looked at.
+_UNSEEN = (-1, -1)
 
 Pair = tuple[int, Any]
 """(client, key)."""
@@ -72,6 +75,7 @@ class Oracle:
     Args:
         last_steps: how many steps each client has.
         pushes: how often a key is pushed in so many steps.
+        overall: how often any key has been pushed by the time when a key is in a step.
         past: the snapshot that the job goes on from.
         additive: values are sums of pushes; else only some of it can be checked.
     Attributes:
@@ -82,10 +86,12 @@ class Oracle:
     def __init__(
         self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool,
         past: Past | None = None, pushes: Callable[[Any, int], int] = lambda key, step: step,
+        overall: Callable[[Any, int], int] = lambda key, step: step,
     ) -> None:  # fmt: skip
-        self._pushes = pushes
+        self._pushes, self._overall = pushes, overall
         self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
         self._sync, self._additive = sync, additive
+        self._exact = sync and cluster.config.on_client_loss != "shrink"
         self.num_clients, self._replicas = len(last_steps), cluster.config.replicas
         pairs = [(client, key) for client in last_steps for key in self._keys]
         self._past = past
@@ -94,7 +100,8 @@ class Oracle:
         self._done = dict.fromkeys(pairs, 0) | (past.done if past is not None else {})
         # In synchronous rounds: of which a client is a part for certain, by key.
         self._needed = {
-            (client, key): _bits(1 + self._resumed, pushes(key, last_steps[client])) for client, key in pairs
+            (client, key): _bits(1 + pushes(key, self._resumed), pushes(key, last_steps[client]))
+            for client, key in pairs
         }
         self.gone: set[int] = set()
         self.num_done = 0
@@ -145,14 +152,18 @@ class Oracle:
         for key in self._keys:
             self._needed[client, key] = 0
 
-    def enter(self, client: int, step: int) -> None:
-        """A client that was left out is back, in the rounds after ``step`` of all keys."""
+    def enter(self, client: int, step: int, position: int) -> None:
+        """A client that was left out goes on after ``position``, and is in the rounds after ``step`` of all keys."""
         furthest = max(0, *(self.last_begun(other) for other in range(self.num_clients)))
         if step > furthest:
             raise Violation(f"client {client} enters after step {step}, nobody has begun more than {furthest}")
+        if position > step:
+            raise Violation(f"client {client} goes on after step {position}, and enters after step {step}")
         self.gone.discard(client)
+        last = self._last_steps[client]
         for key in self._keys:
-            self._needed[client, key] = _bits(step + 1, self._last_steps[client])
+            pushes = [self._pushes(key, at) for at in range(1, last + 1) if self._overall(key, at) <= step]
+            self._needed[client, key] = _bits(max(pushes, default=0) + 1, self._pushes(key, last))
         self._told.update(self._keys)
 
     def check_position(self, client: int, step: int, *, waits: bool) -> None:
@@ -201,13 +212,38 @@ class Oracle:
     def past(self, number: int) -> Past:
         """What is in snapshot ``number`` of this job."""
         if self._sync:
-            mask = _bits(1, number)
-            begun = {pair: steps & mask for pair, steps in self._begun.items()}
-            return Past(number, begun, {pair: (done | self._needed[pair]) & mask for pair, done in self._done.items()})
+            masks = {pair: _bits(1, self._pushes(pair[1], number)) for pair in self._begun}
+            begun = {pair: steps & masks[pair] for pair, steps in self._begun.items()}
+            done = {pair: (done | self._needed[pair]) & masks[pair] for pair, done in self._done.items()}
+            return Past(number, begun, done)
         written = self._written[number]
         fewest = min(done for part in written.values() for done, _ in part.values())
         step = self._resumed_step + fewest
         return Past(number, step=step, written=written, base=dict(self._base), before=self._past)
+
+    def check_snapshot(self, number: int, parts: Iterable[PartCopy]) -> None:
+        """A snapshot of a job in rounds is complete: it holds the pushes of the steps up to ``number``, and no others.
+
+        Without clients that are left out that is one value for each chunk, and as many updates.
+        """
+        for store in (store for stores in parts for store in stores.values()):
+            if store.step != number:
+                raise Violation(f"snapshot {number} says that its store is at step {store.step}")
+            for chunk in store.chunks:
+                where = f"snapshot {number}: key {chunk.key!r}, chunk {chunk.chunk}"
+                rounds = self._pushes(chunk.key, number)
+                if self._additive:
+                    self._check_copy(where, chunk, rounds)
+                if self._exact and chunk.updates != rounds:
+                    raise Violation(f"{where} has {chunk.updates} rounds, {rounds} are up to that step")
+
+    def _check_copy(self, where: str, chunk: ChunkCopy, rounds: int) -> None:
+        found = {_digits(number, self.num_clients) for number in chunk.arrays["value"].tolist()}
+        for client in range(self.num_clients) if found else ():
+            counts = {digits[client] for digits in found}
+            least, most = self._bounds(client, chunk.key, rounds)
+            if min(counts) < least or max(counts) > most:
+                raise Violation(f"{where} holds {sorted(counts)} pushes of client {client}, {least} to {most} expected")
 
     def knows(self, number: int) -> bool:
         """Whether snapshot ``number`` is of this job."""
@@ -301,25 +337,26 @@ class Oracle:
             told, self._told = self._told, set()
             for process in self._cluster.processes.values():
                 self._check_parts(process.rank, process.state.parts.values(), told)
-        elif name.startswith("server"):
-            process = self._cluster.processes.get(who(name)[0])
-            if process is not None and process.name == name:
-                parts = process.state.parts
-                # What has happened to others because of a message about one is seen at the next tick.
-                touched = parts.values() if process.touched is None else (parts[process.touched],)
-                self._check_parts(process.rank, touched, self._told)
+        elif (process := self._cluster.alive.get(name)) is not None:
+            touched, parts = process.touched, process.state.parts
+            # What has happened to others because of a message about one is seen at the next tick.
+            if touched != NO_PART:
+                self._check_parts(process.rank, parts.values() if touched is None else (parts[touched],), self._told)
 
     def _check_parts(self, server: int, parts: Iterable[Part], told: set[Any]) -> None:
         chains = self._cluster.scheduler._chains
         if chains is None:
             return
+        looked_at = self._looked_at
         for part in parts:
-            version, now = part.chain.version, (part.seq, part.chain.version)
-            before = self._looked_at.get(part, (-1, -1))
+            seq, version = part.seq, part.chain.version
+            seq_before, version_before = looked_at.get(part, _UNSEEN)
+            if seq == seq_before and version == version_before and not told:
+                continue
             # One that was stopped may believe to be the head still; whom it answers is checked elsewhere.
-            if (told or now != before) and part.answers and version == chains.chains[part.number].version:
-                self._looked_at[part] = now
-                self._check_head(server, part, told if version == before[1] else None)
+            if part.answers and version == chains.chains[part.number].version:
+                looked_at[part] = seq, version
+                self._check_head(server, part, told if version == version_before else None)
 
     def _check_head(self, server: int, part: Part, told: set[Any] | None) -> None:
         """The head has everything that was acknowledged, nothing twice, and every client that it needs.
@@ -334,7 +371,8 @@ class Oracle:
                 for client, count in enumerate(self._counts_of(slot)):
                     if self._sync:
                         # Without replicas a push is acknowledged in its round, which may still be open.
-                        least, most = self._bounds(client, slot.key, self._resumed + slot.rounds)
+                        before = self._pushes(slot.key, self._resumed)
+                        least, most = self._bounds(client, slot.key, before + slot.rounds)
                         if self._replicas:
                             least = max(least, self._done[client, slot.key].bit_count())
                     elif self._past is not None:

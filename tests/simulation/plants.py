@@ -11,13 +11,15 @@ from kvmpi.ps import barriers, client, consistency, part
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
+from kvmpi.ps.order import Order, Span
 from kvmpi.ps.part import Part
 from kvmpi.ps.rounds import Rounds
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
-from kvmpi.ps.snapshots import ServerSnapshots, SnapshotBook
+from kvmpi.ps.snapshot_book import SnapshotBook
+from kvmpi.ps.snapshots import ServerSnapshots
 from kvmpi.ps.steps import Found
 from kvmpi.wire import messages as m
 
@@ -125,10 +127,10 @@ def _hears_the_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def _copies_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ServerSnapshots.begin
 
-    def begin(self: ServerSnapshots, number: int) -> None:
+    def begin(self: ServerSnapshots, number: int, *missed: int) -> None:
         consistency.Synchronous.in_rounds = False
         try:
-            real(self, number)
+            real(self, number, *missed)
         finally:
             consistency.Synchronous.in_rounds = True
 
@@ -137,6 +139,15 @@ def _copies_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ServerSnapshots, "begin", begin)
     monkeypatch.setattr(ServerSnapshots, "_step", step)
+
+
+def _takes_every_push_for_one_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a key that is pushed in some steps only always came after those that are pushed in all."""
+    monkeypatch.setattr(Order, "note", lambda self, keys, step, **how: Span(step, step))
+
+
+def _copies_before_all_have_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerSnapshots, "_is_past", lambda self, shard, step: True)
 
 
 def _keeps_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,18 +201,38 @@ def _writes_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _enters_a_round_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Shard.enter
-    monkeypatch.setattr(Shard, "enter", lambda self, client, step, passed: real(self, client, step + 1, passed))
+    monkeypatch.setattr(Shard, "enter", lambda self, client, step: real(self, client, step + 1))
 
 
 def _goes_on_while_somebody_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "bring_back", lambda self, client: self.entering.add(client))
     real = Membership.enter
 
-    def enter(self: Membership, client: int) -> None:
+    def enter(self: Membership, client: int, step: int) -> None:
         self.gone.pop(client, None)
-        real(self, client)
+        real(self, client, step)
 
     monkeypatch.setattr(Membership, "enter", enter)
+
+
+def _takes_every_key_for_one_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where others go on without a client, which finds by its steps where they are."""
+    monkeypatch.setattr(Slot, "last_step", property(lambda self: self.rounds))
+    monkeypatch.setattr(
+        Slot, "open_step", property(lambda self: self.rounds + 1 if self.contributors or self.held else 0)
+    )
+
+
+def _counts_what_is_repeated_after_a_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a client that is back was in each round that it pushes to, in whatever chunk that is still open."""
+    real = Rounds.go_on_with
+
+    def go_on_with(self: Rounds, slot: Slot) -> Any:
+        for rank in slot.entering.keys() & slot.held.keys():
+            del slot.entering[rank]
+        return real(self, slot)
+
+    monkeypatch.setattr(Rounds, "go_on_with", go_on_with)
 
 
 def _counts_barriers_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +265,15 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "round closed twice": (_closes_rounds_twice, "pushes"),
     "live client left out": (_leaves_out_who_is_alive, "must be there"),
     "returned client left out": (_enters_a_round_too_late, "must be there"),
+    "steps taken for rounds": (_takes_every_key_for_one_of_every_step, "still waiting|must be there"),
+    "round of others joined": (_counts_what_is_repeated_after_a_return, "were begun"),
     "rounds pass who enters": (_goes_on_while_somebody_enters, "have passed it"),
     "old value": (_answers_with_an_old_value, "goes back"),
     "resurrected client": (_hears_who_is_lost, "which is dead"),
     "resurrected incarnation": (_hears_the_process_before, "which is dead"),
-    "snapshot of several rounds": (_copies_whatever_is_there, "after step"),
+    "snapshot of several rounds": (_copies_whatever_is_there, "after step|snapshot .* (holds|has)"),
+    "snapshot of two steps": (_takes_every_push_for_one_of_the_step_before, "snapshot .* (holds|has)"),
+    "snapshot before its step": (_copies_before_all_have_pushed, "snapshot .* (holds|has)"),
     "one snapshot kept": (_keeps_one_snapshot, "was complete and whole"),
     "snapshot not read": (_begins_without_the_snapshot, "must be there"),
     "snapshot counted twice": (_counts_the_snapshot_twice, "enters after"),

@@ -22,9 +22,15 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.participant import GOODBYE_S
-from kvmpi.ps.snapshots import Manifest
+from kvmpi.ps.snapshot_book import Manifest
+from kvmpi.ps.snapshots import PartCopy
 
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
+MOST_CLIENTS = 4
+_NUMBERS = {key: i for i, key in enumerate(KEYS)}
+#: What is read into, and what each client pushes.
+_UNFILLED = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+_PUSHED = {(rank, key): np.full(KEYS[key], float(BASE**rank), "f4") for rank in range(MOST_CLIENTS) for key in KEYS}
 HEARTBEAT_TIMEOUT_S = 1.2
 #: Once the network is well, everything must be done within some retries and one loss of a server.
 GRACE_S = 60.0
@@ -67,7 +73,7 @@ class Job:
         faults.drop, faults.duplicate = choose.choice([(0.0, 0.0), (0.05, 0.1), (0.15, 0.15)])
         faults.delay_s = choose.choice([0.001, 0.02, 0.3])
         self.mode = choose.choice(["sync", "async"])
-        self.num_clients = 1 + choose.randrange(4)
+        self.num_clients = 1 + choose.randrange(MOST_CLIENTS)
         self.steps = 3 + choose.randrange(8)
         num_servers = 1 + choose.randrange(4)
         config = Config(
@@ -93,12 +99,18 @@ class Job:
         self._slow = {client for client in range(self.num_clients) if self.mode == "async" and choose.random() < 0.5}
         self._rule = choose.choice(["test", "test", "adam"]) if self.mode == "sync" else "test"
         self._seldom, self._phases = self._choose_seldom(with_snapshots=disk is not None)
+        # Whether each key has an init of its own.
+        self._one_by_one = random.Random(f"{seed} one by one").random() < 0.5
         # Whether nobody waits for these before they are pushed again.
         self._loose = random.Random(f"{seed} loose").random() < 0.5
         self.oracle = Oracle(
             self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
-            past=past, pushes=self._pushes,
+            past=past, pushes=self._pushes, overall=self._overall,
         )  # fmt: skip
+        if disk is not None and self.mode == "sync":
+            disk.on_complete = self._check_snapshot
+        # Whether programs count their iterations, which tells what belongs to one step.
+        self._counts = random.Random(f"{seed} clock").random() < 0.3
         # After so many pushes that clients were told the end of, one is lost as well: most of all in the first steps.
         early = random.Random(f"{seed} early")
         self._lost_after = sorted(early.sample(range(1, 60), 3)) if self._seldom and self.policy == "wait" else []
@@ -130,13 +142,18 @@ class Job:
             "resume": "" if resumed is None else folder,
         }  # fmt: skip
 
+    def _check_snapshot(self, number: int, parts: list[PartCopy]) -> None:
+        self.oracle.check_snapshot(number, parts)
+        self.network.faults.count("snapshot")
+        if self._seldom:
+            self.network.faults.count("seldom snapshot")
+
     def _choose_seldom(self, *, with_snapshots: bool) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
         """Keys that are pushed in every n-th step only, from which on, or never; and the order of keys in a step,
-        where one group is over before the next begins. Where rounds go on without a client such keys may be one round
-        off, and snapshots are not completed: that is left out."""
+        where one group is over before the next begins. Snapshots of what goes on without a client are left out."""
         choose = random.Random(f"{self.seed} seldom")
         keys = list(KEYS)
-        if self.mode != "sync" or self.policy == "shrink" or with_snapshots or choose.random() < 0.25:
+        if self.mode != "sync" or (with_snapshots and self.policy == "shrink") or choose.random() < 0.25:
             return {}, [keys]
         choose.shuffle(keys)
         found = {}
@@ -153,6 +170,12 @@ class Job:
         """How often a key is pushed in so many steps."""
         every, first = self._seldom.get(key, (1, 0))
         return max(0, (step - 1 - first) // every + 1)
+
+    def _overall(self, key: Any, step: int) -> int:
+        """The most pushes of any key by the time when the program has pushed this one in a step."""
+        order = [key for phase in self._phases for key in phase]
+        pushed = order.index(key) + 1
+        return max(self._pushes(other, step - (i >= pushed)) for i, other in enumerate(order))
 
     def run(self) -> Outcome:
         """Run it to the end.
@@ -176,7 +199,8 @@ class Job:
 
     def _after_each_step(self, name: str) -> None:
         self.oracle.check_servers(name)
-        self._disturbances.step()
+        if self.network.now_s >= self._disturbances.next_s:
+            self._disturbances.step()
         if self._lost_after and self.oracle.num_done >= self._lost_after[0]:
             del self._lost_after[0]
             self._disturbances.disturb_client()
@@ -255,22 +279,31 @@ class Job:
         deadline = self.cluster.deadline
         yield [ps.register(incarnation, deadline())]
         yield [ps.open_sessions(incarnation, deadline())]
-        ps.add_keys([(key, (count,), "float32") for key, count in KEYS.items()])
+        first_keys, others = ([*KEYS][:1], [*KEYS][1:]) if self._one_by_one else ([*KEYS], [])
+        ps.add_keys([(key, (KEYS[key],), "float32") for key in first_keys])
         if rank == 0 and incarnation == 1 and self._dies_early:
             self.network.at(self.network.now_s + self._early.uniform(0.0, 0.5), self._die_early)
             yield [self.network.pause(self._early.choice([0.0, 1.0]))]
-        yield [ps.init(key, np.zeros(count, "f4"), deadline()) for key, count in KEYS.items()]
+        yield [ps.init(key, np.zeros(KEYS[key], "f4"), deadline()) for key in first_keys]
         rule: optim.Rule = optim.Test(lr=-1.0) if self._rule == "test" else optim.Adam(lr=0.1)
         yield [ps.enter(deadline())]
+        if self._one_by_one:
+            for key in others:
+                ps.add_keys([(key, (KEYS[key],), "float32")])
+                yield [ps.init(key, np.zeros(KEYS[key], "f4"), deadline())]
+                yield [ps.enter(deadline())]
         yield [ps.set_rule(rule, deadline())]
         yield from self._meet(ps, rank, (0, 0))
+        entered = ps.resumed_step + ps.entered_after
         self.oracle.check_resumed(rank, ps.resumed_step)
         first = 1 + ps.resumed_step + ps.position
         if rank in self.oracle.gone and incarnation == self._incarnations[rank] > 1:
             self.network.faults.count("return" if not ps.resumed_step else "return after resume")
-            self.oracle.enter(rank, first - 1)
-            self._meetings.skip(rank, first - 1)
-            yield from self._read_all(ps, rank, first - 1)
+            if self._seldom:
+                self.network.faults.count("seldom return to others")
+            self.oracle.enter(rank, entered, first - 1)
+            self._meetings.skip(rank, entered)
+            yield from self._read_all(ps, rank, first - 1, later=True)
         elif self.mode == "sync" and self.policy == "wait" and incarnation == self._incarnations[rank] > 1:
             self.oracle.check_position(rank, first - 1, waits=not (self._loose and self._seldom))
             if self._seldom:
@@ -284,7 +317,8 @@ class Job:
         on_way: dict[Any, Work] = {}
         for step in range(first, self._last_step[rank] + 1):
             self._meetings.skip(rank, first - 1)
-            yield from self._exchange(ps, rank, step, on_way)
+            yield from self._exchange(ps, rank, step, on_way, entered if ps._has_entered else 0)
+            ps.clock += self._counts
             if rank in self._slow:
                 yield [self.network.pause(self.network.random.uniform(0.0, 2.0))]
             yield from self._meet(ps, rank, (step, 0))
@@ -319,11 +353,13 @@ class Job:
         self._meetings.come(rank, where)
         yield [ps.barrier(self.cluster.deadline())]
         # Who was away may have missed some before this, as long as it has not pushed.
-        if ps._furthest_step() > ps.position or (not ps._has_entered and (self._meets_again or ps.position == 0)):
+        if ps._furthest_step() > max(ps.position, ps.entered_after) or (
+            not ps._has_entered and (self._meets_again or ps.position == 0)
+        ):
             self._meetings.check_passed(rank, where)
 
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
-        outs = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+        outs = {key: unfilled.copy() for key, unfilled in _UNFILLED.items()}
         told = self.oracle.told()
         yield [self._pull(ps, key, outs[key], by_rows=(i + step) % 2 == 0) for i, key in enumerate(KEYS)]
         for key in KEYS:
@@ -334,31 +370,36 @@ class Job:
             return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), self.cluster.deadline())
         return ps.pull(key, out, self.cluster.deadline())
 
-    def _exchange(self, ps: PsClient, rank: int, step: int, on_way: dict[Any, Work]) -> Program:
-        """A step with every key that is pushed in it."""
-        repeats = step <= self.oracle.last_begun(rank)
+    def _exchange(self, ps: PsClient, rank: int, step: int, on_way: dict[Any, Work], entered: int) -> Program:
+        """A step with every key that is pushed in it; up to step ``entered`` nothing of that counts."""
+        repeats = step <= max(entered, self.oracle.last_begun(rank))
         for phase in self._phases:
             keys = [key for key in phase if self._pushes(key, step) > self._pushes(key, step - 1)]
             if self._loose and all(key in self._seldom for key in phase):
                 yield [on_way.pop(key) for key in keys if key in on_way]
-                on_way |= {key: self._push_alone(ps, rank, step, key) for key in keys}
+                on_way |= {key: self._push_alone(ps, rank, step, key, entered) for key in keys}
             elif keys:
-                yield from self._exchange_keys(ps, rank, step, keys, repeats=repeats)
+                yield from self._exchange_keys(ps, rank, step, keys, entered, repeats=repeats)
 
-    def _push_alone(self, ps: PsClient, rank: int, step: int, key: Any) -> Work:
-        self.oracle.begin(rank, key, step)
-        work = ps.push(key, np.full(KEYS[key], float(BASE**rank), "f4"), self.cluster.deadline())
-        work.add_done_callback(self.oracle.note_done(rank, key, step))
+    def _push_alone(self, ps: PsClient, rank: int, step: int, key: Any, entered: int) -> Work:
+        if counts := self._overall(key, step) > entered:
+            self.oracle.begin(rank, key, step)
+        work = ps.push(key, _PUSHED[rank, key].copy(), self.cluster.deadline())
+        if counts:
+            work.add_done_callback(self.oracle.note_done(rank, key, step))
         return work
 
-    def _exchange_keys(self, ps: PsClient, rank: int, step: int, keys: list[Any], *, repeats: bool) -> Program:
+    def _exchange_keys(
+        self, ps: PsClient, rank: int, step: int, keys: list[Any], entered: int, *, repeats: bool
+    ) -> Program:
         """Pushpull, or push and then pull; of the whole value, or of all its rows."""
-        values = {key: np.full(KEYS[key], float(BASE**rank), "f4") for key in keys}
-        outs = {key: np.full(KEYS[key], np.nan, "f4") for key in keys}
+        values = {key: _PUSHED[rank, key].copy() for key in keys}
+        outs = {key: _UNFILLED[key].copy() for key in keys}
         works, to_pull, arriving = [], [], {}
         for key in keys:
-            i = list(KEYS).index(key)
-            self.oracle.begin(rank, key, step)
+            i = _NUMBERS[key]
+            if counts := self._overall(key, step) > entered:
+                self.oracle.begin(rank, key, step)
             fused = (i + step + rank * (self.mode == "async")) % 2 == 1
             deadline, value = self.cluster.deadline(), values[key]
             if (i + step // 2 + rank) % 3 == 0:  # other clients push all of it in the same round
@@ -370,7 +411,8 @@ class Job:
             else:
                 work = ps.push(key, value, deadline, priority=-i)
             to_pull += [] if fused else [key]
-            work.add_done_callback(self.oracle.note_done(rank, key, step))
+            if counts:
+                work.add_done_callback(self.oracle.note_done(rank, key, step))
             works.append(work)
         yield works
         for value in values.values():

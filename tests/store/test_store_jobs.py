@@ -29,11 +29,12 @@ SHAPES = {
     "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi"],
     "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved"],
     "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
-    "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi"],
+    "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
     "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
     "-n 4 -c 2 -s 2": [
         f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
         "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi",
+        "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async",
     ],
     "-n 4 -c 2 -s 7": [f"sums.py {BOTH}"],
     "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync"],
@@ -126,6 +127,11 @@ def test_arrays_of_the_store(options, program):
 def test_lists_of_keys(options, program):
     expected = [f"lists {name} right" for name in program.partition("FOLDER ")[2].split()]
     assert said(options, program) == [expected] * shape(options)[0]
+
+
+@of("reduced")
+def test_what_a_client_has_summed_is_pushed_once_and_all_hear_what_any_says(options, program):
+    assert said(options, program) == [[f"reduced {name} right" for name in program.split()[1:]]] * shape(options)[0]
 
 
 @of("ahead")

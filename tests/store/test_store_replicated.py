@@ -56,3 +56,25 @@ def test_a_view_of_a_torch_key_is_the_value_and_warns_of_nothing() -> None:
         kv.push("w", torch.ones(2, 3))
         assert torch.equal(kv.view("w"), torch.ones(2, 3))
         assert kv.view("w").data_ptr() == kv.view("w").data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_views_that_are_pushed_together_are_what_they_were_before_the_call(run_ranks: RunRanks, size: int) -> None:
+    """A rule changes values where they are, key by key, while the next key's sum may be still to read them."""
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi" if size > 1 else "local", Config(timeout_s=20.0, bucket_bytes=1000), comm)
+        index, updater = np.arange(300.0), lambda key, pushed, stored: np.add(stored, pushed, out=stored)
+        kv.init(["a", "b"], [index, 7 * index])
+        a, b = index, 7 * index
+        for begin in (lambda: kv.set_optimizer(kvmpi.optim.Test(lr=-1.0)), lambda: kv.set_updater(updater)):
+            begin()
+            for views in ([kv.view("b"), kv.view("a")], [kv.view("b")[::-1], [kv.view("a"), kv.view("b")]]):
+                pushed_a, pushed_b = views[0].copy(), np.sum(views[1], axis=0) if type(views[1]) is list else views[1]
+                a, b = a + size * pushed_a, b + size * pushed_b
+                kv.push(["a", "b"], views)
+                np.testing.assert_array_equal(kv.view("a"), a)
+                np.testing.assert_array_equal(kv.view("b"), b)
+        kv.close()
+
+    run_ranks(size, rank_main)

@@ -9,6 +9,8 @@ from store_helpers import array, pulled
 
 import kvmpi
 from kvmpi import errors, optim
+from kvmpi.config import Config
+from kvmpi.store.replicated import ReplicatedStore
 
 
 def test_optimizer_runs_in_the_store(any_store):
@@ -131,3 +133,71 @@ def test_assigned_values_are_what_the_optimizer_goes_on_from(store):
     with pytest.raises(errors.DTypeMismatchError):
         store.assign(["f2", "f4"], [np.ones(3, "f4")] * 2)
     assert (pulled(store, "f2", np.empty(3, "f2")) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["local", "mpi"])
+def test_of_an_optimizer_and_an_updater_the_last_one_counts(name):
+    def double(key, pushed, stored):
+        stored += 2 * pushed
+
+    def push(by):
+        nonlocal value
+        kv.push("w", array(1))
+        value = value + by * array(1)
+        np.testing.assert_allclose(pulled(kv, "w", array(0)), value, rtol=1e-6)
+
+    with kvmpi.create(name) as kv:
+        kv.init("w", array(0))
+        value = array(0)
+        kv.set_updater(double)
+        push(2)
+        kv.set_optimizer(optim.Test(lr=-1.0))
+        push(1)
+        kv.set_updater(double)
+        push(2)
+        assert kv.optimizer is None
+        with pytest.raises(errors.ConfigError, match="no optimizer"):
+            kv.set_hyperparams(lr=1.0)
+
+
+def test_a_mean_over_different_numbers_of_devices_is_refused(run_ranks):
+    """One of the ranks would divide by another number: values of ranks would differ, or be too large."""
+
+    def rank_main(comm):
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer(optim.Elastic(1.0))
+        with pytest.raises(errors.DTypeMismatchError, match=r"averaged over 1 devices .* averaged over 2 devices"):
+            kv.push("w", [np.ones(3)] * (comm.rank + 1))
+        kv.allreduce("w", [np.ones(3)] * (comm.rank + 1), out := np.zeros(3))
+        np.testing.assert_array_equal(out, np.full(3, 3.0))
+        kv.push("w", [np.full(3, 1.0 + comm.rank)] * 2)
+        np.testing.assert_array_equal(pulled(kv, "w", np.zeros(3)), np.full(3, 1.5))
+        kv.close()
+
+    run_ranks(2, rank_main)
+
+
+def test_an_array_that_cannot_be_carried_is_named_by_its_key(any_store):
+    any_store.init(["w", "v"], [array(0), array(0)])
+    for call in (
+        lambda: any_store.push(["w", "v"], [array(1), array(1).astype("c8")]),
+        lambda: any_store.pull(["w", "v"], [array(1), array(1).astype(">f4")]),
+    ):
+        with pytest.raises(errors.DTypeMismatchError, match="key 'v'"):
+            call()
+    with pytest.raises(errors.DTypeMismatchError, match=r"'u'.*complex64"):
+        any_store.init("u", array(0).astype("c8"))
+
+
+def test_an_array_that_cannot_be_written_is_named_by_its_key(any_store):
+    any_store.init(["w", "v"], [array(0), array(0)])
+    fixed = array(1)
+    fixed.flags.writeable = False
+    for call in (
+        lambda: any_store.pull(["w", "v"], [array(1), fixed]),
+        lambda: any_store.pushpull(["w", "v"], [array(1), fixed]),
+        lambda: any_store.row_sparse_pull(["w", "v"], [array(1), fixed], [[0, 1], [1, 0]]),
+    ):
+        with pytest.raises(errors.UnsupportedError, match="key 'v' on worker 0: out is a read-only"):
+            call()

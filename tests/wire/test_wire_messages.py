@@ -19,7 +19,7 @@ ENTRIES = [
     entries.Gone(1, "was lost", 3),
     entries.Created("k", 0, 1, 5, [5], "float32"),
     entries.Returned(2),
-    entries.Entered(2, 7, [("k", 0), (4, 1)]),
+    entries.Entered(2, 7),
     entries.Finished(2),
     entries.Round("k", 3),
     entries.Round("k", 3, [0, 2]),

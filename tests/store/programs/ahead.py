@@ -1,6 +1,8 @@
 """Pushes that fetch their round's value for the pull behind them: always the right value, and fetched only once."""
 
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 
@@ -81,6 +83,28 @@ def patterns(kv, name):
         check(outs[key], total(key, n, 15), f"{name} async_op pull")
 
 
+def held_back(kv, flag):
+    """A push that has to wait for other clients has what was there when it was made, also through a read-only view."""
+    n, count = kv.num_workers, 1001
+    kv.init("w", np.zeros(count, "f4"))
+    if kv.rank == 0 and kv.num_clients > 1:
+        deadline_s = time.monotonic() + 30
+        while not flag.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.05)  # by now the others' second push waits for this client's first
+    base, out = np.empty(count, "f4"), np.empty(count, "f4")
+    seen = base.view()
+    seen.flags.writeable = False
+    for step in (1, 2):
+        if step == 2 and kv.rank == n - 1:
+            flag.touch()
+        base[:] = kv.rank + step
+        kv.push("w", seen)
+        base[:] = 66
+    kv.pull("w", out)
+    check(out, np.full(count, sum(rank + 2 for rank in range(n))), "held back")
+
+
 def rules(kv):
     """A rule with another answer for a pull than for an exchange; weights that are restored."""
     n, count = kv.num_workers, 1001
@@ -117,6 +141,8 @@ for name in ("dist_sync", "dist_sync_mpi"):
             kv.push(0, np.full(5000, kv.rank + step, "f4"))
         kv.pull(0, out)
         check(out, np.full(5000, sum(rank + 2 for rank in range(kv.num_workers))), "fp16")
+    with kvmpi.create(name) as kv:
+        held_back(kv, Path(f"{sys.argv[1]}.{name}"))
     with kvmpi.create(name) as kv:
         rules(kv)
     print(f"ahead {name} right", flush=True)

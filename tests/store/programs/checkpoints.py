@@ -1,4 +1,5 @@
-"""``save`` and ``load`` that fail on one worker fail on all, change nothing, and leave everybody in step."""
+"""``save``, ``load`` and other calls in which all meet: what fails on one worker fails on all, changes nothing, and
+leaves everybody in step."""
 
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import kvmpi
-from kvmpi.errors import KVError, OrderMismatchError, ShapeMismatchError
+from kvmpi.errors import KVError, OrderMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.store import checkpoint
 
 COUNT = 70_000  # large enough that the workers of a host share the value of an mpi store
@@ -34,7 +35,7 @@ def expect(label, call, kinds, *named):
     raised = None
     try:
         call()
-    except KVError as error:
+    except Exception as error:
         raised = error
     assert isinstance(raised, kinds), f"{label}: {raised!r} on worker {r}"
     assert all(str(word) in str(raised) for word in named), (label, raised)
@@ -82,6 +83,16 @@ for odd in (0, n - 1):  # a disk that is bad on one host
     file = folder / "damaged" if r == odd else good
     expect(f"load of a file damaged for worker {odd}", lambda file=file: kv.load(file), KVError, "damaged", "'w'")
 
+for odd in (0, n - 1):
+    size = COUNT + (r == odd)
+    expect("assign", lambda size=size: kv.assign("w", np.ones(size, "f4")), ShapeMismatchError, f"worker {odd}", COUNT)
+    if r == odd:  # something that it had started
+        kv._engine.push(lambda: [][1], writes=[kv._engine.variable("odd")], lane="cpu", name="odd")
+    expect("barrier", kv.barrier, IndexError if r == odd else KVError, "list index out of range")
+    if name != "mpi":
+        kind = {"type": "2bit" if r == odd else "fp16"}
+        expect("compression", lambda kind=kind: kv.set_gradient_compression(kind), UnsupportedError, "2bit")
+
 if kv.mpi_size > 1:  # some workers of a client make another call: the others are told, and nobody waits for anybody
     for call in (lambda: kv.save(folder / "mixed"), lambda: kv.load(good)):
         noticed = False
@@ -101,5 +112,13 @@ in_step("save")
 kv.push("w", index)
 kv.load(folder / "again")
 assert (value("w") == index).all()
+if kv.num_clients > 1:  # the others wait for worker 0's value
+    raised = None
+    try:
+        kv.broadcast("z", np.zeros(COUNT + (kv.client_rank == kv.num_clients - 1), "f4"), np.empty(COUNT, "f4"))
+    except ShapeMismatchError as error:
+        raised = error
+    assert f"client {kv.num_clients - 1}" in str(raised), raised
+    in_step("broadcast")
 kv.close()
 print(f"checkpoints {name} right", flush=True)

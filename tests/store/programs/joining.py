@@ -136,6 +136,22 @@ def synchronous(name, turn):
         refused(kv)
 
 
+def ahead(name, turn):
+    """The last push of a client brings its round's value for the pull behind it, but not for those after the join."""
+    with kvmpi.create(name) as kv:
+        counts, out = batches(kv.num_workers, turn), np.zeros(5)
+        kv.init("w", out)
+        for step in range(counts[kv.rank]):
+            kv.push("w", np.full(5, 10.0 * kv.rank + step))
+            kv.wait_all()  # the value is here before it is asked for
+            kv.pull("w", out)
+            check(out, sum(10.0 * r + step for r in range(len(counts)) if counts[r] > step), name, turn, step, "ahead")
+        kv.join()
+        last = max(counts) - 1
+        whole = sum(10.0 * r + last for r in range(len(counts)) if counts[r] > last)
+        comes(kv, "w", out, lambda: check(out, whole, name, turn, "after", "ahead"))
+
+
 def updates(name, turn, path):
     """With a rule that adds: nothing is lost. Hyperparameters, checkpoints and barriers in between."""
     with kvmpi.create(name) as kv:
@@ -210,6 +226,7 @@ for name in sys.argv[2:]:
     for turn in range(4):
         if not name.startswith("dist_async"):
             synchronous(name, turn)
+            ahead(name, turn)
             islands(name, turn)
         updates(name, turn, sys.argv[1])
         means(name, turn)

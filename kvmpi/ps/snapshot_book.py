@@ -1,0 +1,169 @@
+"""Snapshots as the scheduler knows them, without I/O: what is due, what is complete, what to keep, what to resume."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvmpi.wire import messages as m
+
+#: Complete snapshots that are kept.
+KEPT = 2
+#: How much further ahead than at first the scheduler's number may be, if servers were there too soon.
+_MOST_MARGIN = 16
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes a snapshot complete: its parts with their checksums, and how far each store is."""
+
+    number: int
+    files: tuple[tuple[int, int], ...]  # by part: bytes and checksum
+    steps: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Pending:
+    files: dict[int, m.PartFile] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+
+
+class SnapshotBook:
+    """What the scheduler knows of snapshots.
+
+    Args:
+        num_parts: parts of the values.
+        seconds: begin a snapshot so often; 0: servers begin by themselves.
+        resumed: the snapshot that the job goes on from.
+    Attributes:
+        complete: numbers of the snapshots that this job can go back to, in ascending order.
+        missed: the last snapshot that was given up for another one.
+    """
+
+    def __init__(self, num_parts: int, seconds: float = 0.0, resumed: Manifest | None = None) -> None:
+        self.num_parts, self._seconds, self.resumed = num_parts, seconds, resumed
+        self.complete = [resumed.number] if resumed is not None else []
+        self._base = self._newest = resumed.number if resumed is not None else 0
+        self._pending: dict[int, _Pending] = {}
+        # Of which all parts are written, and the manifest is still to be.
+        self._whole: set[int] = set()
+        self._dropped: list[int] = []
+        self._stale: list[int] = []
+        self.missed = 0
+        self._closed = False
+        self._due_s = math.inf
+        # How far the servers were at their last heartbeats, and the most that one has gone in between.
+        self._rounds: dict[int, int] = {}
+        self._stride = 1
+        self._margin = 2
+
+    @property
+    def settled(self) -> bool:
+        """Whether no snapshot is under way."""
+        return not self._pending
+
+    def close(self) -> None:
+        """The job ends: nothing more is begun."""
+        self._seconds, self._closed = 0.0, True
+
+    def heartbeat(self, server: int, number: int) -> None:
+        """A server's furthest chunk is at ``number``."""
+        number = max(number, self._base)  # it says 0 until it has read its snapshot
+        before = self._rounds.get(server, number)
+        self._stride = max(1, number - before, self._stride // 2)
+        self._rounds[server] = number
+
+    def tick(self, now_s: float) -> int | None:
+        """A snapshot that all servers are to take now."""
+        if not self._seconds or not self._rounds:
+            return None
+        if math.isinf(self._due_s):
+            self._due_s = now_s + self._seconds
+        # Nothing new since the last one, or the last one is still ahead.
+        if now_s < self._due_s or max(self._rounds.values()) <= self._newest:
+            return None
+        self._due_s = now_s + self._seconds
+        return self._announce()
+
+    def _announce(self) -> int:
+        """A number a bit beyond all that is known, which every server can reach."""
+        self._newest = max(self._newest, *self._rounds.values()) + self._margin * self._stride
+        self._open(self._newest)
+        return self._newest
+
+    def _open(self, number: int) -> None:
+        """A snapshot begins; those that were dropped before it are not written to any more, or in vain."""
+        self._pending[number] = _Pending()
+        self._stale += self._dropped
+        self._dropped = []
+
+    def hear(self, message: m.SnapshotNews) -> tuple[int | None, Manifest | None]:
+        """A server's news: the snapshot that all are to take because of it, and the one that is complete now."""
+        number = message.number
+        if message.stage == "begun":
+            if number <= self._newest:
+                return None, None
+            self._newest = number
+            self._open(number)
+            return number, None
+        if number in self._whole or number in self.complete:
+            return None, None  # by now it can do without a server that has left it out
+        pending = self._pending.get(number)
+        if message.stage != "written":
+            return self._give_up(number, try_another=message.stage == "missed" or self._seconds > 0), None
+        if pending is None:
+            self._newest = max(self._newest, number)  # dropped before anyone else has begun
+            return None, None
+        for file in message.files:
+            if 0 <= file.part < self.num_parts:
+                pending.files[file.part] = file
+        for store, step in message.steps.items():
+            pending.steps[store] = min(step, pending.steps.get(store, step))
+        if len(pending.files) < self.num_parts:
+            return None, None
+        del self._pending[number]
+        self._whole.add(number)
+        files = tuple((pending.files[part].nbytes, pending.files[part].checksum) for part in range(self.num_parts))
+        return None, Manifest(number, files, pending.steps)
+
+    def _give_up(self, number: int, *, try_another: bool) -> int | None:
+        """A server does not take part in a snapshot; the one that all are to take instead."""
+        if number not in self._dropped:
+            self._dropped.append(number)
+        self._pending.pop(number, None)
+        self._newest = max(self._newest, number)
+        if not try_another or self._closed or number < self._newest or not self._rounds:
+            return None
+        if self._margin >= _MOST_MARGIN:
+            return None
+        # It was too near, or at a place where nobody can tell what belongs to it: once more, and further ahead.
+        self._margin *= 2
+        self.missed = number
+        return self._announce()
+
+    def committed(self, number: int) -> None:
+        """The manifest of a snapshot is on the disk."""
+        self._whole.discard(number)
+        self._margin = max(2, self._margin // 2)
+        self.complete = sorted({*self.complete, number})[-KEPT:]
+        self._pending = {other: pending for other, pending in self._pending.items() if other > number}
+
+    def given_up(self, number: int) -> None:
+        """The manifest of a snapshot cannot be written."""
+        self._whole.discard(number)
+        self._dropped.append(number)
+
+    def recall(self, complete: Iterable[int]) -> None:
+        """These were completed by a scheduler before this one."""
+        self.complete = sorted({*self.complete, *complete})[-KEPT:]
+
+    def take_stale(self) -> list[int]:
+        """Snapshots that were dropped and whose files can go, once: on a full disk they would keep the next out."""
+        stale, self._stale = self._stale, []
+        return stale
+
+    def obsolete(self, there: Collection[int]) -> list[int]:
+        """Which of the snapshots that are there can go: older ones, and those that were never completed."""
+        newest = self.complete[-1] if self.complete else 0
+        return sorted(number for number in there if number < newest and number not in self.complete)

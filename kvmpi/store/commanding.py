@@ -1,0 +1,95 @@
+"""What a client's master tells servers and scheduler besides values: rules, codecs, who meets whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvmpi import optim
+from kvmpi.collectives import Entry
+from kvmpi.engine import Work
+from kvmpi.errors import UnsupportedError
+from kvmpi.ps import PsClient
+from kvmpi.store.base import KVStore
+from kvmpi.store.call import Invocation
+
+
+class Commanding(KVStore):
+    """The part of a store on servers that is about all of its keys."""
+
+    _ps: PsClient | None
+
+    def _command(
+        self, run: Callable[[PsClient], Work | None], call: Invocation, result: list[str] | None = None
+    ) -> Work:
+        """Push: the master does something for all workers of its client; ``result`` of the master reaches all."""
+        ps = self._ps
+        work: Work | None = None
+        if ps is not None:
+            work = self._engine.push(
+                lambda: run(ps), reads=call.done, writes=[self._control], name=call.op,
+                lane="cpu" if call.op == "create" else "inline",
+            )  # fmt: skip
+        if self.mpi_size > 1 or work is None:
+            work = self._tell_op(call.op, [self._control], call, result=result)
+        return work
+
+    def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
+        self._settle(call.deadline)
+        return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
+
+    def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
+        changed = {name: rule.hyperparams()[name] for name in hyperparams}
+        return self._command(lambda ps: ps.set_hyperparams(changed, call.deadline), call)
+
+    def set_gradient_compression(self, params: dict[str, Any]) -> None:
+        def prepare() -> str:
+            unknown = set(params) - {"type"}
+            name = str(params.get("type", ""))
+            if unknown or name not in ("none", "fp16", "bf16"):
+                raise UnsupportedError(
+                    f"set_gradient_compression({params}): available are {{'type': 'fp16'}}, {{'type': 'bf16'}} and "
+                    "{'type': 'none'}"
+                )
+            return name
+
+        with self._meeting("set_gradient_compression") as call:
+            name = self._enter(call, prepare, lambda name: [Entry(name)], lambda name: name)
+            self._settle(call.deadline)
+        if self._ps is not None:
+            self._ps.set_codec(name)
+
+    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
+        if failure is not None:  # which all workers of this client know
+            if self._ps is not None:
+                self._ps.barrier(call.deadline, failure).wait()
+            return
+        first = ["0"]
+        self._command(lambda ps: ps.barrier(call.deadline, None, first), call, result=first).wait()
+        self._first = int(first[0])
+
+    def _any_client(self, condition: bool, call: Invocation) -> bool:
+        said = [str(int(condition))]
+        self._command(lambda ps: ps.barrier(call.deadline, said=said), call, result=said).wait()
+        return said == ["1"]
+
+    def _set_clock(self, clock: int) -> None:
+        super()._set_clock(clock)
+        if self._ps is not None:
+            self._ps.clock = clock
+
+    def num_dead(self, timeout_s: float = 60.0) -> int:
+        call = self._call("num_dead")
+        self._enter(call, lambda: None, details=lambda _: timeout_s)
+        result = ["0"]
+
+        def ask(ps: PsClient) -> Work:
+            work, dead = ps.dead_clients(timeout_s, call.deadline)
+            work.add_done_callback(lambda _: result.__setitem__(0, str(len(dead))))
+            return work
+
+        self._command(ask, call, result=result).wait()
+        return int(result[0])
+
+    def _imbalance(self) -> float:
+        return 1.0 if self._ps is None else self._ps.imbalance()

@@ -1,0 +1,111 @@
+"""Where the workers of all clients meet: barriers, what they say there, and what has failed on one of them."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvmpi.arrays import Vector
+from kvmpi.errors import OrderMismatchError
+from kvmpi.store.call import Invocation
+from kvmpi.store.core import StoreCore
+
+
+class Meeting(StoreCore):
+    """The part of a store in which workers wait for each other."""
+
+    @property
+    @abstractmethod
+    def broken(self) -> bool:
+        """Whether workers of this client were lost, so that the process cannot end MPI in good order."""
+
+    def barrier(self) -> None:
+        """Return when every worker is here and everything that this worker started is done.
+
+        If something that was started has failed on one worker, the workers of all clients raise, and all are behind the
+        barrier: who goes on after the error is in step with the others.
+
+        Raises:
+            KVError: what has failed, here or on the client that it names.
+            ClientLostError: a client has ended that the others need; it says with which error, if that is known.
+            KVTimeoutError: not all workers came within ``KVMPI_TIMEOUT_S``; it says which clients are missing.
+        """
+        call = self._call("barrier")
+        try:
+            with self._meeting("barrier", call):
+                self._enter(call, lambda: self._settle(call.deadline))
+                self._settle(call.deadline)
+        finally:
+            self._recorder.blocked(time.perf_counter() - call.started_s)
+
+    def any(self, condition: Any) -> bool:
+        """Whether ``condition`` is true on any worker of any client; the same answer for all of them.
+
+        Collective over all workers, as ``barrier`` is; what is under way goes on. For what all do or none: to leave a
+        step out (``if kv.any(not loss.isfinite()): continue``), or to end early. Who has joined says no.
+        """
+        call = self._call("any")
+        try:
+            return self._any_client(self._any_worker(self._enter(call, lambda: bool(condition)), call), call)
+        finally:
+            self._recorder.blocked(time.perf_counter() - call.started_s)
+
+    def _any_worker(self, condition: bool, call: Invocation) -> bool:
+        """Whether it is true on any worker of this client."""
+        if self.mpi_size == 1:
+            return condition
+        said = np.array([float(condition)])
+
+        def run(cause: BaseException | None) -> None:
+            call.check()
+            sources = [Vector(said, "float64", "cpu", shared=True)]
+            self._reduce.allreduce_many([(sources, said, ())], "float64", call.deadline, call.op)
+            if cause is not None:
+                raise cause
+
+        self._engine.push(run, reads=call.done, lane="reduce", name=call.op, no_skip=True).wait()
+        return bool(said[0])
+
+    def _any_client(self, condition: bool, call: Invocation) -> bool:
+        """Whether it is true in any client; it is the same on all workers of this one."""
+        return condition
+
+    def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
+        """All workers are here; if a client has come with a ``failure``, which all its workers know, others raise it.
+
+        The agreement has seen to it where there is one client.
+        """
+
+    def _together(self, op: str, run: Callable[[], None]) -> None:
+        """Run something on every worker; if it fails on one of this client's, all of them raise."""
+        call = self._call(op)
+        self._enter(call, run)
+        self._settle(call.deadline)
+
+    @contextmanager
+    def _meeting(self, op: str, call: Invocation | None = None) -> Iterator[Invocation]:
+        """What the workers of every client do, and then meet: if it fails on one of them, all raise.
+
+        It fails on all workers of a client or on none, by their agreement. ``call``: which this is all of.
+        """
+        self._check_open()
+        failure: Exception | None = None
+        try:
+            yield call or self._call(op)
+        except OrderMismatchError:
+            raise  # somebody makes another call, and does not come
+        except Exception as error:  # whatever it is, the other clients must hear of it
+            if self.broken:
+                raise  # this client has lost workers, and cannot go on: its end will be heard of
+            failure = error
+        try:
+            # Who has failed may have no time left of the call's.
+            self._barrier(self._call(op) if call is None or failure is not None else call, failure)
+        finally:
+            if failure is not None:
+                raise failure

@@ -1,0 +1,113 @@
+"""To which steps of a program its pushes may belong, against what the program does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvmpi.ps.order import Span, common
+from kvmpi.ps.steps import Steps, Track
+
+OFTEN = "often"
+
+
+class Program:
+    """Pushes ``keys`` in their order, each in every so many steps from one on, in calls with one or several of them.
+
+    Args:
+        ticks: it counts its iterations.
+        start: its first step is the one after that.
+    """
+
+    def __init__(self, keys: list[str], every: dict[str, tuple[int, int]], calls: list[list[str]], *, ticks: bool,
+                 start: int = 0) -> None:  # fmt: skip
+        self.keys, self.every, self.calls, self.ticks, self.start = keys, every, calls, ticks, start
+
+    @classmethod
+    def random(cls, seed: int) -> Program:
+        choose = random.Random(seed)
+        keys = choose.sample([OFTEN, "a", "b", "c", "d"], 5)
+        every = {key: (choose.choice([1, 2, 3, 5, 100]), choose.randrange(5)) for key in keys} | {OFTEN: (1, 0)}
+        # A key that is pushed in every step but one looks like one that is pushed in every step.
+        every = {key: (n, 0) if n == 1 else (n, first) for key, (n, first) in every.items()}
+        calls, rest = [], keys
+        while rest:
+            size = choose.choice([1, 1, 1, 2, 3])
+            calls, rest = [*calls, rest[:size]], rest[size:]
+        return cls(keys, every, calls, ticks=choose.random() < 0.3, start=choose.randrange(6))
+
+    def run(self, num_steps: int) -> Iterator[tuple[int, list[str], Span]]:
+        """Each call: its step in this process, its keys, and what its pushes say."""
+        steps, tracks, clock = Steps(counts=True), {key: Track() for key in self.keys}, 0
+        for step in range(self.start + 1, self.start + 1 + num_steps):
+            for call in self.calls:
+                pushed = [key for key in call if (step - 1) % self.every[key][0] == self.every[key][1]]
+                spans = {turn.span for turn in steps.take({key: tracks[key] for key in pushed}, clock)}
+                if pushed:
+                    (span,) = spans
+                    yield step - self.start, pushed, span
+            clock += self.ticks
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_a_push_belongs_to_one_of_the_steps_that_it_says(block: int) -> None:
+    num_sharp = num_calls = 0
+    for seed in range(200 * block, 200 * block + 200):
+        program = Program.random(seed)
+        for step, keys, span in program.run(25):
+            assert span.earliest <= step <= span.latest <= span.earliest + 1, (
+                f"seed {seed}: {keys} in step {step} say {span}; {program.every}, {program.calls}"
+            )
+            num_sharp += span.earliest == span.latest
+            num_calls += 1
+    assert num_sharp > 0.75 * num_calls, "little is gained by saying so little"
+
+
+FIRST, LAST, MIDDLE = ["s", OFTEN, "z"], [OFTEN, "z", "s"], [OFTEN, "s", "z"]
+SELDOM = {OFTEN: (1, 0), "z": (1, 0), "s": (3, 1)}
+
+
+@pytest.mark.parametrize("keys", [FIRST, LAST, MIDDLE], ids=["first", "last", "middle"])
+@pytest.mark.parametrize(("calls", "ticks"), [("alone", True), ("together", False), ("alone", False)])
+def test_what_tells_to_which_step_a_key_belongs(keys: list[str], calls: str, ticks: bool) -> None:
+    """One call with others, iterations that are counted, or another key after it: not when it is seen first."""
+    program = Program(keys, SELDOM, [keys] if calls == "together" else [[key] for key in keys], ticks=ticks)
+    said = [(step, span) for step, pushed, span in program.run(20) if "s" in pushed]
+    if calls == "alone":
+        assert said.pop(0)[1].earliest < 3
+    for step, span in said:
+        nothing_tells = calls == "alone" and not ticks and keys != MIDDLE
+        expected = (step - 1, step) if keys == FIRST else (step, step + 1)
+        assert span == (expected if nothing_tells else (step, step))
+
+
+def test_what_was_seen_in_the_first_step_holds() -> None:
+    """A key that came before all others then is the first of a step whenever it comes."""
+    every = {**SELDOM, "s": (3, 0)}
+    program = Program(FIRST, every, [[key] for key in FIRST], ticks=False)
+    for step, pushed, span in program.run(20):
+        if "s" in pushed:
+            assert span == (step, step)
+
+
+def test_an_order_that_changes_tells_nothing() -> None:
+    """What came before all others comes between them, and then after them."""
+    steps, tracks = Steps(counts=True), {key: Track() for key in "sab"}
+    said = {}
+    for step, keys in enumerate(["sab", "ab", "asb", "abs", "ab"], start=1):
+        for key in keys:
+            (turn,) = steps.take({key: tracks[key]})
+            said[step, key] = turn.span
+            assert key != "a" or step == 1 or turn.span == (step, step)
+    assert said[3, "s"] == (3, 4)
+    assert said[3, "b"] == (3, 3)
+    assert said[4, "s"] == (4, 5)
+
+
+def test_a_round_belongs_to_the_steps_that_all_its_clients_say() -> None:
+    assert common([Span(3, 4), Span(4, 4)], 9) == (4, 4), "some know more than others"
+    assert common([Span(3, 4), Span(3, 4)], 9) == (3, 4)
+    assert common([Span(3, 3), Span(5, 5)], 9) == (3, 5), "they contradict each other"
+    assert common([Span(3, 3), Span()], 9) == common([], 9) == (9, 9)
