@@ -19,6 +19,9 @@ from kvmpi.horovod.operations import Average, Operation, Sum, chosen, start_allr
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.buckets import Progress, plan
 
+#: What has to be done before gradients are looked at or changed.
+_FIRST = "call optimizer.synchronize() first, and optimizer.step() inside 'with optimizer.skip_synchronize():'"
+
 
 class _Distributed:
     """What is put before the class of an optimizer. Fields are the optimizer's own, but for ``_hvd``."""
@@ -57,6 +60,17 @@ class _Distributed:
         update = self._hvd.patched_step or super().step  # type: ignore[misc]
         return update(closure)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where GradScaler looks first, before it looks at gradients: those on their way are not what all ranks get."""
+        if self._hvd.under_way():
+            raise KVError(f"GradScaler.step() while gradients are on their way to other ranks: {_FIRST}")
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value
+
     def zero_grad(self, *arguments: Any, **options: Any) -> Any:
         """As of the optimizer; an error while gradients are under way."""
         if self._hvd.under_way():
@@ -80,6 +94,7 @@ class _Reduction:
         nbytes = [p.numel() * p.element_size() for p in self._params]
         self._buckets = plan(range(len(nbytes))[::-1], nbytes, Config.from_env().bucket_bytes)
         self._handles: list[Handle] = []
+        self._left_as: list[tuple[int, torch.Tensor, int]] = []  # gradients that are on their way, and their versions
         self.steps_synchronize, self.synchronized = True, False
         #: What somebody has put over the optimizer's own ``step`` before, and the optimizer that it refers to.
         self.patched_step: Any = None
@@ -128,13 +143,26 @@ class _Reduction:
         op, before, after = self._op, 1.0, 1.0
         if self._predivide != 1.0:
             op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
+        self._left_as += [(index, grad, grad._version) for index, grad in zip(bucket, gradients, strict=True)]
         title = f"gradients from {self._names[bucket[0]]} on"
         self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
 
+    def _check_unchanged(self) -> None:
+        """Raise if somebody has written to gradients on their way: what came of that would differ between ranks."""
+        changed = [index for index, grad, version in self._left_as if grad._version != version]
+        self._left_as.clear()
+        if changed:
+            raise KVError(
+                f"the gradient of {self._names[changed[0]]} was changed after loss.backward() (clipped, added to, "
+                f"unscaled), on its way to other ranks: {_FIRST}"
+            )
+
     def synchronize(self) -> None:
         if not self._alone:
+            self._check_unchanged()
             for number in self._progress.finish():
                 self._launch(self._buckets[number])
+            self._left_as.clear()
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.wait()

@@ -30,6 +30,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     Gradients travel in DDP's buckets, each a key of ``kv`` (``prefix``, number, length, dtype) that is made when the
     bucket first comes; DDP forms new buckets after its first step, and the old keys stay.
 
+    When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process.
+
     Args:
         kv: a synchronous store without an optimizer: it sums, and DDP's optimizer steps in every worker. A store that
             has other keys has keys that are strs.
@@ -41,13 +43,16 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     if kv.is_capable("async"):
         raise ConfigError(
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
-            "no sum of gradients to get back; use a synchronous store"
+            "no sum of gradients to get back; use a synchronous store, or kvmpi.torch.DistributedOptimizer without DDP"
         )
     made = set[str]()
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if kv.optimizer is not None:
-            raise ConfigError(f"ddp_comm_hook: the store applies {kv.optimizer!r} to what is pushed; create another")
+            raise ConfigError(
+                f"ddp_comm_hook: the store applies {kv.optimizer!r} to what is pushed, and gives no gradients back; "
+                "create another, or take kvmpi.torch.DistributedOptimizer without DDP"
+            )
         gradients: torch.Tensor = bucket.buffer()
         key = f"{prefix}.{bucket.index()}.{gradients.numel()}.{str(gradients.dtype).removeprefix('torch.')}"
         if key not in made:

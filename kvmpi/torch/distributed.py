@@ -14,7 +14,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
-from kvmpi.torch import rules
+from kvmpi.torch import gradients, rules
 from kvmpi.torch.buckets import BUCKET_BYTES
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
@@ -22,6 +22,7 @@ from kvmpi.torch.layers import Layers
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
 from kvmpi.torch.trainer import options_of
+from kvmpi.torch.weights import Weights
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -47,11 +48,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     **Weights come back** with ``update_on_kvstore=True``, a store with an optimizer (``kv.set_optimizer``), and
     asynchronous stores. The store updates with the optimizer's rule and options, for this optimizer alone; it is an
-    error if its user has given it others. Schedulers reach it before the next gradients do. What leaves in ``backward``
-    cannot be changed any more: clipping and ``GradScaler`` are errors. Given the model, ``step`` does not wait for the
-    weights: each layer's next forward waits for its own, and so do the model's and this optimizer's ``state_dict``.
-    Call ``synchronize`` before anything else reads weights (a moving average, a norm). Given parameters only, ``step``
-    waits.
+    error if its user has given it others. Schedulers reach it before the next gradients do. Given the model, ``step``
+    does not wait for the weights: each layer's next forward waits for its own, and so do the model's and this
+    optimizer's ``state_dict``. Call ``synchronize`` before anything else reads weights (a moving average, a norm).
+    Given parameters only, ``step`` waits.
+
+    What leaves in ``backward`` cannot be changed any more: clipping and ``GradScaler`` are errors then. With
+    ``push="step"`` gradients are summed over the workers of the client in ``backward``, and the master pushes them in
+    ``step``. In between every ``p.grad`` is the mean over the workers of this client, on all of them: clip, unscale,
+    add to it. A parameter that no worker of the client has used has no gradient. It costs that the way to the servers
+    is not hidden behind the backward pass, a copy of the gradients in the master, and where a client has several
+    workers memory for another copy of the large weights. An overflow that ``GradScaler`` finds leaves the step out: in
+    an asynchronous store for this client, in a synchronous one for all clients, which ask each other in every ``step``.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         average: bool | None = None,
         update_on_kvstore: bool | None = None,
+        push: str = "backward",
         norm_buffers: str = "first",
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool | None = None,
@@ -73,6 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             average: divide by the number of workers (of an asynchronous client: by its own). By default, unless
                 somebody else has set the store's optimizer, whose ``rescale_grad`` it is then.
             update_on_kvstore: whether the store updates weights; by default only where it must.
+            push: when a store that updates weights gets gradients, "backward" or "step". Where gradients come back it
+                makes no difference.
             norm_buffers: running statistics of batch normalisation after each step: "first", those of the first
                 worker; "mean" over workers; "own". Where weights come back, the workers are those of the client.
             bucket_bytes: gradients leave together up to this size.
@@ -89,6 +100,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"kvstore is {kvstore!r}: expected a store, for example kvmpi.create('mpi')")
         if norm_buffers not in ("first", "mean", "own"):
             raise ConfigError(f"norm_buffers={norm_buffers!r}: expected 'first', 'mean' or 'own'")
+        if push not in ("backward", "step"):
+            raise ConfigError(f"push={push!r}: expected 'backward' or 'step'")
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes}: expected at least 1")
         self._inner, self._kv, self._bucket_bytes = optimizer, kvstore, bucket_bytes
@@ -100,22 +113,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
         self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
         self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
-        self._divisor = 1
+        self._in_step = self._update_on_kvstore and push == "step"
         self._average = given is None if average is None else average
+        divisor = 1
         if self._average:
-            self._divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
-        scale = 1.0 if self._update_on_kvstore and given is None else 1.0 / self._divisor
-        self._scale, self._warned = scale, False
+            divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
+        own_rule = self._update_on_kvstore and given is None
+        scale = rescale = 1.0 / divisor  # gradients are multiplied by one of them, here or by the rule
+        even = kvstore.num_workers % kvstore.num_clients == 0
+        if own_rule and (even or not kvstore.is_capable("async")):
+            scale = 1.0
+        else:
+            rescale = 1.0  # there is one rule for all clients
+        self._scale, self._factor, self._warned = scale, 1.0, False
+        if self._in_step and average is not False:
+            # What is shown, and clipped, is the mean over the client's workers; what the rule expects is their sum.
+            self._average, self._factor, self._scale = True, scale * kvstore.mpi_size, 1.0 / kvstore.mpi_size
+            if own_rule and even:
+                self._factor, rescale = 1.0, kvstore.mpi_size / divisor
+        self._rescale = rescale if own_rule else None
         warn_of_forks(kvstore)
         self._layers: Layers | None = None
         self._tenant = object()
         self._params.create_in(kvstore, as_they_lie=True)
         if self._model is not None:
             start_alike(kvstore, self._rest_of(self._model))
+        self._weights = Weights(kvstore, self._params) if self._update_on_kvstore else None
         self._exchange = self._new_exchange()
-        if self._update_on_kvstore and given is None:
+        if own_rule:
             rule = optim.from_any(optimizer, self._keys_of_groups())
-            rules.make_rule(kvstore, rule.with_hyperparams(rescale_grad=1.0 / self._divisor))
+            rules.make_rule(kvstore, rule.with_hyperparams(rescale_grad=rescale))
         # What the store knows of; nothing, where it is to hear of what a scheduler has done before.
         follows = self._update_on_kvstore and given is not None
         in_force = not follows or rules.agrees(given, optimizer, self._keys_of_groups())  # type: ignore[arg-type]
@@ -125,8 +152,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._exchange.norms = NormBuffers(
                     kvstore, self._model, norm_buffers, in_client=self._update_on_kvstore
                 )
-            if self._update_on_kvstore:
-                self._layers = Layers(self._model, self._index, self._exchange)
+            if self._weights is not None:
+                self._layers = Layers(self._model, self._index, self._weights)
         rules.move_in(kvstore, self._tenant)
 
     # ---- construction
@@ -192,24 +219,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _new_exchange(self) -> Exchange:
         self._index = {id(tensor): i for i, tensor in enumerate(self._params.tensors)}
+        kv, keys = self._kv if not self._in_step else None, self._params.keys
+        if self._in_step and self._kv.mpi_size > 1:
+            kv = self._kv.client
+            keys = self._keys_in(kv)
         return Exchange(
-            self._kv, self._params, weights_back=self._update_on_kvstore, scale=self._scale, average=self._average,
-            bucket_bytes=self._bucket_bytes, overlap=self._overlaps(), before_pass=self._send_options,
+            kv, self._params, keys, weights=None if self._in_step else self._weights, scale=self._scale,
+            average=self._average, bucket_bytes=self._bucket_bytes, overlap=self._overlaps(),
+            before_pass=lambda: None if self._in_step else self._bring_up_to_date(),
         )  # fmt: skip
+
+    def _keys_in(self, client: KVStore) -> list[int]:
+        """Keys of the store inside the client, for what is large enough to be summed by itself."""
+        first = next_key(client)
+        large = [i for i in range(len(self._params)) if gradients.may_be_direct(self._params.tensors[i])]
+        if large:
+            client.init([first + i for i in large], [self._params.as_it_lies(i) for i in large])
+        return list(range(first, first + len(self._params)))
 
     def _overlaps(self) -> bool:
         if self._overlap is not None:
             return self._overlap
-        if self._kv.num_servers or self._kv.num_hosts != 1 or any(t.is_cuda for t in self._params.tensors):
+        servers = self._kv.num_servers and not self._in_step
+        if servers or self._kv.num_hosts != 1 or any(t.is_cuda for t in self._params.tensors):
             return True  # what is exchanged is mostly waited for
         return self._kv.num_workers * torch.get_num_threads() < num_cores()
 
     # ---- the rule of the store
 
-    def _send_options(self) -> None:
-        """Tell the store what has changed in the optimizer's options."""
+    def _bring_up_to_date(self) -> None:
+        """Tell the store what was loaded into the model, and what has changed in the optimizer's options."""
+        if self._weights is None:
+            return
+        self._weights.hand_over()
+        if self._rescale is not None:
+            rules.keep_own(self._kv, self._rescale)
         options = options_of(self._inner)
-        if self._update_on_kvstore and options != self._options:
+        if options != self._options:
             rules.follow(self._kv, self._inner, self._keys_of_groups())
             self._options = options
 
@@ -248,9 +294,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
         if name == "_step_supports_amp_scaling" and self._update_on_kvstore:
+            if self._in_step:
+                return True  # so that ``step`` hears of an overflow, and can tell other clients
             raise ConfigError(
                 "GradScaler with a store that updates weights: it has got scaled gradients during the backward pass. "
-                "Let the gradients come back, with update_on_kvstore=False and a store of a synchronous type"
+                "Let it take them in step(), with DistributedOptimizer(..., push='step')"
             )
         return getattr(self._inner, name)
 
@@ -261,12 +309,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self._inner!r}, kvstore={self._kv.type!r})"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the weights. What no backward has exchanged is exchanged now: all workers step equally often."""
+        """Update the weights. What no backward has exchanged is exchanged now: all workers step equally often.
+
+        In asynchronous stores, the workers of a client.
+        """
         if not self._update_on_kvstore:
             if closure is None and not self._exchange.fresh:
                 self._exchange.finish()
-            # What GradScaler tells optimizers that unscale by themselves.
-            told: dict[str, Any] = {n: vars(self)[n] for n in ("grad_scale", "found_inf") if n in vars(self)}
+            told = self._told
             vars(self._inner).update(told)
             try:
                 result = self._inner.step() if closure is None else self._inner.step(closure)
@@ -286,24 +336,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if not self._exchange.fresh:
             self._exchange.finish()
-        self._exchange.check_unchanged()
+        if self._in_step:
+            self._push()
+        else:
+            self._exchange.check_unchanged()
         self._exchange.fresh = False
+        assert self._weights is not None
         if self._layers is None or self._inner._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            self._exchange.wait()  # a hook may read weights
+            self._weights.wait()  # a hook may read weights
         else:
             self._layers.after_step()
         # Where lr_scheduler looks whether the optimizer has stepped, before it warns that it should have.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return result
 
+    @property
+    def _told(self) -> dict[str, Any]:
+        """What GradScaler tells optimizers that unscale by themselves."""
+        return {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+
+    def _push(self) -> None:
+        """Gradients leave as they are now, unless there is an overflow."""
+        assert self._weights is not None
+        told = self._told
+        if told:
+            overflow = bool(told.get("found_inf"))
+            if not self._kv.is_capable("async") and self._kv.num_clients > 1:
+                overflow = self._kv.any(overflow)  # or the others would wait for what this client does not push
+            if overflow:
+                return
+            if (scale := told.get("grad_scale")) is not None:
+                inverse = scale.double().reciprocal().float()
+                for grad in [tensor.grad.detach() for tensor in self._params.tensors if tensor.grad is not None]:
+                    grad.mul_(inverse.to(grad.device))
+        self._bring_up_to_date()
+        self._weights.send_all(self._exchange.order[::-1], self._factor, self._bucket_bytes)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every optimizer; with ``set_to_none=False`` gradients stay where they leave from."""
         if not set_to_none:
-            self._exchange.wait()
+            if not self._in_step:
+                self._wait()  # what is under way is read where it is
             self._exchange.keep()
         self._exchange.release()
         self._inner.zero_grad(set_to_none)
-        if not self._update_on_kvstore:
+        if not self._update_on_kvstore or self._in_step:
             self._exchange.fresh = False
 
     def synchronize(self) -> None:
@@ -313,7 +390,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._exchange.is_open:
             self._exchange.finish()
-        self._exchange.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._weights is not None:
+            self._weights.wait()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -324,7 +405,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every optimizer; collective over all workers, since new keys are made."""
         self.synchronize()
-        self._exchange.hand_over()
+        if self._weights is not None:
+            self._weights.hand_over()
         self._inner.add_param_group(param_group)
         if self._update_on_kvstore:
             assert self._kv.optimizer is not None
@@ -338,7 +420,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange = self._new_exchange()
         self._exchange.norms = norms
         if self._layers is not None:
-            self._layers.watch(self._index, self._exchange)
+            assert self._weights is not None
+            self._layers.watch(self._index, self._weights)
 
     def state_dict(self) -> dict[str, Any]:
         """As of every optimizer. Where the store updates, it has the state, and a ``UserWarning`` says so."""
@@ -372,7 +455,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         To be called once by every worker, after its last ``step``.
         """
         self.synchronize()
-        self._exchange.hand_over()
+        if self._weights is not None:
+            self._weights.hand_over()
         self._exchange.leave()
         self._kv.join()
         if self._update_on_kvstore:

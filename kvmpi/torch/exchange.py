@@ -12,31 +12,20 @@ from typing import Any
 import torch
 
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, rebuild
+from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
 from kvmpi.torch.plans import Plans
+from kvmpi.torch.weights import Weights
 
 #: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
 _TIMED, _LAST_PLANNED = 1, 3
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
-
-
-class _Flight:
-    """A bucket under way, until its results are there."""
-
-    def __init__(self, bucket: Bucket, works: list[Work | None]) -> None:
-        self.bucket, self.works = bucket, works
-
-    def wait(self) -> None:
-        for work in self.works:
-            if work is not None:
-                work.wait()
 
 
 class _Timing:
@@ -81,7 +70,9 @@ class Exchange:
     memory are summed where autograd has made them instead: to copy those costs more than to call the store with more.
 
     Args:
-        weights_back: the store holds weights and updates them; else gradients come back, summed.
+        kv: where the gradients go; None: they stay here, and a pass exchanges nothing.
+        keys: those of ``kv`` under which gradients are summed that stay where autograd has made them, by parameter.
+        weights: the store holds and updates these; else gradients come back, summed.
         scale: every gradient is multiplied by it before it leaves.
         average: the sum with this scale is a mean, of which the mean is itself: a second pass before a step adds up.
         overlap: buckets leave during the backward; else all at its end.
@@ -89,20 +80,16 @@ class Exchange:
     """
 
     def __init__(
-        self, kv: KVStore, params: KeyedParameters, *, weights_back: bool, scale: float, average: bool,
-        bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
+        self, kv: KVStore | None, params: KeyedParameters, keys: Sequence[int], *, weights: Weights | None,
+        scale: float, average: bool, bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._kv, self._params, self._weights_back, self._overlap = kv, params, weights_back, overlap
+        self._kv, self._params, self._keys, self._weights, self._overlap = kv, params, keys, weights, overlap
         self._scale, self._average, self._before_pass = scale, average, before_pass
-        # What is left to multiply by where the store does not do it on the way.
-        self._prescale = 1.0 if kv.is_capable("allreduce") and not weights_back else scale
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
-        # A client of one worker pushes when it likes, and only what it has.
-        self._alone = weights_back and kv.is_capable("async") and kv.mpi_size == 1
         self._hooks: dict[int, Any] = {}
         self._paused = self._open = False
-        self._sent: list[_Flight] = []  # whose weights come back, in this pass or the last
+        self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
         self._passes = 0  # that are through, up to those after which there is nothing to plan
@@ -112,27 +99,32 @@ class Exchange:
         self.fresh = False
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
-        #: Of which parameters the store is still to take the weights: they were loaded into the model.
-        self.loaded: set[int] = set()
-        self._flights: dict[int, _Flight] = {}
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
         self._taken: set[int] = set()  # addresses of direct gradients of this pass
+        self._order = buckets.complete_order((), len(self._tensors))
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._progress = buckets.Progress(())
+        self._plans: Plans | None = None
+        self._planners: KVStore | None = None
+        if kv is None:
+            return
+        # What is left to multiply by where the store does not do it on the way.
+        self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
+        # A client of one worker pushes when it likes, and only what it has.
+        self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
         self._all_used = torch.zeros(len(self._tensors))
         self._all_used_key = next_key(kv)
-        if not weights_back:
+        if weights is None:
             kv.init(self._all_used_key, self._all_used)
         # Who plans alike: where gradients come back all workers, since buckets are keys; else those that call together.
-        self._planners: KVStore | None = None
-        if (kv.mpi_size if weights_back else kv.num_workers) > 1:
-            self._planners = kv.client if weights_back else kv
+        if (kv.num_workers if weights is None else kv.mpi_size) > 1:
+            self._planners = kv if weights is None else kv.client
             self._order_key = next_key(self._planners)
             self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
-        self._order = buckets.complete_order((), len(self._tensors))
-        self._plans = Plans(kv, params, with_keys=not weights_back, bucket_bytes=bucket_bytes)
-        self._buckets: list[Bucket] = []
-        self._progress = buckets.Progress(())
+        self._plans = Plans(kv, params, weights, bucket_bytes)
         self._plan()
 
     def close(self) -> None:
@@ -141,10 +133,17 @@ class Exchange:
             hook.remove()
         self._hooks.clear()
 
+    @property
+    def order(self) -> list[int]:
+        """In which gradients come, as far as that is known."""
+        return self._order
+
     # ---- the plan
 
     def _plan(self) -> None:
         """Take buckets for what requires a gradient now; all workers do so at the same point of their programs."""
+        if self._plans is None:
+            return
         found, self._planned_for = self._plans.find(self._order), self._plans.look()
         self._trained = [p.requires_grad for p in self._tensors]
         if found == self._buckets:
@@ -171,7 +170,7 @@ class Exchange:
             if order and order != self._order:
                 self._order = order
                 self._plan()
-        elif self._passes == _LAST_PLANNED and self._weights_back:
+        elif self._passes == _LAST_PLANNED and self._weights is not None:
             # Only where the plan has stayed is there a whole pass to go by; the first says so to all.
             whole = self._timing is not None and len(self._timing.order) == len(self._buckets)
             found = self._agreed(self._timing.schedule() if self._timing is not None and whole else [])
@@ -212,20 +211,20 @@ class Exchange:
             self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
-        if self.fresh and (self._weights_back or not self._average):
+        if self.fresh and (self._weights is not None or not self._average):
             known = None if index is None else self._bucket_of.get(index)
             adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads.get(index))
-            if self._weights_back or adds_up:
+            if self._weights is not None or adds_up:
+                or_else = ", or let them leave in step(), with push='step'" if self._weights is not None else ""
                 raise ConfigError(
                     "a second backward before optimizer.step(), when the gradients of the first have left for the "
-                    "store: do all but the last of them inside 'with optimizer.no_sync():'"
+                    f"store: do all but the last of them inside 'with optimizer.no_sync():'{or_else}"
                 )
-        self.hand_over()
         self._before_pass()
-        if self._planned_for != self._plans.look():
+        if self._plans is not None and self._planned_for != self._plans.look():
             self._plan()
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._leaving)
-        if self._passes == _TIMED and self._weights_back:
+        if self._passes == _TIMED and self._weights is not None:
             self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
         self._sent, self._held, self._flying = [], [], []
@@ -251,13 +250,13 @@ class Exchange:
         places: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         for i in bucket.direct:
-            self._check_dense(i)
+            self._params.check_dense(i)
             self._used[i] = 1.0 if bucket.find(i, self._taken, hidden=not self._trained[i]) else 0.0
         for i in bucket.copied:
             tensor, place = self._tensors[i], bucket.place(i)
             grad = tensor.grad
-            if i in self._flights:
-                self.wait([i])  # a layer that was not used since
+            if self._weights is not None:
+                self._weights.wait([i])  # of a layer that was not used since
             if not self._trained[i]:
                 if grad is place:
                     tensor.grad = grad.clone()  # to stay as it is
@@ -270,7 +269,7 @@ class Exchange:
                 if self._prescale != 1.0:
                     place.mul_(self._prescale)
                 continue
-            self._check_dense(i)
+            self._params.check_dense(i)
             if self._prescale == 1.0 or grad.numel() <= _SMALL_COUNT:
                 places.append(place)
                 grads.append(grad)
@@ -283,15 +282,6 @@ class Exchange:
             torch._foreach_copy_(places, grads)
             if self._prescale != 1.0:
                 torch._foreach_mul_(places, self._prescale)
-
-    def _check_dense(self, index: int) -> None:
-        grad = self._tensors[index].grad
-        if grad is not None and grad.layout is not torch.strided:
-            raise ConfigError(
-                f"the gradient of {self._params.names[index]} is sparse, which DistributedOptimizer does not exchange; "
-                "kvmpi.torch.Trainer does, and so does DistributedDataParallel on kvmpi.torch.c10d. Or make it dense "
-                "(torch.nn.Embedding(..., sparse=False))"
-            )
 
     def release(self) -> None:
         """Give back the memory in which autograd has made gradients.
@@ -315,9 +305,9 @@ class Exchange:
 
     def _send(self, numbers: Sequence[int]) -> None:
         """These buckets leave, in this order."""
-        if self._weights_back:
+        if self._weights is not None:
             for number in numbers:
-                self._push(number)
+                self._push(number, self._weights)
             return
         for number in numbers:
             self._gather(self._buckets[number])
@@ -329,42 +319,25 @@ class Exchange:
         """Gradients leave, and come back summed."""
         keys, arrays = list[int](), list[torch.Tensor]()
         for bucket in [self._buckets[number] for number in numbers]:
-            keys += [*bucket.keys, *(self._params.keys[i] for i in bucket.direct)]
+            keys += [*bucket.keys, *(self._keys[i] for i in bucket.direct)]
             arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
         if len(self._buckets) - 1 in numbers:
             self._all_used.copy_(torch.tensor(self._used))
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
-        if keys:
+        if keys and self._kv is not None:
             self._flying.append(start_sum(self._kv, keys, arrays, self._scale, numbers[0])[0])
 
-    def _push(self, number: int) -> None:
+    def _push(self, number: int, weights: Weights) -> None:
         """Gradients leave, and weights come back."""
-        bucket, kv = self._buckets[number], self._kv
+        bucket = self._buckets[number]
         self._gather(bucket)
         bucket.version = bucket.block_version()
-        keys = [self._params.keys[i] for i in bucket.indices]
-        arrays = [bucket.arrays[i] for i in bucket.indices]
-        weights = [self._params.as_it_lies(i) for i in bucket.indices]
-        pushed, left = list(range(len(keys))), list[int]()
-        if self._alone:
-            pushed = [n for n in pushed if self._used[bucket.indices[n]]]
-            left = [n for n in range(len(keys)) if n not in pushed]
-        works = []
-        if pushed:
-            some = [arrays[n] for n in pushed], [weights[n] for n in pushed]
-            works.append(kv.pushpull([keys[n] for n in pushed], *some, number, async_op=True))
-        if left:
-            works.append(kv.pull([keys[n] for n in left], [weights[n] for n in left], number, async_op=True))
-        self._sent.append(_Flight(bucket, works))
-        self._flights.update(dict.fromkeys(bucket.indices, self._sent[-1]))
-        self._note_change(bucket)
+        arrays = [bucket.arrays[i] if self._used[i] or not self._alone else None for i in bucket.indices]
+        works = weights.send(bucket.indices, arrays, number, reduced=False)
+        self._sent.append(bucket)
         if self._timing is not None and self._passes == _TIMED:
             self._timing.sent(number, works)
-
-    def _note_change(self, bucket: Bucket) -> None:
-        """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
-        torch.autograd.graph.increment_version([self._tensors[i] for i in bucket.indices])
 
     def finish(self) -> None:
         """End the pass, or make one if there was none: everything leaves; where gradients come back, they are there."""
@@ -379,7 +352,7 @@ class Exchange:
             self._open, self.fresh = False, True
             if self.norms is not None:
                 self.norms.start()
-            if not self._weights_back:
+            if self._weights is None:
                 self._receive()
             if self.norms is not None:
                 self.norms.finish()
@@ -391,6 +364,8 @@ class Exchange:
         for work in self._flying:
             work.wait()
         self._flying.clear()
+        if not self._bucket_of:
+            return
         used = self._all_used.tolist()
         for i, bucket in self._bucket_of.items():
             if not self._trained[i]:
@@ -401,7 +376,7 @@ class Exchange:
         """No pass will follow: take part in the first one, if there was none, since the others plan after it."""
         if self.norms is not None:
             self.norms.leave()
-        if not self._weights_back and not self._passes:
+        if self._weights is None and not self._passes:
             self.finish()
 
     @property
@@ -409,52 +384,18 @@ class Exchange:
         """Whether a pass has begun and not ended."""
         return self._open
 
-    # ---- weights that come back
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether weights are on their way."""
-        return bool(self._flights)
-
-    def wait(self, indices: Iterable[int] | None = None) -> None:
-        """Return when the weights of these parameters, or all, are there."""
-        with self._lock:
-            for i in list(self._flights) if indices is None else indices:
-                flight = self._flights.get(i)
-                if flight is None:
-                    continue
-                for other in flight.bucket.indices:
-                    self._flights.pop(other, None)
-                flight.wait()
-                self._note_change(flight.bucket)
-
-    def hand_over(self) -> None:
-        """Weights that were loaded become the store's, worker 0's for all. Collective over all workers, if there are.
-
-        Raises:
-            KVError: other workers have loaded none.
-        """
-        if not self.loaded:
-            return
-        found = sorted(self.loaded)
-        try:
-            self._kv.assign([self._params.keys[i] for i in found], [self._params.as_it_lies(i) for i in found])
-        except KVError as error:
-            what = (
-                "weights were loaded into the model, for the store to go on from, which all workers do before one step"
-            )
-            raise rebuild(type(error).__name__, f"{what}: {error}") from error
-        self.loaded.clear()
-
     def check_unchanged(self) -> None:
         """Raise if somebody has changed gradients that the store has taken already: it would be in vain."""
-        for bucket in [flight.bucket for flight in self._sent]:
-            shown = all((g := self._tensors[i].grad) is None or g is bucket.grads[i] for i in bucket.indices)
+        for bucket in self._sent:
+            shown = all(
+                g is bucket.grads[i] if (g := self._tensors[i].grad) is not None else not self._used[i]
+                for i in bucket.indices
+            )
             if not shown or bucket.version != bucket.block_version():
                 raise ConfigError(
-                    "gradients were changed after the backward pass (clipped, unscaled, added to): the servers have "
-                    "taken them by then. Let the gradients come back, with update_on_kvstore=False and a store of a "
-                    "synchronous type without an optimizer, or leave them as they are"
+                    "gradients were changed after the backward pass (clipped, unscaled, added to): the store has taken "
+                    "them by then. Let it take them in step(), with DistributedOptimizer(..., push='step'), or leave "
+                    "them as they are"
                 )
 
     @contextlib.contextmanager

@@ -14,6 +14,11 @@ from kvmpi.torch.parameters import memory_order
 DIRECT_BYTES = 64 << 10
 
 
+def may_be_direct(tensor: torch.Tensor) -> bool:
+    """Whether gradients of such a parameter are summed where autograd has made them, if the store allows it."""
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= DIRECT_BYTES
+
+
 class Bucket:
     """Gradients that travel together: slices of one block of memory for each dtype and device.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvmpi.torch.exchange import Exchange
+from kvmpi.torch.weights import Weights
 
 
 class _Hook:
@@ -36,7 +36,7 @@ class Layers:
         index: the numbers of parameters, by identity.
     """
 
-    def __init__(self, model: torch.nn.Module, index: Mapping[int, int], exchange: Exchange) -> None:
+    def __init__(self, model: torch.nn.Module, index: Mapping[int, int], weights: Weights) -> None:
         self._parents: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._called: set[torch.nn.Module] = set()
         self._before: dict[torch.nn.Module, dict[int, int]] = {}
@@ -44,11 +44,11 @@ class Layers:
         # A compiler that met the hook and looked into it would compile anew as what is under way changes.
         self._hook = _Hook(torch.compiler.disable(self._before_forward))
         self._visit(model, None, hooked=True)
-        self.watch(index, exchange)
+        self.watch(index, weights)
 
-    def watch(self, index: Mapping[int, int], exchange: Exchange) -> None:
+    def watch(self, index: Mapping[int, int], weights: Weights) -> None:
         """Go on with other parameters."""
-        self._index, self._exchange = index, exchange
+        self._index, self._weights = index, weights
         self._stale = True
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Layers:
             return
         self._parents[module] = parent
         self._handles += [
-            module.register_state_dict_pre_hook(_Hook(lambda *_: self._exchange.wait())),
+            module.register_state_dict_pre_hook(_Hook(lambda *_: self._weights.wait())),
             module._register_load_state_dict_pre_hook(_Hook(self._before_load), with_module=True),
             module.register_load_state_dict_post_hook(_Hook(self._after_load)),
         ]
@@ -77,16 +77,16 @@ class Layers:
         if module not in self._called:
             self._called.add(module)
             self._stale = True
-        if self._exchange.in_flight:
-            self._exchange.wait(self._weights_of(module))
+        if self._weights.in_flight:
+            self._weights.wait(self._weights_of(module))
 
     def _before_load(self, module: torch.nn.Module, *_: Any) -> None:
-        self._exchange.wait()  # or what is under way would come on top of it
+        self._weights.wait()  # or what is under way would come on top of it
         self._before[module] = self._versions(module)
 
     def _after_load(self, module: torch.nn.Module, _: Any) -> None:
         before = self._before.pop(module, {})
-        self._exchange.loaded.update(i for i, version in self._versions(module).items() if version != before.get(i))
+        self._weights.loaded.update(i for i, version in self._versions(module).items() if version != before.get(i))
 
     def _versions(self, module: torch.nn.Module) -> dict[int, int]:
         """How often each of a module's own weights was written to, by their numbers."""
@@ -95,7 +95,7 @@ class Layers:
 
     def after_step(self) -> None:
         """Wait for what no forward would wait for."""
-        self._exchange.wait(self._weights_of(None))
+        self._weights.wait(self._weights_of(None))
 
     def _weights_of(self, module: torch.nn.Module | None) -> list[int]:
         if self._stale:

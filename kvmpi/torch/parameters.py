@@ -65,6 +65,20 @@ class KeyedParameters:
         data = self.tensors[index].detach()
         return data.permute(memory_order(data))
 
+    def order(self, index: int) -> tuple[int, ...]:
+        """``memory_order`` of one of them: that of the dimensions of its key."""
+        return memory_order(self.tensors[index])
+
+    def check_dense(self, index: int) -> None:
+        """Raise if the gradient of one of them is sparse."""
+        grad = self.tensors[index].grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {self.names[index]} is sparse, which DistributedOptimizer does not exchange; "
+                "kvmpi.torch.Trainer does, and so does DistributedDataParallel on kvmpi.torch.c10d. Or make it dense "
+                "(torch.nn.Embedding(..., sparse=False))"
+            )
+
     def create_in(self, kv: KVStore, *, as_they_lie: bool = False) -> None:
         """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``.
 

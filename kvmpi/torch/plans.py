@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, gradients
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.parameters import KeyedParameters, next_key
+from kvmpi.torch.weights import Weights
 
 #: So many sets of parameters have buckets of their own: keys are for ever, and memory lasts while it may come again.
 _MOST_PLANS = 4
@@ -25,11 +25,12 @@ class Plans:
     back, which zeros would move, earlier buckets are forgotten.
 
     Args:
-        with_keys: gradients come back, for which each block has a key.
+        weights: those that come back; without, gradients do, for which each block has a key.
     """
 
-    def __init__(self, kv: KVStore, params: KeyedParameters, *, with_keys: bool, bucket_bytes: int) -> None:
-        self._kv, self._params, self._with_keys, self._bucket_bytes = kv, params, with_keys, bucket_bytes
+    def __init__(self, kv: KVStore, params: KeyedParameters, weights: Weights | None, bucket_bytes: int) -> None:
+        self._kv, self._params, self._weights, self._bucket_bytes = kv, params, weights, bucket_bytes
+        self._with_keys = weights is None
         self._made: dict[tuple[Any, ...], Bucket] = {}
         self._sets: set[tuple[Any, ...]] = set()
         self._ever = [False] * len(params)
@@ -48,7 +49,8 @@ class Plans:
             ConfigError: the store holds weights of another dtype.
         """
         trained, kinds = [p.requires_grad for p in self._params.tensors], self.look()
-        self._check_dtypes(trained)
+        if self._weights is not None:
+            self._weights.check_dtypes(i for i, now in enumerate(trained) if now)
         self._ever = [before or now for before, now in zip(self._ever, trained, strict=True)]
         wanted = tuple(kinds)
         if wanted not in self._sets:
@@ -75,22 +77,11 @@ class Plans:
             self._make_keys(new)
         return found
 
-    def _check_dtypes(self, trained: Sequence[bool]) -> None:
-        if self._with_keys:
-            return
-        for i, tensor in enumerate(self._params.tensors):
-            if trained[i] and tensor.dtype != self._params.dtypes[i]:
-                raise ConfigError(
-                    f"{self._params.names[i]} is of {tensor.dtype} now, and the store that updates it holds weights of "
-                    f"{self._params.dtypes[i]}: convert the model before it goes to DistributedOptimizer, or make "
-                    "another one with a store of its own"
-                )
-
     def _is_direct(self, index: int) -> bool:
         tensor = self._params.tensors[index]
         if not self._with_keys or not self._kv.is_capable("allreduce") or tensor.dtype != self._params.dtypes[index]:
             return False
-        return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= gradients.DIRECT_BYTES
+        return gradients.may_be_direct(tensor)
 
     def _make_keys(self, new: Sequence[Bucket]) -> None:
         """A key for each block of gradients that come back: one array costs less than its many parts."""

@@ -52,6 +52,15 @@ def make_rule(kv: KVStore, rule: optim.Rule) -> None:
     _MADE[kv] = kv.optimizer
 
 
+def keep_own(kv: KVStore, rescale_grad: float) -> None:
+    """The rule that an optimizer has made stays its own, also if it was loaded: from a job of other numbers of workers,
+    or of one that pushed means where this one pushes sums."""
+    if kv.optimizer is not None and _MADE.get(kv) is not kv.optimizer:
+        if getattr(kv.optimizer, "rescale_grad", rescale_grad) != rescale_grad:
+            kv.set_hyperparams(rescale_grad=rescale_grad)
+        _MADE[kv] = kv.optimizer
+
+
 def keys_of_groups(optimizer: torch.optim.Optimizer, params: KeyedParameters) -> list[list[int]]:
     """By group: the keys of its parameters, as far as they have some."""
     known = {id(tensor): key for tensor, key in zip(params.tensors, params.keys, strict=True)}

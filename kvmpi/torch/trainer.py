@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.files import replacing
 from kvmpi.store import KVStore
-from kvmpi.torch.parameters import KeyedParameters, Parameters
+from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
 from kvmpi.torch.rules import keys_of_groups
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
@@ -87,7 +88,8 @@ class Trainer:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._zeros: dict[int, torch.Tensor] = {}
             self._sparse: set[int] = set()  # parameters that have had sparse gradients
-            self._warned = False
+            self._warned = self._is_summed = False
+            self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
             if self._kv is not None:
                 self._params.create_in(self._kv)
@@ -211,7 +213,7 @@ class Trainer:
         if self._update_on_kvstore:
             self._remote_step(batch_size)
         else:
-            self._sum_gradients(1.0 / batch_size)
+            self._sum_gradients(self._kv, range(len(self._params)), 1.0 / batch_size)
             self._local_step()
 
     def skip(self, batch_size: float) -> None:
@@ -227,20 +229,46 @@ class Trainer:
         self._note_step()
 
     def allreduce_grads(self) -> None:
-        """Replace every ``p.grad`` by its sum over workers: the first half of ``step``, for clipping in between."""
-        self._check_local("allreduce_grads")
-        self._sum_gradients()
+        """Replace every ``p.grad`` by its sum over workers: the first half of ``step``, for clipping in between.
+
+        Where the store updates, over the workers of this client: with one client, or where gradients come back, these
+        are all. A sum over ``batch_size`` samples has that many times the norm of their mean. Where the store updates
+        and the client has several workers, ``kv.client`` gets keys, with memory for the weights once more.
+        """
+        if not self._update_on_kvstore:
+            self._sum_gradients(self._kv, range(len(self._params)))
+        else:
+            assert self._kv is not None
+            if self._kv.mpi_size > 1:
+                self._sum_gradients(self._kv.client, self._keys_in(self._kv.client))
+            self._is_summed = True
 
     def update(self, batch_size: float) -> None:
-        """The second half of ``step``: divide gradients by ``batch_size`` and step the torch optimizer."""
-        self._check_local("update")
+        """The second half of ``step``: divide gradients by ``batch_size`` and update all weights.
+
+        Where the store updates, each client's master pushes what became of the client's sum. A client that leaves this
+        out, as after an overflow, has not stepped: in an asynchronous store nobody minds, in a synchronous one of
+        several clients all must do so together (``kv.any``).
+        """
         self._check_batch(batch_size)
+        if self._update_on_kvstore:
+            if not self._is_summed:
+                raise ConfigError(
+                    "update() without allreduce_grads() before it: call that first, or step() in place of both"
+                )
+            self._is_summed = False
+            self._remote_step(batch_size, reduced=True)
+            return
         self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
         self._local_step()
 
-    def _check_local(self, name: str) -> None:
-        if self._update_on_kvstore:
-            raise ConfigError(f"{name}() needs update_on_kvstore=False: here the store updates weights, in step()")
+    def _keys_in(self, client: KVStore) -> Sequence[int]:
+        """Keys of the store inside the client, one for each parameter."""
+        if self._client_keys is None:
+            first = next_key(client)
+            self._client_keys = range(first, first + len(self._params))
+            client.init(list(self._client_keys), self._params.data)
+        return self._client_keys
 
     def _check_batch(self, batch_size: float) -> None:
         if not batch_size > 0:
@@ -250,9 +278,9 @@ class Trainer:
         assert self._torch is not None
         self._torch.step()
 
-    def _sum_gradients(self, scale: float = 1.0) -> None:
-        """Gradients become their sum over workers, times ``scale``."""
-        if self._kv is None:
+    def _sum_gradients(self, kv: KVStore | None, keys: Sequence[int], scale: float = 1.0) -> None:
+        """Gradients become their sum over the workers of ``kv``, times ``scale``."""
+        if kv is None:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
         active = self._active()
@@ -261,15 +289,15 @@ class Trainer:
             if tensor.grad is None:
                 tensor.grad = _no_rows(tensor) if i in self._sparse else torch.zeros_like(tensor)
         for is_sparse in (False, True):
-            if keys := [i for i in active if (i in self._sparse) == is_sparse]:
-                gradients = [grad for i in keys if (grad := self._params.tensors[i].grad) is not None]
-                if self._kv.is_capable("allreduce") and not is_sparse:
-                    self._kv.allreduce(keys, gradients, scale=scale)
+            if found := [i for i in active if (i in self._sparse) == is_sparse]:
+                gradients = [grad for i in found if (grad := self._params.tensors[i].grad) is not None]
+                if kv.is_capable("allreduce") and not is_sparse:
+                    kv.allreduce([keys[i] for i in found], gradients, scale=scale)
                 else:
-                    self._kv.pushpull(keys, gradients)
+                    kv.pushpull([keys[i] for i in found], gradients)
                     self._scale(gradients, scale)
 
-    def _remote_step(self, batch_size: float) -> None:
+    def _remote_step(self, batch_size: float, *, reduced: bool = False) -> None:
         kv = self._kv
         assert kv is not None
         rule = self._rule_in_force(kv, batch_size)
@@ -293,7 +321,7 @@ class Trainer:
         skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None
         if pushed:
             outs = [_no_rows(weights[i]) if i in self._sparse else weights[i] for i in pushed]
-            kv.pushpull(pushed, [self._gradient(i) for i in pushed], outs)
+            kv.pushpull(pushed, [self._gradient(i) for i in pushed], outs, reduced=reduced)
             for i, out in zip(pushed, outs, strict=True):
                 if i in self._sparse:
                     weights[i][out._indices()[0]] = out._values()
@@ -411,7 +439,11 @@ class Trainer:
             return
         assert self._torch is not None
         if kv is None or kv.rank == 0:
-            _save_atomically(self._torch.state_dict(), os.fspath(path))
+            try:
+                with replacing(os.fspath(path)) as temporary, open(temporary, "wb") as file:
+                    torch.save(self._torch.state_dict(), file)
+            except OSError as error:
+                raise KVError(f"save_states to {path}: {error}; what was there before is unchanged") from error
         if kv is not None:
             kv.barrier()
 
@@ -465,19 +497,3 @@ def _no_rows(like: torch.Tensor) -> torch.Tensor:
     ids = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
     return torch.sparse_coo_tensor(ids, values, like.shape, check_invariants=False)
-
-
-def _save_atomically(state: dict[str, Any], path: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    temporary = ""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".kvmpi-", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise KVError(f"save_states to {path}: {error}; what was there before is unchanged") from error

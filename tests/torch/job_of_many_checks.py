@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optimizer_gradients
+import optimizer_steps
 import optimizer_weights
 import torch
 import trainer_checks
@@ -43,6 +44,11 @@ def weights(store: str, names: list[str]) -> None:
         check(store)
 
 
+def steps(store: str, names: list[str]) -> None:
+    for check in chosen(optimizer_steps.CHECKS, names):
+        check(store)
+
+
 def algorithms(store: str, names: list[str]) -> None:
     for name in names:
         with kvmpi.create(store, allreduce=name) as kv:
@@ -57,7 +63,13 @@ def main() -> None:
         if group == "trainer":
             trainer_checks.main()
         else:
-            run = {"gradients": gradients, "direct": direct, "weights": weights, "algorithms": algorithms}[group]
+            run = {
+                "gradients": gradients,
+                "direct": direct,
+                "weights": weights,
+                "steps": steps,
+                "algorithms": algorithms,
+            }[group]
             run(store, names.split(",") if names else [])
         print(f"{what} passed")
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import kvmpi
+from kvmpi.config import client_bounds
 from kvmpi.torch import DistributedOptimizer
 
 STEPS, BATCH = 6, 4
@@ -61,6 +62,13 @@ def expect(error: type[BaseException], text: str, call: Callable[[], Any]) -> No
 
 def no_sync(optimizer: Any) -> Any:
     return optimizer.no_sync() if isinstance(optimizer, DistributedOptimizer) else contextlib.nullcontext()
+
+
+def clients_of(kv: kvmpi.KVStore) -> list[list[int]]:
+    """The ranks of the workers of each client."""
+    if kv.num_clients == kv.num_workers:
+        return [[rank] for rank in range(kv.num_workers)]
+    return [list(range(*bounds)) for bounds in client_bounds(kv.num_workers, kv.num_clients)]
 
 
 def same_in_all(

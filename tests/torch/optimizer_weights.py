@@ -14,6 +14,7 @@ import torch
 from optimizer_loops import (
     STEPS,
     adamw,
+    clients_of,
     convolutions,
     expect,
     flat,
@@ -195,10 +196,10 @@ def attentive(seed: int) -> nn.Module:
 
 def layers_wait_for_their_own(store: str) -> None:
     with training(store, attentive, bucket_bytes=1) as (kv, model, optimizer):
-        names, waits, wait = optimizer._params.names, list[str](), optimizer._exchange.wait
+        names, waits, wait = optimizer._params.names, list[str](), optimizer._weights.wait
 
         def noted(indices: Any = None) -> None:
-            waits.extend(names[i] for i in indices or () if i in optimizer._exchange._flights)
+            waits.extend(names[i] for i in indices or () if i in optimizer._weights._flights)
             wait(indices)
 
         for step in range(3):
@@ -207,10 +208,10 @@ def layers_wait_for_their_own(store: str) -> None:
                 handles = [
                     m.register_forward_hook(lambda m, *_: waits.append(type(m).__name__)) for m in model.modules()
                 ]
-                optimizer._exchange.wait = noted
+                optimizer._weights.wait = noted
             loss_of(model, [shard(step, kv.rank)]).backward()
             optimizer.step()
-            assert optimizer._exchange.in_flight
+            assert optimizer._weights.in_flight
         for handle in handles:
             handle.remove()
         # What a layer waits for stands before its name, which is noted when its forward is done.
@@ -219,7 +220,7 @@ def layers_wait_for_their_own(store: str) -> None:
         assert set(waits[begin + 1 : middle]) == {n for n in names if n.startswith("attention")}, waits
         assert sorted(waits[middle + 1 : end - 1]) == ["head.bias", "head.weight"], waits
         held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        assert not optimizer._exchange.in_flight
+        assert not optimizer._weights.in_flight
         for name, key in zip(names, optimizer._params.keys, strict=True):
             stored = torch.empty_like(held[name])
             kv.pull(key, stored)
@@ -434,8 +435,9 @@ def asynchronous(store: str) -> None:
         optimizer.synchronize()
         kv.barrier()
         kv.pull(optimizer._params.keys[1], model["used"].detach())
-        pushed = sum(torch.arange(40) + rank + step for rank in range(kv.num_workers) for step in range(STEPS))
-        expected = start - 0.5 * pushed / kv.mpi_size
+        size = {rank: len(ranks) for ranks in clients_of(kv) for rank in ranks}
+        grads = [(torch.arange(40) + r + step) / size[r] for r in range(kv.num_workers) for step in range(STEPS)]
+        expected = start - 0.5 * sum(grads)
         assert (model["used"].detach() - expected).abs().max() < 1e-9
         assert torch.equal(model["unused"].detach(), torch.ones(3).double())
 

@@ -20,7 +20,18 @@ JOBS = {
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
         "first_layers_first,compiled,too_late,loaded,"
         "uneven_batches,loaded_by_one",
+        "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
+        "two_networks",
         f"mpi/algorithms={ALGORITHMS}",
+    ],
+    "-n 2 -c 1 -s 2": [
+        "dist_async_mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,two_networks",
+        "dist_sync_mpi/steps=as_one_process,uneven_batches",
+    ],
+    "-n 3 -c 2 -s 1": [
+        "dist_sync_mpi/steps=each_client_by_itself,overflows,uneven_batches,resumed",
+        "dist_async_mpi/steps=asynchronous",
+        "dist_async_mpi/weights=asynchronous",
     ],
     "-n 4 -c 2 -s 2": [
         "dist_sync_mpi/gradients=every_loop,graphs_that_change,frozen_in_turn,converted,images,"
@@ -31,6 +42,10 @@ JOBS = {
         "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,first_layers_first,loaded,loaded_by_one",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",
+        "dist_sync_mpi/steps=each_client_by_itself,overflows,agreed_to_leave_out,uneven_batches,resumed,too_late",
+        "dist_sync/steps=overflows,each_client_by_itself",
+        "dist_async_mpi/steps=asynchronous",
+        "dist_async/steps=asynchronous",
         "trainer",
     ],
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import optimizer_loops as loops
+import optimizer_steps
 import pytest
 import torch
 from optimizer_loops import flat, loss_of, mlp, plain_steps, same_in_all, sgd, shard, winding, winding_steps
@@ -169,7 +170,7 @@ def test_copies_of_the_model_are_on_their_own(kv: kvmpi.KVStore, update: bool) -
         loss_of(other, [shard(0, 0)]).backward()
         assert other[0].weight.grad is not None
         other.state_dict()
-    assert optimizer._exchange.in_flight == update
+    assert (optimizer._weights is not None and optimizer._weights.in_flight) == update
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="save its state_dict"):
             copied(optimizer)
@@ -265,7 +266,7 @@ def test_buckets_leave_as_soon_as_they_are_full_the_first_layers_first_at_the_se
             sent = [bucket for bucket in optimizer._exchange._buckets if set(bucket.keys) & set(keys)]
             known += [names[i] for bucket in sent for i in bucket.indices]
             left.append((known, priority, len(optimizer._exchange._progress.arrived)))
-            assert options == {"async_op": True}
+            assert options in ({"async_op": True}, {"async_op": True, "reduced": False})
             return pushpull(keys, values, out, priority, **options)
 
         monkeypatch.setattr(kv, "pushpull", noted)
@@ -428,3 +429,13 @@ def test_a_sparse_gradient_names_its_parameter(kv: kvmpi.KVStore) -> None:
     DistributedOptimizer(sgd(model), kv, model)
     with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse.*Trainer does.*c10d"):
         model(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.mark.parametrize("store", [*SYNC, *ASYNC])
+def test_between_backward_and_step_gradients_are_the_loops(store: str) -> None:
+    optimizer_steps.as_one_process(store)
+
+
+def test_push_is_in_backward_or_in_step(kv: kvmpi.KVStore) -> None:
+    with pytest.raises(ConfigError, match="push='later': expected 'backward' or 'step'"):
+        DistributedOptimizer(sgd(model := mlp()), kv, model, push="later")

@@ -112,10 +112,13 @@ def test_own_rescale_grad_of_a_rule_counts_too() -> None:
     assert_equal(model, plain_steps())
 
 
-def test_allreduce_then_update_equals_step_and_leaves_room_for_clipping() -> None:
+@pytest.mark.parametrize(
+    ("store", "update"), [("mpi", False), ("mpi", True), ("dist_sync", True), ("dist_async", True)]
+)
+def test_allreduce_then_update_equals_step_and_leaves_room_for_clipping(store: str, update: bool) -> None:
     model, expected = make_model(), make_model()
     opt = torch.optim.SGD(expected.parameters(), lr=0.1)
-    with trainer_for(model, "mpi", False, "sgd") as trainer:
+    with trainer_for(model, store, update, "sgd") as trainer:
         for step in range(3):
             backward(model, step)
             trainer.allreduce_grads()
@@ -271,11 +274,12 @@ def test_forbidden_combinations(said: str) -> None:
     assert isinstance(caught.value, ConfigError)
 
 
-def test_halves_of_a_step_need_a_worker_that_updates() -> None:
-    with trainer_for(make_model(), "mpi") as trainer:
-        with pytest.raises(ConfigError, match=r"allreduce_grads\(\) needs update_on_kvstore=False"):
-            trainer.allreduce_grads()
-        with pytest.raises(ConfigError, match=r"update\(\) needs"):
+def test_the_second_half_of_a_step_needs_the_first() -> None:
+    with trainer_for(model := make_model(), "mpi") as trainer:
+        backward(model, 0)
+        trainer.allreduce_grads()
+        trainer.update(BATCH)
+        with pytest.raises(ConfigError, match=r"update\(\) without allreduce_grads"):
             trainer.update(BATCH)
         with pytest.raises(ConfigError, match="batch_size=0"):
             trainer.step(0)

@@ -74,6 +74,48 @@ def uneven_batches(store: str, batches: Sequence[int]) -> None:
             assert difference < 1e-6, f"{store}, batches {batches}: {difference}"
 
 
+def halves_of_a_step(store: str) -> None:
+    """Each client clips its own sum, of rows too; masters push what has become of it."""
+
+    def make(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)).double()
+
+    def loss(model: nn.Module, step: int, ranks: Sequence[int]) -> torch.Tensor:
+        ids = [torch.randint(0, 9, (5,), generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+        return sum(((model(i) - rank) ** 2).sum() for i, rank in zip(ids, ranks, strict=True))  # type: ignore[return-value]
+
+    def clip(model: nn.Sequential) -> None:
+        rows = model[0].weight.grad
+        model[0].weight.grad = rows * min(1.0, 2.0 / float(rows.to_dense().norm()))
+        nn.utils.clip_grad_norm_(model[1].parameters(), 2.0)
+
+    with kvmpi.create(store) as kv:
+        model, plain = make(kv.rank), make(0)
+        trainer = Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1), kv, update_on_kvstore=True)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        size = NUM_WORKERS // kv.num_clients
+        for step in range(STEPS):
+            model.zero_grad()
+            loss(model, step, [kv.rank]).backward()
+            trainer.allreduce_grads()
+            clip(model)
+            if kv.any(step == 2 and kv.rank == 3):
+                continue
+            trainer.update(BATCH)
+            total = [torch.zeros_like(p) for p in plain.parameters()]
+            for first in range(0, NUM_WORKERS, size):
+                plain.zero_grad()
+                loss(plain, step, range(first, first + size)).backward()
+                clip(plain)
+                total = [t + p.grad.to_dense() / BATCH for t, p in zip(total, plain.parameters(), strict=True)]
+            for p, grad in zip(plain.parameters(), total, strict=True):
+                p.grad = grad
+            reference.step()
+        difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
+        assert difference < 1e-12, f"{store}: {difference}"
+
+
 def gradient_of_one_worker(store: str) -> None:
     """The others have None, and still take part."""
     with kvmpi.create(store) as kv:
@@ -214,6 +256,7 @@ def main() -> None:
         sparse_training(store, update=True)
         sparse_training(store, update=False)
         diloco_that_averages(store)
+        halves_of_a_step(store)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
     uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
     for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):

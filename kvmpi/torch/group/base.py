@@ -287,7 +287,7 @@ class GroupBase(_ProcessGroup):
 
     close = shutdown
 
-    def abort(self) -> None:
+    def abort(self, failure: BaseException | None = None) -> None:
         """Release everything at once: what is under way fails."""
         self._closed = True
         try:

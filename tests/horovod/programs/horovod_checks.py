@@ -304,6 +304,43 @@ def optimizers(rank: int, size: int) -> None:
     assert 0 < (net[0].weight - before).norm() <= 1.1e-3, "the step was that of clipped gradients"
     scheduler.step()
     assert inner.param_groups[0]["lr"] == 0.5
+
+    # What is changed on its way would be different everywhere.
+    if size > 1:
+        net = model()
+        optimizer = hvd.DistributedOptimizer(start(net), net.named_parameters())
+        net(batch(0, rank)).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        with raises(KVError, "was changed after loss.backward() (clipped"):
+            optimizer.step()
+    for fused in (False, True):
+        net, alone = model(), model()
+        inner, plain = (torch.optim.SGD(m.parameters(), lr=0.1, fused=fused) for m in (net, alone))
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
+        scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2))
+        for step in range(4):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            loss = net(batch(step, rank)).square().mean()
+            plain_loss = sum(alone(batch(step, r)).square().mean() for r in range(size)) / size
+            if step == 1:  # the last rank overflows, and nobody steps
+                loss, plain_loss = loss * (torch.inf if rank == size - 1 else 1.0), plain_loss * torch.inf
+            scaler.scale(loss).backward()
+            plain_scaler.scale(plain_loss).backward()
+            if size > 1 and step == 0:
+                with raises(KVError, "GradScaler.step() while gradients are on their way"):
+                    scaler.step(optimizer)
+            optimizer.synchronize()
+            for each, parameters in ((optimizer, net), (plain, alone)):
+                (scaler if each is optimizer else plain_scaler).unscale_(each)
+                nn.utils.clip_grad_norm_(parameters.parameters(), 1e-2)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            plain_scaler.step(plain)
+            plain_scaler.update()
+        same_weights(net, alone.double(), f"scaled and clipped, fused={fused}")
+        assert scaler.get_scale() == plain_scaler.get_scale() == 32.0
     if size > 1:
         net(batch(0, rank)).mean().backward()
         with raises(KVError, "more than backward_passes_per_step=1 times"):

@@ -1,0 +1,149 @@
+"""Weights that a store updates: gradients leave for it, weights come back while the loop goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvmpi.engine import Work
+from kvmpi.errors import ConfigError, KVError, rebuild
+from kvmpi.store import KVStore
+from kvmpi.torch import buckets
+from kvmpi.torch.parameters import KeyedParameters
+
+
+class _Flight:
+    """Weights under way that have left together, until they are there."""
+
+    def __init__(self, indices: Iterable[int], works: Iterable[Work | None]) -> None:
+        self.indices, self._works = list(indices), [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Weights:
+    """The parameters of a model that a store holds and updates, and which of them are on their way back."""
+
+    def __init__(self, kv: KVStore, params: KeyedParameters) -> None:
+        self._kv, self._params = kv, params
+        self._lock = threading.RLock()  # gradients on several devices arrive in several threads
+        self._flights: dict[int, _Flight] = {}
+        #: Of which parameters the store is still to take the weights: they were loaded into the model.
+        self.loaded: set[int] = set()
+        # Nobody waits for a gradient that no worker of the client has: neither other clients nor a round.
+        self._leaves_out = kv.is_capable("async") or kv.num_clients == 1
+        self._planned: tuple[list[int], list[tuple[int, ...]]] = ([], [])
+
+    # ---- there
+
+    def send(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None], priority: int, *, reduced: bool
+    ) -> list[Work | None]:
+        """Start to push gradients, laid out as the weights, and to bring the weights; of None only the latter."""
+        kv, keys = self._kv, self._params.keys
+        with self._lock:
+            some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
+            left = [i for i, gradient in zip(indices, gradients, strict=True) if gradient is None]
+            works: list[Work | None] = []
+            if some:
+                pushed, values = [i for i, _ in some], [gradient for _, gradient in some]
+                weights = [self._params.as_it_lies(i) for i in pushed]
+                names = [keys[i] for i in pushed]
+                works.append(kv.pushpull(names, values, weights, priority, async_op=True, reduced=reduced))
+            if left:
+                weights = [self._params.as_it_lies(i) for i in left]
+                works.append(kv.pull([keys[i] for i in left], weights, priority, async_op=True))
+            flight = _Flight(indices, works)
+            self._flights.update(dict.fromkeys(flight.indices, flight))
+            self._note_change(flight)
+            return works
+
+    def send_all(self, order: Sequence[int], factor: float, bucket_bytes: int) -> None:
+        """Push what parameters that are trained have as gradients, sums of the client, times ``factor``.
+
+        Several together, in the order of ``order``: that in which the next forward needs the weights. The gradients may
+        be changed when this returns.
+
+        Raises:
+            ConfigError: a gradient is sparse, or a weight of another dtype than the store's.
+        """
+        self.wait()
+        tensors = self._params.tensors
+        trained = [i for i in order if tensors[i].requires_grad]
+        self.check_dtypes(trained)
+        if self._planned[0] != trained:
+            nbytes = [p.numel() * p.element_size() for p in tensors]
+            self._planned = trained, buckets.plan(trained, nbytes, bucket_bytes)
+        gradients = {i: self._gradient(i, factor) for i in trained}
+        asks = self._kv.is_capable("async")  # else what is left out is what it was
+        plan = self._planned[1]
+        for number, bucket in enumerate(plan):
+            some = [i for i in bucket if asks or gradients[i] is not None]
+            if some:
+                self.send(some, [gradients[i] for i in some], len(plan) - number, reduced=True)
+
+    def _gradient(self, index: int, factor: float) -> torch.Tensor | None:
+        grad = self._params.tensors[index].grad
+        if grad is None:
+            return None if self._leaves_out else torch.zeros_like(self._params.as_it_lies(index))
+        self._params.check_dense(index)
+        grad = grad.detach()
+        if factor != 1.0:
+            grad = grad * factor
+        return grad.permute(self._params.order(index))
+
+    def check_dtypes(self, indices: Iterable[int]) -> None:
+        """Raise if a weight has been converted, since the store holds it as it was."""
+        for i in indices:
+            tensor = self._params.tensors[i]
+            if tensor.dtype != self._params.dtypes[i]:
+                raise ConfigError(
+                    f"{self._params.names[i]} is of {tensor.dtype} now, and the store that updates it holds weights of "
+                    f"{self._params.dtypes[i]}: convert the model before it goes to DistributedOptimizer, or make "
+                    "another one with a store of its own"
+                )
+
+    def hand_over(self) -> None:
+        """Weights that were loaded become the store's, worker 0's for all. Collective over all workers, if there are.
+
+        Raises:
+            KVError: other workers have loaded none.
+        """
+        if not self.loaded:
+            return
+        found = sorted(self.loaded)
+        try:
+            self._kv.assign([self._params.keys[i] for i in found], [self._params.as_it_lies(i) for i in found])
+        except KVError as error:
+            what = (
+                "weights were loaded into the model, for the store to go on from, which all workers do before one step"
+            )
+            raise rebuild(type(error).__name__, f"{what}: {error}") from error
+        self.loaded.clear()
+
+    # ---- and back
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights are on their way."""
+        return bool(self._flights)
+
+    def wait(self, indices: Iterable[int] | None = None) -> None:
+        """Return when these weights, or all, are there."""
+        with self._lock:
+            for i in list(self._flights) if indices is None else indices:
+                flight = self._flights.get(i)
+                if flight is None:
+                    continue
+                for other in flight.indices:
+                    self._flights.pop(other, None)
+                flight.wait()
+                self._note_change(flight)
+
+    def _note_change(self, flight: _Flight) -> None:
+        """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
+        torch.autograd.graph.increment_version([self._params.tensors[i] for i in flight.indices])
