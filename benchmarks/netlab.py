@@ -7,7 +7,8 @@ For benchmarks and tests of collectives between hosts. Needs Linux, root, iprout
         subprocess.run(lab.command_on(0, mpirun), check=True)
 
 A host has a network, a host name, System V IPC, a ``/dev/shm`` and an ``/etc/hosts`` of its own, and shares all else:
-files, users, process numbers, cores. Its only interface besides ``lo`` is ``lab0``; nothing leads out of the lab.
+files, users, process numbers. Cores are dealt out among hosts, where that can be done evenly. Its only interface
+besides ``lo`` is ``lab0``; nothing leads out of the lab.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from types import TracebackType
 if __name__ != "__main__":  # the keeper runs this file by path, so that it starts in milliseconds and without numpy
     from kvmpi.errors import ConfigError, KVError, UnsupportedError
 
-NEEDS = "a NetLab needs Linux, root and the commands ip and tc (iproute2) and nsenter (util-linux)"
+NEEDS = "a NetLab needs Linux, root and the commands ip and tc (iproute2), nsenter and taskset (util-linux)"
 SUBNET = "10.18.0.0/24"  # the same in every lab: no two of them see each other
 INTERFACE = "lab0"  # not eth0: /sys/class/net is the machine's, and whoever looks there must not find another card
 PRIVATE = "/dev/shm"  # of each host: its files vanish with it, however its processes end
@@ -63,10 +64,22 @@ def namespace_path(keeper: int, place: int, kind: str) -> str:
     return f"/proc/{keeper}/fd/{FIRST_FD + len(CLONE_FLAGS) * place + list(CLONE_FLAGS).index(kind)}"
 
 
-def enter(keeper: int, place: int) -> list[str]:
-    """The words that run the words after them at a place; they become that command, so signals reach it."""
+def cores_of(host: int, num_hosts: int, cores: Sequence[int]) -> list[int]:
+    """Those of ``cores`` that a host has: as many as every other, alone or with as many others; else all of them.
+
+    On hosts that run wherever there is room, equal ranks are through at very different times.
+    """
+    each, others = len(cores) // num_hosts, num_hosts // len(cores)
+    if each:
+        return list(cores[host * each : (host + 1) * each])
+    return [cores[host // others]] if num_hosts % len(cores) == 0 else list(cores)
+
+
+def enter(keeper: int, place: int, num_hosts: int) -> list[str]:
+    """The words that run the words after them on a host; they become that command, so signals reach it."""
     paths = {kind.replace("mnt", "mount"): namespace_path(keeper, place, kind) for kind in CLONE_FLAGS}
-    return ["nsenter", *(f"--{kind}={path}" for kind, path in paths.items())]
+    cores = ",".join(map(str, cores_of(place - 1, num_hosts, sorted(os.sched_getaffinity(0)))))
+    return ["taskset", "-c", cores, "nsenter", *(f"--{kind}={path}" for kind, path in paths.items())]
 
 
 class NetLab:
@@ -103,7 +116,7 @@ class NetLab:
         """
         # Entering a mount namespace leaves the working directory, so it is given once more; a shell knows it when the
         # words are run, which may be long after they were made.
-        script = f'exec {shlex.join(enter(self._pid, self._place(host)))} env --chdir="$PWD" "$@"'
+        script = f'exec {shlex.join(enter(self._pid, self._place(host), len(self.hosts)))} env --chdir="$PWD" "$@"'
         return ["sh", "-c", script, "sh", *command]
 
     def mpirun_arguments(self, ranks_per_host: int = 1) -> list[str]:
@@ -130,7 +143,8 @@ class NetLab:
             raise UnsupportedError(f"{NEEDS}; this is {sys.platform}")
         if os.geteuid() != 0:
             raise UnsupportedError(f"{NEEDS}; this is user {os.geteuid()}")
-        if missing := [name for name in ("ip", "tc", "nsenter") if shutil.which(name, path=search_path()) is None]:
+        needed = ("ip", "tc", "nsenter", "taskset")
+        if missing := [name for name in needed if shutil.which(name, path=search_path()) is None]:
             raise UnsupportedError(f"{NEEDS}; not found: {', '.join(missing)}")
         self._owner = os.getpid()
         try:
@@ -295,7 +309,8 @@ def keep(owner: int, hosts: list[str]) -> int:
         known = file.read()
     table = "".join(f"{address_of(i)} {host}\n" for i, host in enumerate(hosts))
     # Open MPI calls it like ssh: agent HOST COMMAND...
-    cases = "".join(f'{host}) enter="{shlex.join(enter(os.getpid(), i + 1))}";;\n' for i, host in enumerate(hosts))
+    ways = [shlex.join(enter(os.getpid(), i + 1, len(hosts))) for i in range(len(hosts))]
+    cases = "".join(f'{host}) enter="{way}";;\n' for host, way in zip(hosts, ways, strict=True))
     agent = f'#!/bin/sh\ncase "$1" in\n{cases}*) echo "no host $1 in this lab" >&2; exit 255;;\nesac\n'
     agent += 'shift\nexec $enter sh -c "$*"\n'
     try:

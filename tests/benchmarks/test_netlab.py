@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvmpi.benchmarks import netlab
-from kvmpi.benchmarks.netlab import NetLab
+from kvmpi.benchmarks.netlab import NetLab, cores_of
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import mpirun
 
@@ -355,6 +355,29 @@ def test_mpirun_spans_the_hosts(tmp_path, num_hosts, ranks_per_host):
 )
 def test_rates_are_in_bytes(link, rate):
     assert NetLab(1, link).rate_bytes_per_s == rate
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "cores", "expected"),
+    [
+        (2, [0, 1], [[0], [1]]),
+        (4, [0, 1], [[0], [0], [1], [1]]),
+        (3, [0, 1], [[0, 1]] * 3),
+        (3, [2, 3, 5, 7], [[2], [3], [5]]),
+        (2, [2, 3, 5, 7], [[2, 3], [5, 7]]),
+        (1, [4], [[4]]),
+    ],
+)
+def test_hosts_have_equally_many_cores(num_hosts, cores, expected):
+    assert [cores_of(host, num_hosts, cores) for host in range(num_hosts)] == expected
+
+
+@needs_lab
+def test_programs_keep_to_the_cores_of_their_host(lab):
+    script = "import os; print(*sorted(os.sched_getaffinity(0)))"
+    for host in range(4):
+        words = run(lab, host, *python(script)).stdout.split()
+        assert list(map(int, words)) == cores_of(host, 4, sorted(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(("num_hosts", "link"), [(0, None), (201, None), (2, "fast"), (2, "0mbit"), (2, "1gbps")])
