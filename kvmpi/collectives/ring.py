@@ -42,8 +42,10 @@ _TAG_RING = 32
 _TAG_CHAIN = 31
 #: Transfers in flight in each direction: enough to hide a nap of a neighbour, few enough to stay in cache.
 _WINDOW = 4
-#: Waits for the ranks beside this one.
-_NEIGHBOURS = Habit()
+#: Waits for the ranks beside this one, and those in streams of so many chunks that the link has enough to do meanwhile:
+#: who then comes late loses nothing, and who comes seldom leaves the core to others.
+NEIGHBOURS, STREAMS = Habit(), Habit(nap_share=0.5)
+STREAM_CHUNKS = 8
 
 
 def segment_bounds(count: int, num_segments: int) -> list[Range]:
@@ -122,13 +124,14 @@ class Machine(Protocol):
 
 
 def drive(
-    machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str], nbytes: int = timeline.NOTHING
-) -> None:
+    machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str], nbytes: int = timeline.NOTHING,
+    habit: Habit = NEIGHBOURS,
+) -> None:  # fmt: skip
     """Move ``machines`` on until all are done; ``what`` gives the beginning of an error message.
 
     Args:
         nbytes: of all that they move, for the timeline.
-
+        habit: of such waits.
     Raises:
         KVTimeoutError: says what they wait for.
     """
@@ -146,7 +149,7 @@ def drive(
             moved |= machine.advance()
         left = [machine for machine in left if not machine.done]
         if patience is None:
-            patience = Patience(deadline, describe, _NEIGHBOURS)
+            patience = Patience(deadline, describe, habit)
         if moved:
             patience.progress()
         else:
@@ -222,13 +225,17 @@ class Ring:
         while self._sent < min(self._total, self._received + self._num_chunks) and len(self._sends) < self._window:
             self._sends.append(self._post_send(self._sent))
             self._sent += 1
-        while self._sends:
+        while self._sends and self._must_deliver():
             first = self._sends[0]
             if first is not None and not first.test():
                 break
             self._sends.popleft()
             self._delivered += 1
         return before != (self._posted, self._received, self._sent, self._delivered)
+
+    def _must_deliver(self) -> bool:
+        """Whether anything waits for a send to be through: to ask costs a turn of the library's progress engine."""
+        return len(self._sends) == _WINDOW or self._received == self._total or not self._has_room(self._received)
 
     def _at(self, transfer: int, *, sent: bool) -> tuple[int, int, int, int]:
         """(step, number of the chunk, start, stop) of a transfer."""

@@ -10,7 +10,18 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, drive, part_of
+from kvmpi.collectives.ring import (
+    NEIGHBOURS,
+    STREAM_CHUNKS,
+    STREAMS,
+    Chain,
+    Machine,
+    Range,
+    Ring,
+    chunks_of,
+    drive,
+    part_of,
+)
 from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
@@ -52,14 +63,18 @@ class Rings:
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings = act.choice.num_rings
         machines: list[Machine] = []
+        at_once = 0
         for number in range(num_rings):
             ranges = part_of(segments, number, num_rings)
+            chunks = chunks_of(ranges, max_chunk_count)
+            at_once += len(chunks[0])
             ring = Ring(
-                self._comm, self._ranks, chunks_of(ranges, max_chunk_count), out, terms, gather=gather,
+                self._comm, self._ranks, chunks, out, terms, gather=gather,
                 base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
             )  # fmt: skip
             machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
-        drive(machines, act.deadline, act.describe, count * out.itemsize)
+        habit = STREAMS if at_once >= STREAM_CHUNKS else NEIGHBOURS
+        drive(machines, act.deadline, act.describe, count * out.itemsize, habit)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]

@@ -99,12 +99,17 @@ _neighbours = _Neighbours()
 
 
 class Habit:
-    """How long waits of one kind last as a rule."""
+    """How long waits of one kind last as a rule.
 
-    __slots__ = ("usual_s",)
+    Args:
+        nap_share: a nap takes this part of the time waited so far, or of what is usual: so much later than it could the
+            wait may end.
+    """
 
-    def __init__(self) -> None:
-        self.usual_s = 0.0
+    __slots__ = ("nap_share", "usual_s")
+
+    def __init__(self, nap_share: float = _NAP_SHARE) -> None:
+        self.nap_share, self.usual_s = nap_share, 0.0
 
     def learn(self, waited_s: float) -> None:
         """One more such wait is over."""
@@ -159,7 +164,8 @@ class Patience:
             _neighbours.let_run(self._last_s - now_s, self._last_s)
         else:
             _sharpen_naps()
-            time.sleep(min(max(_NAP_SHARE * max(waited_s, usual_s), _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            nap_s = self._habit.nap_share * max(waited_s, usual_s)
+            time.sleep(min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
             self._last_s = time.monotonic()
             if now_s >= self._tell_at_s:
                 self._tell(now_s)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmpi.collectives import ring, rings
+from kvmpi.collectives.algorithm import Act, Scratch
+from kvmpi.collectives.cost import Choice
+from kvmpi.collectives.memory_comm import MemoryWorld
 from kvmpi.collectives.ring import chunks_of, completion_order, part_of, segment_bounds, segments_of_step
+from kvmpi.deadline import Deadline
 
 SIZES = range(2, 18)
 
@@ -103,3 +109,16 @@ def test_every_segment_is_summed_over_every_rank_once_and_reaches_every_rank(siz
         assert sorted(contributed[rank]) == list(range(size)), f"rank {rank} contributes to every segment once"
         # In ring order, starting with the owner: the same on every rank, so the same bits.
         assert results[rank] == {s: [(s + i) % size for i in range(size)] for s in range(size)}
+
+
+@pytest.mark.parametrize(("count", "num_rings", "late"), [(1 << 14, 2, False), (1 << 15, 1, False), (1 << 17, 2, True)])
+def test_only_who_has_many_chunks_under_way_may_come_late(
+    monkeypatch: pytest.MonkeyPatch, count: int, num_rings: int, late: bool
+) -> None:
+    """Of a segment; where there are few, each waits for the one before it."""
+    habits = []
+    monkeypatch.setattr(rings, "drive", lambda *arguments: habits.append(arguments[-1]))
+    act = Act("test", "allgather", Choice("multi_ring", num_rings, 16 << 10), 0, 2, Deadline(10), Scratch())
+    rings.Rings(MemoryWorld(2).comms()[0]).allgather(np.zeros(count, np.float32), act)
+    assert habits == [ring.STREAMS if late else ring.NEIGHBOURS]
+    assert ring.STREAMS.nap_share > ring.NEIGHBOURS.nap_share

@@ -158,6 +158,20 @@ def test_waits_that_are_long_as_a_rule_are_slept_through(
     assert all(naps == 0 and polls > 20 for polls, naps, _ in short[20:]), "they are short now: polls again"
 
 
+def test_who_may_come_late_naps_longer_and_seldom(clock: Clock) -> None:
+    def waits(nap_share: float) -> tuple[int, float]:
+        """Naps of ten waits, and how much later than it could the last one ended."""
+        habit, naps = Habit(nap_share), clock.naps
+        for _ in range(10):
+            flag = Flag(2e-3)
+            wait_all([flag], Deadline(3600), lambda: "never", habit)
+        return clock.naps - naps, clock.monotonic() - flag.due_s
+
+    punctual, late = waits(0.125), waits(0.5)
+    assert late[0] < 0.6 * punctual[0]
+    assert late[1] < 1.2e-3
+
+
 def test_a_long_wait_now_and_then_is_not_usual() -> None:
     habit = Habit()
     for number in range(100):
