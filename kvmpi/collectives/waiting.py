@@ -155,8 +155,9 @@ class Patience:
             _neighbours.let_run(now_s - self._last_s, now_s)
         self._last_s = now_s
         waited_s, usual_s = now_s - self._since_s, self._habit.usual_s
-        polls = waited_s < _POLLING_S and usual_s < _POLLING_S
-        if self._idle <= (_bare_polls if polls and not _neighbours.compute else _BARE_POLLS_BUSY):
+        short = usual_s < _POLLING_S
+        polls = short and waited_s < _POLLING_S
+        if short and self._idle <= (_bare_polls if polls and not _neighbours.compute else _BARE_POLLS_BUSY):
             return
         if polls and _neighbours.may_yield(now_s):
             _yield_core()
