@@ -33,6 +33,8 @@ VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
 MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
 #: After which it ends all ranks, and with status 0.
 PRTE_LOST = b"PRTE has lost communication with a remote daemon"
+#: Which means nothing: a child was quicker than its parent.
+PRTE_QUICK = b"plm:ssh: Warning: setpgid("
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
@@ -327,6 +329,8 @@ class Runner:
         child = self._children.get(stream.label)
         if stream.target == 2 and isinstance(child, RemoteProcess):
             lines = [own for line in lines if (own := child.hear(line)) or not line]
+        if stream.label.startswith("client"):
+            lines = [line for line in lines if PRTE_QUICK not in line]
         if stream.target == 2:
             self._tails[stream.label].extend(lines)
             if stream.label.startswith("client") and any(PRTE_LOST in line for line in lines):

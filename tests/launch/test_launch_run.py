@@ -82,6 +82,18 @@ os.write(1, b"\\xff no end")
         assert own == [f"[worker {rank}] {i} {rank * 6000}" for i in range(200)] + [f"[worker {rank}] \udcff no end"]
 
 
+@needs_mpi
+def test_a_remark_of_mpirun_that_means_nothing_is_left_out(launch, write, tmp_path):
+    real = MPI.path
+    remark = "plm:ssh: Warning: setpgid(7,7) failed in parent with errno=Permission denied(13)"
+    (tmp_path / "mpirun").write_text(f'#!/bin/sh\necho "{remark}" >&2\necho "and another" >&2\nexec {real} "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    job = launch("-n", "2", write("quiet.py", "print('done')\n"), env={"KVMPI_MPIRUN": str(tmp_path / "mpirun")})
+    assert job.finish() == 0, job.stderr
+    assert "and another" in job.stderr
+    assert "setpgid" not in job.stderr
+
+
 @pytest.mark.parametrize("clients", ["2", pytest.param("1", marks=needs_mpi)])
 @pytest.mark.parametrize(
     ("how", "status", "text"),
