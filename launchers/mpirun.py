@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,13 @@ _NO_ALLOCATION = ("--prtemca", "ras", "^slurm,lsf,pbs,gridengine")
 
 #: For an mpirun to say which one it is.
 VERSION_S = 20.0
+
+#: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
+MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
+#: After which PRRTE ends all ranks, and with status 0.
+PRTE_LOST = b"PRTE has lost communication with a remote daemon"
+#: Which means nothing: a child was quicker than its parent.
+PRTE_QUICK = b"plm:ssh: Warning: setpgid("
 
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 

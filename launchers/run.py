@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import selectors
 import signal
 import time
@@ -19,6 +18,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.failure import Failure, Suspect
 from kvmpi.launchers.job import AGENT, Job, Process
+from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
 from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
@@ -29,12 +29,6 @@ HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
-#: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
-MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
-#: After which it ends all ranks, and with status 0.
-PRTE_LOST = b"PRTE has lost communication with a remote daemon"
-#: Which means nothing: a child was quicker than its parent.
-PRTE_QUICK = b"plm:ssh: Warning: setpgid("
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 

@@ -45,7 +45,7 @@ _WINDOW = 4
 #: Waits for the ranks beside this one, and those in streams of so many chunks that the link has enough to do meanwhile:
 #: who then comes late loses nothing, and who comes seldom leaves the core to others.
 NEIGHBOURS, STREAMS = Habit(), Habit(nap_share=0.5)
-STREAM_CHUNKS = 8
+_STREAM_CHUNKS = 8
 
 
 def segment_bounds(count: int, num_segments: int) -> list[Range]:
@@ -186,8 +186,9 @@ class Ring:
             0 if terms is not None else self._reduce_steps, 2 * self._reduce_steps if gather else self._reduce_steps
         )
         self._place = place if terms is not None and gather else (place - 1) % self._size
-        self._num_chunks = len(chunks[0])
-        self._total = len(self._steps) * self._num_chunks
+        #: Of each segment.
+        self.num_chunks = len(chunks[0])
+        self._total = len(self._steps) * self.num_chunks
         self._window = min(_WINDOW, self._total)
         self._longest_chunk = max(stop - start for segment in chunks for start, stop in segment)
         self._incoming = self._partials = out[:0]
@@ -195,7 +196,7 @@ class Ring:
             self._incoming = scratch(self._window * self._longest_chunk, terms.sum_dtype)
             # What is received in one step is sent in the next: two segments of partial sums take turns.
             # A chunk has the same place in both, so that it replaces the chunk of its number and no other.
-            self._partials = scratch(min(2, self._size - 1) * self._num_chunks * self._longest_chunk, terms.sum_dtype)
+            self._partials = scratch(min(2, self._size - 1) * self.num_chunks * self._longest_chunk, terms.sum_dtype)
         self._receives: deque[Request | None] = deque()
         self._sends: deque[Request | None] = deque()
         self._posted = self._received = self._sent = self._delivered = 0
@@ -206,7 +207,7 @@ class Ring:
 
     def stuck(self) -> str:
         if self._received < self._total:
-            step = self._received // self._num_chunks
+            step = self._received // self.num_chunks
             return f"no data from MPI rank {self._left}, step {step + 1} of {len(self._steps)}"
         return f"MPI rank {self._right} does not take its data"
 
@@ -222,7 +223,7 @@ class Ring:
                 self._take(self._received)
                 self._received += 1
         # The first step's chunks are at hand; each later one is the one received a step before.
-        while self._sent < min(self._total, self._received + self._num_chunks) and len(self._sends) < self._window:
+        while self._sent < min(self._total, self._received + self.num_chunks) and len(self._sends) < self._window:
             self._sends.append(self._post_send(self._sent))
             self._sent += 1
         while self._sends and self._must_deliver():
@@ -239,7 +240,7 @@ class Ring:
 
     def _at(self, transfer: int, *, sent: bool) -> tuple[int, int, int, int]:
         """(step, number of the chunk, start, stop) of a transfer."""
-        index, chunk = divmod(transfer, self._num_chunks)
+        index, chunk = divmod(transfer, self.num_chunks)
         step = self._steps[index]
         segment = segments_of_step(step, self._place, self._size)[0 if sent else 1]
         return step, chunk, *self._chunks[segment][chunk]
@@ -247,7 +248,7 @@ class Ring:
     def _partial(self, step: int, chunk: int, count: int) -> Buffer:
         """Where the partial sums received in ``step`` are kept until they are sent; of the own part, step -1."""
         turn = (step + 1) % 2 if self._size > 2 else 0
-        first = (turn * self._num_chunks + chunk) * self._longest_chunk
+        first = (turn * self.num_chunks + chunk) * self._longest_chunk
         return self._partials[first : first + count]
 
     def _result(self, start: int, stop: int) -> Buffer:
@@ -266,8 +267,8 @@ class Ring:
 
     def _has_room(self, transfer: int) -> bool:
         """Whether the partial sums that this transfer's will replace have been delivered."""
-        kept = self._terms is not None and transfer < (self._reduce_steps - 1) * self._num_chunks
-        return not kept or self._delivered > transfer - self._num_chunks
+        kept = self._terms is not None and transfer < (self._reduce_steps - 1) * self.num_chunks
+        return not kept or self._delivered > transfer - self.num_chunks
 
     def _take(self, transfer: int) -> None:
         step, chunk, start, stop = self._at(transfer, sent=False)
@@ -293,6 +294,11 @@ class Ring:
                 assert self._terms is not None
                 part = self._terms.own(start, stop, part)
         return self._comm.isend(part, self._right, self._tag)
+
+
+def habit_of(rings: Sequence[Ring]) -> Habit:
+    """Of waits of ``rings`` that move together."""
+    return STREAMS if sum(ring.num_chunks for ring in rings) >= _STREAM_CHUNKS else NEIGHBOURS
 
 
 def completion_order(chunks: list[list[Range]], place: int, *, reduces: bool) -> list[Range]:

@@ -10,18 +10,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.ring import (
-    NEIGHBOURS,
-    STREAM_CHUNKS,
-    STREAMS,
-    Chain,
-    Machine,
-    Range,
-    Ring,
-    chunks_of,
-    drive,
-    part_of,
-)
+from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, drive, habit_of, part_of
 from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
@@ -62,19 +51,16 @@ class Rings:
         segments = act.segments(count)
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings = act.choice.num_rings
-        machines: list[Machine] = []
-        at_once = 0
+        machines, rings = list[Machine](), list[Ring]()
         for number in range(num_rings):
             ranges = part_of(segments, number, num_rings)
-            chunks = chunks_of(ranges, max_chunk_count)
-            at_once += len(chunks[0])
             ring = Ring(
-                self._comm, self._ranks, chunks, out, terms, gather=gather,
+                self._comm, self._ranks, chunks_of(ranges, max_chunk_count), out, terms, gather=gather,
                 base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
             )  # fmt: skip
+            rings.append(ring)
             machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
-        habit = STREAMS if at_once >= STREAM_CHUNKS else NEIGHBOURS
-        drive(machines, act.deadline, act.describe, count * out.itemsize, habit)
+        drive(machines, act.deadline, act.describe, count * out.itemsize, habit_of(rings))
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]

@@ -27,7 +27,7 @@ _POLLING_S = 200e-6
 #: A yield that takes longer has met somebody who computes; how long to remember that.
 _LONG_YIELD_S = 0.5e-3
 _SHORTEST_BUSY_S, _LONGEST_BUSY_S = 0.05, 0.8
-#: A nap takes this part of the time waited so far, or of what is usual: so much later than it could the wait may end.
+#: See ``Habit``.
 _NAP_SHARE = 0.125
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3

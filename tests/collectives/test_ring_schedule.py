@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvmpi.collectives import ring, rings
 from kvmpi.collectives.algorithm import Act, Scratch
+from kvmpi.collectives.comm import Request
 from kvmpi.collectives.cost import Choice
-from kvmpi.collectives.memory_comm import MemoryWorld
+from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
 from kvmpi.collectives.ring import chunks_of, completion_order, part_of, segment_bounds, segments_of_step
 from kvmpi.deadline import Deadline
 
@@ -122,3 +123,33 @@ def test_only_who_has_many_chunks_under_way_may_come_late(
     rings.Rings(MemoryWorld(2).comms()[0]).allgather(np.zeros(count, np.float32), act)
     assert habits == [ring.STREAMS if late else ring.NEIGHBOURS]
     assert ring.STREAMS.nap_share > ring.NEIGHBOURS.nap_share
+
+
+def test_sends_are_asked_about_only_when_something_waits_for_them() -> None:
+    """Each time runs the library's progress engine; but partial sums are kept until they are delivered."""
+    asked = []
+
+    class Asked:
+        def __init__(self, request: Request) -> None:
+            self._test = request.test
+
+        def test(self) -> bool:
+            asked.append(self)
+            return self._test()
+
+    def ring_of(comm: MemoryComm, out: np.ndarray) -> ring.Ring:
+        send = comm.isend
+        comm.isend = lambda *arguments: Asked(send(*arguments))
+        return ring.Ring(comm, range(2), [[(0, 2), (2, 4)], [(4, 6), (6, 8)]], out)
+
+    outs = [np.arange(8.0) + 10 * rank for rank in range(2)]
+    first, second = (ring_of(comm, out) for comm, out in zip(MemoryWorld(2).comms(), outs, strict=True))
+    first.advance()
+    assert not asked, "nothing has come yet, and there is room for more sends"
+    for _ in range(10):
+        second.advance()
+        first.advance()
+    assert first.done
+    assert second.done
+    assert asked, "who has all must know that the other has, too"
+    assert outs[0].tolist() == outs[1].tolist() == [0, 1, 2, 3, 14, 15, 16, 17]

@@ -7,7 +7,7 @@ has one shard, the process that is the oracle has all of them; the loss is the m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,18 @@ def expect(error: type[BaseException], text: str, call: Callable[[], Any]) -> No
         said = str(caught)
     assert said is not None, f"no {error.__name__}"
     assert text in said, said
+
+
+@contextlib.contextmanager
+def training(store: str, make: Any = mlp, optimizer: Any = sgd, rule: Any = None, **options: Any) -> Iterator[Any]:
+    """A store that updates, by ``rule(store)`` or else the optimizer's, a model, and its optimizer."""
+    with kvmpi.create(store) as kv:
+        if rule is not None:
+            kv.set_optimizer(rule(kv))
+        model = make(kv.rank)
+        update = True if rule is None else None
+        options = {"update_on_kvstore": update, "bucket_bytes": 150, "overlap": True, **options}
+        yield kv, model, DistributedOptimizer(optimizer(model), kv, model, **options)
 
 
 def no_sync(optimizer: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,7 @@ from kvmpi.torch import DistributedOptimizer
 MOST = 0.1  # what norms are clipped at
 
 
-@contextmanager
-def training(store: str, make: Any = mlp, optimizer: Any = sgd, rule: Any = None, **options: Any) -> Iterator[Any]:
-    with kvmpi.create(store) as kv:
-        if rule is not None:
-            kv.set_optimizer(rule(kv))
-        model = make(kv.rank)
-        update = True if rule is None else None
-        options = {"update_on_kvstore": update, "push": "step", "bucket_bytes": 150, "overlap": True, **options}
-        yield kv, model, DistributedOptimizer(optimizer(model), kv, model, **options)
+training = partial(loops.training, push="step")
 
 
 # ---- one client: as one process

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from optimizer_loops import (
     same_in_all,
     sgd,
     shard,
+    training,
     winding,
     winding_steps,
 )
@@ -36,14 +35,6 @@ from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.torch import DistributedOptimizer
-
-
-@contextmanager
-def training(store: str, make: Any = mlp, optimizer: Any = sgd, **options: Any) -> Iterator[Any]:
-    with kvmpi.create(store) as kv:
-        model = make(kv.rank)
-        options = {"update_on_kvstore": True, "bucket_bytes": 150, "overlap": True, **options}
-        yield kv, model, DistributedOptimizer(optimizer(model), kv, model, **options)
 
 
 def loops_of_people(store: str) -> None:

@@ -91,6 +91,7 @@ def held_back(kv, flag):
         deadline_s = time.monotonic() + 30
         while not flag.exists() and time.monotonic() < deadline_s:
             time.sleep(0.01)
+        assert flag.exists(), "nobody went ahead"
         time.sleep(0.05)  # by now the others' second push waits for this client's first
     base, out = np.empty(count, "f4"), np.empty(count, "f4")
     seen = base.view()
