@@ -9,7 +9,16 @@ import functools
 import math
 import os
 import socket
+import struct
+import sys
 from collections.abc import Callable
+
+_SIOCGIFADDR = 0x8915
+#: The number of Linux's system call sched_setattr, by machine, and what it takes: size, policy, flags, nice, priority,
+#: slice in nanoseconds, deadline, period, two utilisations (https://man7.org/linux/man-pages/man2/sched_setattr.2.html).
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
+_SCHED_ATTR = struct.Struct("=IIQiIQQQII")
+_SHORT_SLICE_NS = 100_000
 
 
 @functools.cache
@@ -79,3 +88,49 @@ def _cgroups(read: Callable[[str], str], controller: str) -> list[str]:
         parts = [part for part in path.split("/") if part not in ("", "..")]
         found += [f"{base}/{'/'.join(parts[:count])}".rstrip("/") for count in range(len(parts) + 1)]
     return found
+
+
+def has_fabric() -> bool:
+    """Whether this host has a card whose hardware moves messages: InfiniBand and its kin, or HPE's Slingshot."""
+    return any(os.path.isdir(path) and os.listdir(path) for path in ("/sys/class/infiniband", "/sys/class/cxi"))
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one."""
+    return {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
+
+
+def _address_of(interface: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def link_mbit(interface: str) -> int:
+    """The speed of an interface's link, in Mbit/s; 0 if nobody knows."""
+    speed = read_text(f"/sys/class/net/{interface}/speed")
+    return int(speed) if speed.isdigit() else 0
+
+
+def take_short_slices() -> None:
+    """Ask the system to let this thread run soon when it has something to do, as it never runs for long.
+
+    Linux 6.12 and later gives a thread that asks for short slices the core earlier, and not more of it. Elsewhere, and
+    where that is not allowed, nothing happens.
+    """
+    number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
+    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    import ctypes
+
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    asked = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, _SHORT_SLICE_NS, 0, 0, 0, 0)
+    try:
+        ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(asked), 0)
+    except (OSError, AttributeError):
+        pass

@@ -14,6 +14,7 @@ from kvmpi.engine.operation import Operation, outcome, stuck
 from kvmpi.engine.variable import Variable
 from kvmpi.engine.work import Failure, Work, acquire_within, earliest, lock_timeout, sequence
 from kvmpi.errors import KVError, KVTimeoutError
+from kvmpi.machine import take_short_slices
 
 
 class ThreadedEngine(Engine):
@@ -131,6 +132,7 @@ class ThreadedEngine(Engine):
 
     def _serve(self, lane: ThreadLane) -> None:
         """The life of a lane's thread."""
+        take_short_slices()  # others wait for what it does, and a training thread would not let it run
         gate = threading.Lock()
         gate.acquire()
         op: Operation | None = None  # never set while parked: an idle thread must keep nothing alive
