@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import kvmpi
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.benchmarks.plan import Case, Plan
-from kvmpi.collectives import Call, Collectives, Entry, load_figures, mpi_comm
+from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -34,19 +34,26 @@ class Setting:
         self.plan, self.op, self.dtype = plan, plan.op, plan.dtype
         self.rank, self.size = rank, size
         config = Config.from_env()
-        self.chunk_bytes, self._figures = plan.chunk_bytes or config.ring_chunk_bytes, load_figures(config.tuning)
+        self.chunk_bytes = plan.chunk_bytes or config.ring_chunk_bytes
+        rings = plan.num_rings or config.num_rings
+        self._config = replace(config, ring_chunk_bytes=self.chunk_bytes, num_rings=rings)
         self._memory: dict[tuple[str, bool], list[list[Array]]] = {}
         self._allocator: Collectives | None = None
 
     def collectives(self, algorithm: str) -> tuple[Collectives, Callable[[], None]]:
         """kvmpi's collectives over all ranks, and what frees their communicator; collective."""
-        rings = {"num_rings": self.plan.num_rings} if self.plan.num_rings else {}
         comm = mpi_comm.world(TIMEOUT_S)
         try:
-            return Collectives(comm, algorithm, self.chunk_bytes, figures=self._figures, **rings), comm.free
+            made = Collectives.configured(comm, replace(self._config, allreduce=algorithm))
         except BaseException:
             comm.free()
             raise
+
+        def free() -> None:
+            made.close()
+            comm.free()
+
+        return made, free
 
     def sources(self, case: Case, *, shared: bool) -> list[list[Array]]:
         """This rank's inputs, by tensor and vector; the same memory for every contestant. ``shared``: of kv.empty."""

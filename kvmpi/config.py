@@ -66,6 +66,15 @@ class Config:
         ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive"),
     )  # fmt: skip
     num_rings: int = _setting(2, "rings of multi_ring, 1 to 8")
+    ring_transport: str = _setting(
+        "auto",
+        "what carries rings between hosts: MPI, or TCP connections of kvmpi's own, which take less processor time; "
+        "auto takes those where no host has InfiniBand or the like",
+        ("auto", "tcp", "mpi"),
+    )
+    interface: str = _setting(
+        "", "interfaces (eth0) or networks (10.0.0.0/16), separated by commas, that such connections use; empty: any"
+    )
     ring_chunk_bytes: int = _setting(0, "bytes of one message of a ring; 0 chooses by size")
     tuning: str = _setting("", "file of kvmpi bench tune, by which auto chooses; empty takes built-in figures")
     bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 from collections.abc import MutableMapping
+from typing import Any
 
 #: How many workers a process of the job shares its host with, itself included, and how many processes: ``4,6``. Where
 #: only an mpirun knows its ranks' hosts: how many there may be beside its ranks, and how many such mpiruns: ``0,2,3``.
@@ -19,11 +20,16 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
-def usable() -> int:
-    """Cores that this process may keep busy; ``machine.py``, above this file or beside it in a checkout, knows."""
+def machine() -> dict[str, Any]:
+    """The functions of ``machine.py``, above this file or beside it in a checkout."""
     above = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = next(path for name in (".", "kvmpi") if os.path.exists(path := os.path.join(above, name, "machine.py")))
-    return int(runpy.run_path(path)["num_cores"]())
+    return runpy.run_path(path)
+
+
+def usable() -> int:
+    """Cores that this process may keep busy."""
+    return int(machine()["num_cores"]())
 
 
 def threads(cores: int, workers: int) -> str:

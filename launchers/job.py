@@ -276,6 +276,8 @@ def plan(
         common["KVMPI_DASHBOARD_PORT"] = str(dashboard)
     if tty:
         common["KVMPI_TTY"] = tty
+    if places is not None and places.network:
+        common["KVMPI_INTERFACE"] = places.network
     if timeline := timeline or base.get("KVMPI_TIMELINE", ""):
         common["KVMPI_TIMELINE"] = os.path.abspath(timeline)  # processes may be elsewhere when they begin
     if modules:

@@ -27,7 +27,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -38,7 +37,6 @@ GONE_S = 4.0  # what is not there for so long has been removed; on a shared file
 LOOK_S = 0.5
 GRACE_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SIOCGIFADDR = 0x8915
 
 
 def own_address(network: str, towards: str) -> str:
@@ -55,7 +53,7 @@ def own_address(network: str, towards: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((towards, 9))  # sends nothing
             return str(probe.getsockname()[0])
-    found = interfaces()
+    found = sibling("cores").machine()["interfaces"]()
     if "/" not in network:
         if network in found:
             return found[network]
@@ -66,22 +64,6 @@ def own_address(network: str, towards: str) -> str:
                 return address
     listed = ", ".join(f"{name} {address}" for name, address in found.items())
     raise OSError(f"{socket.gethostname()} has no address on {network!r}; it has {listed}")
-
-
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of every interface that has one."""
-    return {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
-
-
-def _address_of(interface: str) -> str:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def make_files(folders: list[str], files: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -10,6 +10,8 @@ import numpy.typing as npt
 from kvmpi.machine import host_name
 
 Bytes = npt.NDArray[Any]
+#: Sleeps for at most some seconds, and less if something happens.
+Waiter = Callable[[float], object]
 
 
 class Request(Protocol):
@@ -62,6 +64,10 @@ class Comm(Protocol):
         """Start the transport's own copy of ``buffer`` of ``root`` to all ranks."""
         ...
 
+    def waiter(self, peers: Collection[int]) -> Waiter | None:
+        """What wakes when messages to or from ``peers`` may have moved; None: their requests must be polled."""
+        ...
+
     def duplicate(self) -> Comm:
         """The same ranks with message traffic of their own; collective."""
         ...
@@ -84,6 +90,9 @@ class SoloComm:
         raise AssertionError("a communicator of one rank sends nothing")
 
     irecv = iallreduce = ireduce_scatter = iallgather = ibroadcast = isend
+
+    def waiter(self, peers: Collection[int]) -> None:
+        pass
 
     def duplicate(self) -> SoloComm:
         return self

@@ -18,11 +18,15 @@ from kvmpi.errors import ConfigError
 #: Chunks of rings. Handling one costs 20 us; above 128 KiB two rings that share a link of 1 Gbit/s leave it idle for a
 #: tenth of the time.
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 64 << 10, 128 << 10
+#: Over connections of their own (``links``) rings leave no link idle, whatever the chunk. A rank sleeps meanwhile, and
+#: handling a chunk costs 100 us of processor time when it has been woken, with cold caches: half of them the system's.
+_MOST_LINKED_CHUNK_BYTES, _LINKED_CHUNK_S = 512 << 10, 1e-4
 
 #: Part of a single ring's sums for which the link waits: a guess, large enough that two rings win where they were seen
 #: to, as with 64 MiB between four hosts of 1 Gbit/s.
 _UNHIDDEN = 0.5
-_RINGS = 2
+#: Of ``multi_ring``, where the model chooses.
+MODEL_RINGS = 2
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class Choice(NamedTuple):
 
 
 def costs(
-    op: str, nbytes: int, hosts: tuple[int, ...], figures: Figures, *, shares: bool, has_library: bool
-) -> dict[str, Choice]:
+    op: str, nbytes: int, hosts: tuple[int, ...], figures: Figures, *, shares: bool, has_library: bool,
+    linked: bool = False,
+) -> dict[str, Choice]:  # fmt: skip
     """Every algorithm that is possible, with its best settings.
 
     Args:
@@ -91,6 +96,7 @@ def costs(
         hosts: number of ranks on each host.
         shares: whether ranks of a host share memory.
         has_library: whether the transport has collectives of its own.
+        linked: whether rings between hosts have connections of their own.
     """
     size, most, num_hosts = sum(hosts), max(hosts), len(hosts)
     adds = op in ("allreduce", "reduce_scatter")
@@ -103,11 +109,14 @@ def costs(
     found: dict[str, Choice] = {}
     # Sums are made while the next chunk travels, except where memory is what carries the chunks, and at the end of a
     # segment, unless another ring has something to do then.
-    sums_s = add_s * (size - 1) / size * (1.0 if num_hosts == 1 else _UNHIDDEN)
+    unhidden = 1.0 if num_hosts == 1 else 0.0 if linked else _UNHIDDEN
+    sums_s = add_s * (size - 1) / size * unhidden
+    chunk_s = _LINKED_CHUNK_S if linked else figures.message_s
+    most_bytes = _MOST_LINKED_CHUNK_BYTES if linked else _MOST_CHUNK_BYTES
     steps = halves * (size - 1)
-    for name, rings in (("ring", 1), ("multi_ring", _RINGS)):
+    for name, rings in (("ring", 1), ("multi_ring", MODEL_RINGS)):
         part = nbytes / size / rings
-        chunk = chunk_for(part, figures.message_s, link)
+        chunk = chunk_for(part, chunk_s, link, most_bytes)
         ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + min(chunk, part) / link)
         ring_s += passes * nbytes / link + (sums_s if rings == 1 else 0.0)
         if rings == 1 or (adds and num_hosts == size):
@@ -123,7 +132,7 @@ def costs(
     if shares and num_hosts > 1:
         rings = min(hosts)
         part = nbytes / num_hosts / rings
-        chunk = chunk_for(part, figures.message_s, link / rings)
+        chunk = chunk_for(part, chunk_s, link / rings, most_bytes)
         steps = halves * (num_hosts - 1)
         passes = 1.0 if op == "broadcast" else halves * (num_hosts - 1) / num_hosts
         seconds = steps * (figures.message_s * max(1.0, part / chunk) + min(chunk, part) * rings / link)
@@ -132,10 +141,10 @@ def costs(
     return found
 
 
-def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float) -> int:
+def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float, most_bytes: int = _MOST_CHUNK_BYTES) -> int:
     """The chunk size, a power of two, at which filling the pipe and handling chunks cost least together."""
     best = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s)
-    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)))
+    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), most_bytes)))
 
 
 def as_words(figures: Figures) -> list[float]:

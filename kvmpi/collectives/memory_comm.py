@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -91,6 +91,9 @@ class MemoryComm:
         raise AssertionError("a communicator in memory has no collectives of its own")
 
     ireduce_scatter = iallgather = ibroadcast = iallreduce
+
+    def waiter(self, peers: Collection[int]) -> None:
+        """Nothing wakes."""
 
     def duplicate(self) -> MemoryComm:
         self._duplicates += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvmpi.collectives.comm import Bytes
 from kvmpi.collectives.waiting import expect_cores, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError, ShapeMismatchError
-from kvmpi.machine import host_name
+from kvmpi.machine import has_fabric, host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "JSM_NAMESPACE_SIZE")
@@ -91,7 +91,7 @@ _EAGER, _EAGER_UCX = "OMPI_MCA_btl_tcp_eager_limit", "UCX_RNDV_THRESH"
 def _expect_computing_receivers() -> None:
     """To be called before MPI is initialised; what the user has set counts."""
     os.environ.setdefault(_EAGER, str(_EAGER_BYTES))
-    if not os.path.isdir("/sys/class/infiniband"):  # where a receiver's card fetches what is long, UCX knows better
+    if not has_fabric():  # where a receiver's card fetches what is long, UCX knows better
         os.environ.setdefault(_EAGER_UCX, str(_EAGER_BYTES))
 
 
@@ -239,6 +239,9 @@ class MpiComm:
 
     def ibroadcast(self, buffer: Bytes, root: int) -> _Request:
         return self._start(self._comm.Ibcast, buffer, [buffer, buffer.nbytes, self._mpi.BYTE], root)
+
+    def waiter(self, peers: Collection[int]) -> None:
+        """MPI wakes nobody."""
 
     def duplicate(self) -> MpiComm:
         made: list[Any] = []

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.comm import Comm, Request, Waiter
 from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 from kvmpi.trace import timeline
@@ -125,13 +125,14 @@ class Machine(Protocol):
 
 def drive(
     machines: Sequence[Machine], deadline: Deadline, what: Callable[[], str], nbytes: int = timeline.NOTHING,
-    habit: Habit = NEIGHBOURS,
+    habit: Habit = NEIGHBOURS, waiter: Waiter | None = None,
 ) -> None:  # fmt: skip
     """Move ``machines`` on until all are done; ``what`` gives the beginning of an error message.
 
     Args:
         nbytes: of all that they move, for the timeline.
         habit: of such waits.
+        waiter: what wakes when any of them may be moved on; None: nothing does.
     Raises:
         KVTimeoutError: says what they wait for.
     """
@@ -149,7 +150,7 @@ def drive(
             moved |= machine.advance()
         left = [machine for machine in left if not machine.done]
         if patience is None:
-            patience = Patience(deadline, describe, habit)
+            patience = Patience(deadline, describe, habit, waiter)
         if moved:
             patience.progress()
         else:
@@ -179,6 +180,8 @@ class Ring:
         self._size = len(ranks)
         place = ranks.index(comm.rank)
         self._left, self._right = ranks[place - 1], ranks[(place + 1) % self._size]
+        #: What wakes when this ring may be moved on.
+        self.waiter = comm.waiter((self._left, self._right))
         self._tag = _TAG_RING + number
         self._on_chunk = on_chunk
         self._reduce_steps = self._size - 1
@@ -326,6 +329,8 @@ class Chain:
         place = ranks.index(comm.rank)
         self._left = ranks[place - 1] if place else None
         self._right = ranks[place + 1] if place + 1 < len(ranks) else None
+        #: What wakes when this chain may be moved on.
+        self.waiter = comm.waiter([peer for peer in (self._left, self._right) if peer is not None])
         self._chunks = [chunk for chunk in chunks_of([[(0, buffer.size)]], max_chunk_count)[0] if chunk[0] < chunk[1]]
         self._receives: deque[Request] = deque()
         self._sends: deque[Request] = deque()

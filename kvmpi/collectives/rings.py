@@ -60,12 +60,14 @@ class Rings:
             )  # fmt: skip
             rings.append(ring)
             machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
-        drive(machines, act.deadline, act.describe, count * out.itemsize, habit_of(rings))
+        # Devices wake nobody.
+        waiter = rings[0].waiter if start is None else None
+        drive(machines, act.deadline, act.describe, count * out.itemsize, habit_of(rings), waiter)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]
         chain = Chain(self._comm, ranks, buffer, act.chunk_count(buffer.itemsize))
-        drive([chain], act.deadline, act.describe, buffer.nbytes)
+        drive([chain], act.deadline, act.describe, buffer.nbytes, waiter=chain.waiter)
 
 
 def _start_sums(devices: Sequence[Any], staged: Buffer, dtype: str, ranges: list[Range], number: int) -> list[Any]:

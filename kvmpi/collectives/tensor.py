@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,18 @@ from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.cost import Choice, Figures, costs
+from kvmpi.collectives.cost import MODEL_RINGS, Choice, Figures, costs
+from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.hierarchical import Hierarchical
 from kvmpi.collectives.library import Library
+from kvmpi.collectives.linking import link
+from kvmpi.collectives.links import Links
 from kvmpi.collectives.naive import Naive
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
 from kvmpi.collectives.topology import Topology, locate
 from kvmpi.collectives.waiting import wait_all
+from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, UnsupportedError
 from kvmpi.kernels import host
@@ -30,6 +35,8 @@ from kvmpi.trace import Recorder, timeline
 Buffer = npt.NDArray[Any]
 
 ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
+_C = TypeVar("_C", bound="Collectives")
+_log = logging.getLogger(__name__)
 _SUMS_DEVICES = ("ring", "multi_ring")
 _SHARING = ("auto", "shared", "hierarchical")
 _TAG_TELL = 5
@@ -37,6 +44,8 @@ _TELL_BYTES = 1 << 10
 #: Memory that ranks share is given out from this size on, and from this size on MPI's own collectives are not chosen:
 #: they would leave partial sums there.
 COMMON_FROM_BYTES = 256 << 10
+#: Rings between hosts have connections of their own from this size on: to be woken takes longer than to look.
+LINKED_FROM_BYTES = 256 << 10
 #: Seconds at most to find out who answers when a call has failed.
 _ROLL_CALL_S = 5.0
 
@@ -50,26 +59,44 @@ class Collectives:
         num_rings: rings of ``multi_ring``, 1 to 8.
         attach: whether ranks of one host read from each other's private memory; else it is staged.
         figures: what to choose by; those of rank 0 count.
+        ring_transport: ``mpi``, ``tcp`` or ``auto``: what carries rings between hosts, see ``linking``.
+        interface: for ``tcp``, see ``linking.own_addresses``.
+        calls: what agreements travel over; they may then be made by another thread than collectives. None: ``comm``.
     """
 
     def __init__(
         self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 0, recorder: Recorder | None = None, *,
-        num_rings: int = 2, attach: bool = True, figures: Figures | None = None,
+        num_rings: int = 2, attach: bool = True, figures: Figures | None = None, ring_transport: str = "mpi",
+        interface: str = "", calls: Comm | None = None,
     ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
         if not 1 <= num_rings <= 8:
             raise ConfigError(f"{num_rings} rings: expected 1 to 8")
-        self._comm, self._algorithm, self._chunk_bytes = comm, algorithm, chunk_bytes
+        self._comm, self._calls = comm, calls or comm
+        self._algorithm, self._chunk_bytes = algorithm, chunk_bytes
         self._num_rings, self._attach = num_rings, attach
+        self._ring_transport, self._interface = ring_transport, interface
         self._figures = figures or Figures()
         self._choices: dict[tuple[str, int], Choice] = {}
         self._recorder = recorder or Recorder()
         self._scratch = Scratch()
         self._broken: str | None = None
         self._topology: Topology | None = None  # found out at the first call that depends on it
-        self._made: dict[str, Algorithm] = {}
+        self._links: Links | None = None  # likewise
+        self._made: dict[tuple[str, bool], Algorithm] = {}
         self._shared: Shared | None = None  # where it sums whatever comes
+
+    @classmethod
+    def configured(
+        cls: type[_C], comm: Comm, config: Config, recorder: Recorder | None = None, *, calls: Comm | None = None
+    ) -> _C:
+        """As the user's settings say."""
+        return cls(
+            comm, config.allreduce, config.ring_chunk_bytes, recorder, num_rings=config.num_rings,
+            attach=config.shared_input == "attach", figures=load_figures(config.tuning),
+            ring_transport=config.ring_transport, interface=config.interface, calls=calls,
+        )  # fmt: skip
 
     @property
     def rank(self) -> int:
@@ -138,10 +165,10 @@ class Collectives:
         """
         settings = (
             f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_NUM_RINGS={self._num_rings} "
-            f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
+            f"KVMPI_RING_TRANSPORT={self._ring_transport} KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
         ).strip()
         with self._recorder.timed("wait"):
-            found: Verdict = self._guarded(lambda: verdict(self._comm, call, deadline, settings))
+            found: Verdict = self._guarded(lambda: verdict(self._calls, call, deadline, settings))
         if found.error is not None:
             if found.last:  # nobody waits for the one that is leaving
                 self._broken = f"{type(found.error).__name__}: {found.error}"
@@ -150,14 +177,32 @@ class Collectives:
 
     def leave(self, deadline: Deadline) -> bool:
         """``agreement.leave``: the last call here. Whether the communicator may be freed."""
-        return not self.broken and leave(self._comm, deadline)
+        return not self.broken and leave(self._calls, deadline)
+
+    def close(self) -> None:
+        """End the connections of its own; no call may follow."""
+        if self._links is not None:
+            self._links.close()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:
-            self._topology = self._guarded(
-                lambda: locate(self._comm, self._figures, deadline, label, attach=self._attach)
-            )
+            self._topology = self._guarded(lambda: self._locate(deadline, label))
         return self._topology
+
+    def _locate(self, deadline: Deadline, label: str) -> Topology:
+        topology = locate(self._comm, self._figures, deadline, label, attach=self._attach)
+        if len(topology.layout.hosts) > 1 and self._ring_transport != "mpi":
+            linked = link(
+                self._comm, topology.layout, max(MODEL_RINGS, self._num_rings), deadline, label,
+                network=self._interface, despite_fabric=self._ring_transport == "tcp",
+            )  # fmt: skip
+            if isinstance(linked, Links):
+                self._links = linked
+            elif self._ring_transport == "tcp":
+                raise UnsupportedError(f"{label}: KVMPI_RING_TRANSPORT=tcp: {linked}")
+            else:
+                _log.info("rings between hosts use MPI: %s", linked)
+        return topology
 
     # ---- the collectives
 
@@ -310,9 +355,11 @@ class Collectives:
 
     def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
-        algorithm = self._made.get(choice.algorithm)
+        linked = self._links is not None and nbytes >= LINKED_FROM_BYTES
+        algorithm = self._made.get((choice.algorithm, linked))
         if algorithm is None:
-            algorithm = self._made[choice.algorithm] = self._make(choice.algorithm, deadline, label)
+            algorithm = self._make(choice.algorithm, deadline, label, linked=linked)
+            self._made[choice.algorithm, linked] = algorithm
         act = Act(label, op, choice, self.rank, self.size, deadline, self._scratch)
         return algorithm, act
 
@@ -326,6 +373,7 @@ class Collectives:
                 op, 3 * size // 4, tuple(map(len, topology.layout.hosts)), topology.figures,
                 shares=not isinstance(topology.group, str),
                 has_library=self._comm.has_collectives and nbytes < COMMON_FROM_BYTES,
+                linked=self._links is not None and nbytes >= LINKED_FROM_BYTES,
             )  # fmt: skip
             if self._algorithm == "auto":
                 found = min(options.values(), key=lambda choice: choice.seconds)
@@ -338,9 +386,10 @@ class Collectives:
             self._choices[op, size] = found
         return found
 
-    def _make(self, name: str, deadline: Deadline, label: str) -> Algorithm:
+    def _make(self, name: str, deadline: Deadline, label: str, *, linked: bool) -> Algorithm:
+        comm = self._links if linked and self._links is not None else self._comm
         if name in ("ring", "host_ring", "multi_ring"):
-            return Rings(self._comm)
+            return Rings(comm)
         if name == "naive":
             return Naive(self._comm)
         if name == "mpi" and self._comm.has_collectives:
@@ -363,7 +412,7 @@ class Collectives:
             return shared
         if name == "shared":
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
-        return Hierarchical(self._comm, topology.layout, topology.group)
+        return Hierarchical(comm, topology.layout, topology.group)
 
     def _on_host(self, sources: Sequence[Vector], dtype: str) -> list[Buffer]:
         """The vectors of host memory, and what those on devices sum up to."""

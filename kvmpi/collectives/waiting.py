@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kvmpi.collectives.comm import Request
+from kvmpi.collectives.comm import Request, Waiter
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
 from kvmpi.machine import num_cores
@@ -31,6 +31,8 @@ _SHORTEST_BUSY_S, _LONGEST_BUSY_S = 0.05, 0.8
 _NAP_SHARE = 0.125
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
+#: Of naps from which a rank is woken.
+_WOKEN_NAP_S = 20e-3
 #: How much one more wait counts in what is usual, and up to what length: if fewer than a third of them are long, that
 #: is not usual.
 _LEARNING = 0.25
@@ -125,12 +127,17 @@ class Patience:
 
     Args:
         habit: of waits of this kind.
+        waiter: what wakes when there may be progress, for naps; None: nothing does.
     """
 
-    __slots__ = ("_deadline", "_describe", "_habit", "_idle", "_last_s", "_since_s", "_tell_at_s", "_waiting")
+    __slots__ = (
+        "_deadline", "_describe", "_habit", "_idle", "_last_s", "_since_s", "_tell_at_s", "_waiter", "_waiting"
+    )  # fmt: skip
 
-    def __init__(self, deadline: Deadline, describe: Callable[[], str], habit: Habit = _ANY) -> None:
-        self._deadline, self._describe, self._habit = deadline, describe, habit
+    def __init__(
+        self, deadline: Deadline, describe: Callable[[], str], habit: Habit = _ANY, waiter: Waiter | None = None
+    ) -> None:
+        self._deadline, self._describe, self._habit, self._waiter = deadline, describe, habit, waiter
         self._idle, self._since_s, self._last_s = 0, 0.0, 0.0
         self._waiting: stall.Waiting | None = None
         self._tell_at_s = 0.0
@@ -164,9 +171,12 @@ class Patience:
             self._last_s = time.monotonic()
             _neighbours.let_run(self._last_s - now_s, self._last_s)
         else:
-            _sharpen_naps()
-            nap_s = self._habit.nap_share * max(waited_s, usual_s)
-            time.sleep(min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            if self._waiter is not None:
+                self._waiter(_WOKEN_NAP_S)
+            else:
+                _sharpen_naps()
+                nap_s = self._habit.nap_share * max(waited_s, usual_s)
+                time.sleep(min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
             self._last_s = time.monotonic()
             if now_s >= self._tell_at_s:
                 self._tell(now_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 from kvmpi.doctor.finding import Finding, Surroundings
-from kvmpi.launchers.remote_exec import interfaces, own_address
+from kvmpi.launchers.remote_exec import own_address
+from kvmpi.machine import interfaces
 
 #: An address that is nobody's (RFC 5737): the way there is that to other hosts.
 _ANYWHERE = "192.0.2.1"

@@ -448,6 +448,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         except KVError:
             pass  # a stuck operation; its Work carries the error
         self._disconnect()
+        for collectives in (self._reduce, self._cast):
+            collectives.close()
         if not self.broken:
             for comm in self._comms:
                 comm.free()

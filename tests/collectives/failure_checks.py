@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from kvmpi.collectives import Collectives, mpi_comm
 from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.links import Links
 from kvmpi.collectives.mpi_comm import MpiComm
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
@@ -56,6 +57,10 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "hierarchical-post": ("hierarchical", 3_000_000, HostGroup, "post", 1),
     "hierarchical-ring": ("hierarchical", 3_000_000, MpiComm, "isend", 3),
     "hierarchical-finish": ("hierarchical", 3_000_000, HostGroup, "finish", 1),
+    "linked-start": ("ring", 3_000_000, Links, "isend", 1),
+    "linked-reduce": ("ring", 3_000_000, Links, "isend", 3),
+    "linked-multi_ring": ("multi_ring", 3_000_000, Links, "irecv", 9),
+    "linked-hierarchical": ("hierarchical", 3_000_000, Links, "isend", 3),
     "naive": ("naive", 100_000, MpiComm, "isend", 1),
     "mpi": ("mpi", 100_000, MpiComm, "iallreduce", 1),
     "scatter-slots": ("shared", 1000, HostGroup, "post", 1),
@@ -113,7 +118,9 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         comm = mpi_comm.world()
         if algorithm == "hierarchical":
             comm.host = f"host {RANK // 2}"
-        collectives = Collectives(comm, algorithm, 512 << 10)
+        elif owner is Links:
+            comm.host = f"host {RANK}"
+        collectives = Collectives(comm, algorithm, 512 << 10, ring_transport="tcp" if owner is Links else "mpi")
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
         run(collectives, op, buffer, out, 60.0, "first")
         assert op != "allreduce" or (out == SIZE).all()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES
-from kvmpi.collectives import Collectives, SoloComm
+from kvmpi.collectives import Collectives, SoloComm, tensor
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.ring import segment_bounds
 from kvmpi.deadline import Deadline
@@ -31,21 +31,26 @@ def layouts_of(algorithm: str) -> tuple[str, ...]:
     return ONE_HOST if algorithm == "shared" else HOSTS + ONE_HOST
 
 
-CASES = [(algorithm, hosts) for algorithm in ALGORITHMS for hosts in layouts_of(algorithm)]
+CASES = [(algorithm, hosts, "mpi") for algorithm in ALGORITHMS for hosts in layouts_of(algorithm)]
+CASES += [(algorithm, hosts, "tcp") for algorithm in ("ring", "multi_ring", "hierarchical", "auto") for hosts in HOSTS]
 
 
 def collectives_of(comm: MemoryComm, algorithm: str, **options: Any) -> Collectives:
     return Collectives(comm, algorithm, options.pop("chunk_bytes", 256), **{"num_rings": 3, **options})
 
 
-@pytest.mark.parametrize(("algorithm", "hosts"), CASES)
-def test_everything_on_every_layout(run_ranks: RunRanks, algorithm: str, hosts: str) -> None:
+@pytest.mark.parametrize(("algorithm", "hosts", "transport"), CASES)
+def test_everything_on_every_layout(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, algorithm: str, hosts: str, transport: str
+) -> None:
     """One job for many checks: sums and gathers of several sizes, in and out of place, and a broadcast."""
     size = len(hosts)
+    monkeypatch.setattr(tensor, "LINKED_FROM_BYTES", 1)
     cases = [(count, num, place) for count in (0, 1, 5, 1013) for num in (1, 2, 8) for place in (False, True)]
 
     def rank_main(comm: MemoryComm) -> list[np.ndarray]:
-        collectives, deadline, found = collectives_of(comm, algorithm), Deadline(TIMEOUT_S), []
+        collectives = collectives_of(comm, algorithm, ring_transport=transport)
+        deadline, found = Deadline(TIMEOUT_S), []
         for count, num_vectors, in_place in cases:
             start, stop = segment_bounds(count, size)[comm.rank]
             own = vectors(comm.rank, num_vectors, count, "float32")
@@ -68,6 +73,7 @@ def test_everything_on_every_layout(run_ranks: RunRanks, algorithm: str, hosts: 
             collectives.broadcast(text, count % size, deadline, "cast")
             np.testing.assert_array_equal(text, vectors(count % size, 1, count, "int64")[0])
             found += [out, whole]
+        collectives.close()
         return found
 
     results = run_ranks(size, rank_main, hosts=hosts)

@@ -118,7 +118,7 @@ def test_only_who_has_many_chunks_under_way_may_come_late(
 ) -> None:
     """Of a segment; where there are few, each waits for the one before it."""
     habits = []
-    monkeypatch.setattr(rings, "drive", lambda *arguments: habits.append(arguments[-1]))
+    monkeypatch.setattr(rings, "drive", lambda *arguments: habits.append(arguments[-2]))
     act = Act("test", "allgather", Choice("multi_ring", num_rings, 16 << 10), 0, 2, Deadline(10), Scratch())
     rings.Rings(MemoryWorld(2).comms()[0]).allgather(np.zeros(count, np.float32), act)
     assert habits == [ring.STREAMS if late else ring.NEIGHBOURS]

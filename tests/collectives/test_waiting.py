@@ -172,6 +172,31 @@ def test_who_may_come_late_naps_longer_and_seldom(clock: Clock) -> None:
     assert late[1] < 1.2e-3
 
 
+def test_who_is_woken_sleeps_until_then_and_polls_as_before(clock: Clock) -> None:
+    sleeps: list[float] = []
+
+    def waiter(seconds: float) -> None:
+        sleeps.append(seconds)
+        clock.now_s += 5e-3  # somebody wakes it
+
+    habit, polls, naps = Habit(), 0, clock.naps
+    for wait in range(8):
+        patience, sleeps[:] = Patience(Deadline(3600), lambda: "never", habit, waiter), []
+        polls = 0
+        while len(sleeps) < 2:
+            patience.pause()
+            polls += 1
+        patience.progress()
+        assert polls <= 4 or wait < 4, "such waits are long as a rule: no polls"
+    assert polls >= 2
+    assert sleeps == [waiting._WOKEN_NAP_S] * 2
+    assert clock.naps == naps, "it does not nap, since who naps is not woken"
+    patience = Patience(Deadline(0.1), lambda: "nothing came", habit, waiter)
+    give_up = (patience.pause() for _ in range(1000))
+    with pytest.raises(KVTimeoutError, match="nothing came"):
+        list(give_up)
+
+
 def test_a_long_wait_now_and_then_is_not_usual() -> None:
     habit = Habit()
     for number in range(100):

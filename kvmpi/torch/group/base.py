@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from kvmpi.collectives import JOIN, Call, Comm, Entry, load_figures
+from kvmpi.collectives import JOIN, Call, Comm, Entry
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.collectives.transfers import Transfers
 from kvmpi.config import Config
@@ -66,10 +66,7 @@ class GroupBase(_ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self._name, self._description, self._ranks, self._timeout_s = name, "", list(ranks), timeout_s
         self._comms = [comm, comm.duplicate()]
-        self._collectives = GroupCollectives(
-            comm, config.allreduce, config.ring_chunk_bytes, num_rings=config.num_rings,
-            attach=config.shared_input == "attach", figures=load_figures(config.tuning),
-        )  # fmt: skip
+        self._collectives = GroupCollectives.configured(comm, config)
         self._transfers = Transfers(self._comms[1])
         self._engine = create_engine(config.engine)
         self._engine.add_lane(_LANE, ordered=True)
@@ -281,6 +278,7 @@ class GroupBase(_ProcessGroup):
         except KVError:
             self._stuck = True
         self._stuck |= not self._transfers.drain(deadline)
+        self._collectives.close()
         if all_left and not self.broken:
             for comm in self._comms:
                 comm.free()

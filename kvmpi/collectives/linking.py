@@ -1,0 +1,208 @@
+"""How ranks of different hosts get TCP connections for their rings: who needs one to whom, and how they meet.
+
+Each rank listens for a moment, and tells the others over their communicator where, with a token that nobody else can
+know. Who connects shows the token of the rank it wants, and is shown its own: so neither takes a stranger for a peer,
+and bridges of containers, which have one address on all hosts, lead nobody astray. Either all connections come about
+or none is used.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.forming import exchange
+from kvmpi.collectives.links import Links
+from kvmpi.collectives.topology import Layout
+from kvmpi.deadline import Deadline
+from kvmpi.machine import has_fabric, interfaces, link_mbit
+
+_TAG_OFFER, _TAG_LINKED = 12, 13
+#: An offer in words: whether it is one, a token, a port and addresses, each with its link's speed in the upper half.
+_MAX_ADDRESSES = 8
+_TOKEN_BYTES = 16
+#: What a connection begins with: the token of the rank that is called, the caller's rank, the number of the connection.
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
+#: Whoever tells Open MPI which networks to use means these connections, too.
+_MPI_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
+#: Seconds at most that an address may take to answer, and all of this.
+_ANSWER_S, _ALL_S = 1.0, 5.0
+
+Pair = tuple[int, int]
+
+
+def pairs(layout: Layout) -> list[Pair]:
+    """(from, to) of ranks on different hosts that are neighbours in a ring of ``Rings`` or ``Hierarchical``."""
+    hosts = layout.hosts
+    size = sum(map(len, hosts))
+    flat = [(rank, (rank + 1) % size) for rank in range(size)]
+    found = [pair for pair in flat if layout.host_of(pair[0]) != layout.host_of(pair[1])]
+    if len(hosts) > 1:
+        for ring in range(min(map(len, hosts))):
+            ranks = [ranks[ring] for ranks in hosts]
+            found += zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    return sorted(set(found))
+
+
+def own_addresses(network: str = "") -> list[tuple[str, int]]:
+    """IPv4 addresses by which others may reach this host, and the speeds of their links in Mbit/s, 0 if unknown.
+
+    Args:
+        network: interfaces or networks, separated by commas; empty for those that Open MPI is told to use, or all.
+    """
+    network = network or os.environ.get(_MPI_NETWORKS, "")
+    found = {name: address for name, address in interfaces().items() if not network or _within(name, address, network)}
+    outside = {name: address for name, address in found.items() if not address.startswith("127.")}
+    return [(address, link_mbit(name)) for name, address in (outside or found).items()][:_MAX_ADDRESSES]
+
+
+def _within(name: str, address: str, network: str) -> bool:
+    wanted = [word.strip() for word in network.split(",")]
+    return any(
+        ipaddress.ip_address(address) in ipaddress.ip_network(word, strict=False) if "/" in word else word == name
+        for word in wanted
+    )
+
+
+def in_order(candidates: Sequence[tuple[str, int]], own: Sequence[str]) -> list[str]:
+    """Addresses of another host, the best first: the fastest, and of equals those most alike one of ``own``."""
+
+    def alike(address: str) -> int:
+        bits = int(ipaddress.ip_address(address))
+        return max((32 - (bits ^ int(ipaddress.ip_address(mine))).bit_length() for mine in own), default=0)
+
+    return [address for address, _ in sorted(candidates, key=lambda found: (-found[1], -alike(found[0])))]
+
+
+def link(
+    comm: Comm, layout: Layout, num_connections: int, deadline: Deadline, label: str, *, network: str = "",
+    despite_fabric: bool = False,
+) -> Links | str:  # fmt: skip
+    """Collective: ``comm`` with connections between hosts, or why there are none, which is then so on every rank.
+
+    Args:
+        num_connections: for each pair of neighbours: one for each ring that runs at the same time.
+        network: see ``own_addresses``.
+        despite_fabric: also where a host has a faster way than TCP.
+    Raises:
+        KVTimeoutError: a rank did not take part.
+    """
+    token, why_not, listener, own = secrets.token_bytes(_TOKEN_BYTES), "", None, list[tuple[str, int]]()
+    if has_fabric() and not despite_fabric:
+        why_not = "a host has a fabric that MPI makes use of"
+    else:
+        try:
+            own = own_addresses(network)
+            listener = socket.create_server(("", 0), backlog=128)
+        except (OSError, ValueError) as error:
+            why_not = str(error)
+        if not own:
+            why_not = why_not or f"a host has no IPv4 address on {network or 'any network'}"
+    offer = np.zeros(4 + _MAX_ADDRESSES, np.uint64)
+    if not why_not and listener is not None:
+        words = [int(ipaddress.ip_address(address)) | speed << 32 for address, speed in own]
+        offer[: 4 + len(words)] = [1, *np.frombuffer(token, np.uint64), listener.getsockname()[1], *words]
+    try:
+        offers = exchange(comm, range(comm.size), offer, _TAG_OFFER, deadline, label)
+        refusing = [rank for rank, words in enumerate(offers) if not words[0]]
+        if refusing or listener is None:
+            return why_not or f"MPI rank {refusing[0]} offers no connection"
+        patience = Deadline(min(_ALL_S, 0.5 * deadline.remaining_s()))
+        wanted = pairs(layout)
+        numbers = range(num_connections)
+        callers = [(rank, number) for rank, to in wanted if to == comm.rank for number in numbers]
+        calls = [(to, number) for rank, to in wanted if rank == comm.rank for number in numbers]
+        tokens = [words[1:3].tobytes() for words in offers]
+        incoming: dict[Pair, socket.socket] = {}
+        outgoing: dict[Pair, socket.socket] = {}
+        answering = threading.Thread(
+            target=_answer, args=(listener, token, tokens, set(callers), incoming, patience), daemon=True
+        )
+        answering.start()
+        mine = [address for address, _ in own]
+        for to, number in calls:
+            made = _call(offers[to], _HELLO.pack(tokens[to], comm.rank, number), token, mine, patience)
+            if made is None:
+                why_not = f"MPI rank {comm.rank} cannot reach MPI rank {to} over TCP"
+                break
+            outgoing[to, number] = made
+        answering.join()
+    finally:
+        if listener is not None:
+            listener.close()
+    complete = not why_not and len(incoming) == len(callers)
+    linked = exchange(comm, range(comm.size), np.array([complete], np.uint64), _TAG_LINKED, deadline, label)
+    without = [rank for rank, answer in enumerate(linked) if not answer[0]]
+    if without:
+        for sock in (*incoming.values(), *outgoing.values()):
+            sock.close()
+        return why_not or f"MPI rank {without[0]} lacks connections"
+    return Links(comm, _by_peer(outgoing), _by_peer(incoming))
+
+
+def _by_peer(socks: dict[Pair, socket.socket]) -> dict[int, list[socket.socket]]:
+    return {peer: [socks[key] for key in sorted(socks) if key[0] == peer] for peer in sorted({key[0] for key in socks})}
+
+
+def _answer(
+    listener: socket.socket, token: bytes, tokens: Sequence[bytes], callers: set[Pair],
+    into: dict[Pair, socket.socket], deadline: Deadline,
+) -> None:  # fmt: skip
+    """Take the connections of all ``callers``, and nobody else's, until the deadline."""
+    while len(into) < len(callers) and not deadline.expired():
+        listener.settimeout(max(1e-3, deadline.remaining_s()))
+        sock = None
+        try:
+            sock, _ = listener.accept()
+            sock.settimeout(max(1e-3, min(_ANSWER_S, deadline.remaining_s())))
+            shown, rank, number = _HELLO.unpack(_read(sock, _HELLO.size))
+            if hmac.compare_digest(shown, token) and (rank, number) in callers and (rank, number) not in into:
+                sock.sendall(tokens[rank])
+                into[rank, number], sock = sock, None
+        except OSError:
+            pass  # a stranger, or one that gave up
+        finally:
+            if sock is not None:
+                sock.close()
+
+
+def _call(
+    offer: np.ndarray, hello: bytes, token: bytes, own: Sequence[str], deadline: Deadline
+) -> socket.socket | None:
+    """A connection to the rank that made ``offer``; None if none of its addresses leads there."""
+    port = int(offer[3])
+    candidates = [(str(ipaddress.ip_address(int(word) & 0xFFFFFFFF)), int(word) >> 32) for word in offer[4:] if word]
+    for address in in_order(candidates, own):
+        sock = None
+        try:
+            sock = socket.create_connection((address, port), max(1e-3, min(_ANSWER_S, deadline.remaining_s())))
+            sock.sendall(hello)
+            sock.settimeout(max(1e-3, deadline.remaining_s()))  # it may be late, but it is there
+            if hmac.compare_digest(_read(sock, _TOKEN_BYTES), token):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+        except OSError:
+            pass
+        if sock is not None:
+            sock.close()
+    return None
+
+
+def _read(sock: socket.socket, count: int) -> bytes:
+    """Raises OSError: that many bytes do not come."""
+    found = b""
+    while len(found) < count:
+        part = sock.recv(count - len(found))
+        if not part:
+            raise ConnectionError(os.strerror(0))
+        found += part
+    return found

@@ -1,0 +1,211 @@
+"""A communicator whose ranks on different hosts exchange a ring's messages over TCP connections of their own.
+
+MPI moves what travels over TCP only inside its calls, so a rank that waits must poll, and pays for every look. Here the
+system's network stack moves bytes by itself and wakes the rank when there is enough to do: summing 20 MB between four
+hosts takes half of the processor time, at the same speed.
+
+A connection carries messages in one direction. They have no headers: both ends know from the schedule of the collective
+which message comes next and how long it is, and every call is agreed upon before.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import weakref
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from kvmpi.collectives.comm import Bytes, Comm, Request, Waiter
+from kvmpi.errors import PeerLostError
+
+#: A receiver is woken when so much of a message is there, or all of it.
+_WAKE_BYTES = 128 << 10
+
+
+class _Transfer:
+    """One message; ``left`` is what has not been moved yet."""
+
+    __slots__ = ("_links", "left")
+
+    def __init__(self, links: Links, buffer: Bytes) -> None:
+        self._links, self.left = links, memoryview(buffer.reshape(-1).view("u1").data)
+
+    def test(self) -> bool:
+        if self.left:
+            self._links.move()
+        return not self.left
+
+
+class _Stream:
+    """One end of a connection, and the messages that it is to carry, the next one first.
+
+    ``nbytes`` have been moved so far.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self.sock, self.fd, self._peer = sock, sock.fileno(), peer
+        self.queue: deque[_Transfer] = deque()
+        self.nbytes = 0
+        sock.setblocking(False)
+
+    def move(self) -> None:
+        """Move of the first messages what can be moved now.
+
+        Raises:
+            PeerLostError: the other end is closed.
+        """
+        raise NotImplementedError
+
+    def _lost(self, error: object) -> PeerLostError:
+        return PeerLostError(f"the connection to MPI rank {self._peer} is broken ({error}): it has probably ended")
+
+
+class _Outgoing(_Stream):
+    events = select.POLLOUT
+
+    def move(self) -> None:
+        while self.queue:
+            first = self.queue[0]
+            try:
+                count = self.sock.send(first.left)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._lost(error) from None
+            first.left = first.left[count:]
+            self.nbytes += count
+            if first.left:
+                return  # the system's buffer is full
+            self.queue.popleft()
+
+
+class _Incoming(_Stream):
+    events = select.POLLIN
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        super().__init__(sock, peer)
+        self._wake_bytes = 1
+
+    def expect(self) -> None:
+        """Let the system wake this rank when much of the first message is there."""
+        wake_bytes = min(len(self.queue[0].left), _WAKE_BYTES)
+        if wake_bytes != self._wake_bytes and sys.platform == "linux":
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
+
+    def move(self) -> None:
+        # Once: whether there is more, the next look tells, for less than an exception costs.
+        first = self.queue[0]
+        try:
+            count = self.sock.recv_into(first.left)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._lost(error) from None
+        if count == 0:
+            raise self._lost("closed")
+        first.left = first.left[count:]
+        self.nbytes += count
+        if not first.left:
+            self.queue.popleft()
+        if self.queue:
+            self.expect()
+
+
+class Links:
+    """``comm``, with connections between some of its ranks; for one thread at a time.
+
+    Whatever has no connection travels over ``comm``.
+
+    Args:
+        outgoing: sockets to other ranks, as many to each; messages with tags that differ by less than that number
+            travel independently of each other.
+        incoming: sockets from other ranks, likewise.
+    """
+
+    def __init__(
+        self, comm: Comm, outgoing: Mapping[int, Sequence[socket.socket]],
+        incoming: Mapping[int, Sequence[socket.socket]],
+    ) -> None:  # fmt: skip
+        self._comm = comm
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
+        self.has_collectives = comm.has_collectives
+        self.iallreduce, self.ireduce_scatter = comm.iallreduce, comm.ireduce_scatter
+        self.iallgather, self.ibroadcast = comm.iallgather, comm.ibroadcast
+        self._outgoing = {peer: [_Outgoing(sock, peer) for sock in socks] for peer, socks in outgoing.items()}
+        self._incoming = {peer: [_Incoming(sock, peer) for sock in socks] for peer, socks in incoming.items()}
+        self._streams = dict[int, _Stream]()
+        for outs in self._outgoing.values():
+            self._streams.update((stream.fd, stream) for stream in outs)
+        for ins in self._incoming.values():
+            self._streams.update((stream.fd, stream) for stream in ins)
+        self._busy = select.poll()  # streams with messages under way
+        _all.add(self)
+
+    def isend(self, buffer: Bytes, dest: int, tag: int) -> Request:
+        streams = self._outgoing.get(dest)
+        if streams is None:
+            return self._comm.isend(buffer, dest, tag)
+        stream, transfer = streams[tag % len(streams)], _Transfer(self, buffer)
+        if transfer.left:
+            stream.queue.append(transfer)
+            if len(stream.queue) == 1:
+                stream.move()
+                if transfer.left:
+                    self._busy.register(stream.fd, stream.events)
+        return transfer
+
+    def irecv(self, buffer: Bytes, source: int, tag: int) -> Request:
+        streams = self._incoming.get(source)
+        if streams is None:
+            return self._comm.irecv(buffer, source, tag)
+        stream, transfer = streams[tag % len(streams)], _Transfer(self, buffer)
+        if transfer.left:
+            stream.queue.append(transfer)
+            if len(stream.queue) == 1:
+                stream.expect()
+                self._busy.register(stream.fd, stream.events)
+        return transfer
+
+    def move(self, timeout_s: float = 0.0) -> None:
+        """Move what can be moved; when that is nothing, wait until something can be, at most so long.
+
+        Raises:
+            PeerLostError: a rank that a message goes to or comes from has ended.
+        """
+        for fd, _ in self._busy.poll(timeout_s * 1e3):
+            stream = self._streams[fd]
+            stream.move()
+            if not stream.queue:
+                self._busy.unregister(fd)
+
+    def waiter(self, peers: Collection[int]) -> Waiter | None:
+        return self.move if all(peer in self._outgoing or peer in self._incoming for peer in peers) else None
+
+    def duplicate(self) -> Comm:
+        return self._comm.duplicate()
+
+    def close(self) -> None:
+        """End the connections; the communicator that they belong to stays."""
+        for stream in self._streams.values():
+            stream.sock.close()
+
+    def free(self) -> None:
+        self.close()
+        self._comm.free()
+
+
+_all: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child has no part in what its parent exchanges, and must not keep connections open that the parent closes."""
+    for links in list(_all):
+        links.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
