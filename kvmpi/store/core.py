@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm, compare_clocks, load_figures
+from kvmpi.collectives import Call, Collectives, Comm, Entry, SoloComm, compare_clocks
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
@@ -74,21 +74,18 @@ class StoreCore:
         if type_name != "local":  # which waits for nobody
             stall.begin(config, "worker", rank)
         self._recorder = Recorder(alone=comm.size == 1)
-        self._comm, self._comms = comm, [comm.duplicate(), comm.duplicate()]
+        self._comm, self._comms = comm, [comm.duplicate() for _ in range(3)]
         if timeline.on and comm.size > 1:
             compare_clocks(self._comms[0])
-        figures = load_figures(config.tuning)
-        self._reduce, self._cast = (
-            Collectives(
-                comm, config.allreduce, config.ring_chunk_bytes, self._recorder,
-                num_rings=config.num_rings, attach=config.shared_input == "attach", figures=figures,
-            )
-            for comm in self._comms
-        )  # fmt: skip
+        sums, casts, calls = self._comms
+        self._reduce = Collectives.configured(sums, config, self._recorder, calls=calls)
+        self._cast = Collectives.configured(casts, config, self._recorder)
         self._engine = create_engine(config.engine, config.engine_threads)
         self._engine.add_lane("reduce", ordered=True)
         self._engine.add_lane("broadcast", ordered=True)
+        self._engine.add_lane("agree", ordered=True)
         self._control = self._engine.variable("control")
+        self._agreements = self._engine.variable("agreements")
         self._keys: dict[Key, KeyState] = {}
         self._rule: optim.Rule | None = None
         self._clock = 0
@@ -228,11 +225,22 @@ class StoreCore:
                 call.error = error
                 raise
 
-        work = self._engine.push(run, writes=call.done, lane="reduce", name=f"agree on {call.op}", no_skip=True)
+        work = self._agree_op(run, call.done, f"agree on {call.op}", ahead=call.async_op)
         if failure is not None:
             work.wait()
             raise failure
         return prepared
+
+    def _agree_op(
+        self, run: Callable[[BaseException | None], None], writes: Sequence[Variable], name: str, *, ahead: bool
+    ) -> Work:
+        """Push: ``run`` agrees with the other workers on a call, after all calls before it.
+
+        Args:
+            ahead: while sums of earlier calls are under way; else in the thread that sums next, without a hand-over.
+        """
+        lane = "agree" if ahead else "reduce"
+        return self._engine.push(run, writes=[*writes, self._agreements], lane=lane, name=name, no_skip=True)
 
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
         """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""

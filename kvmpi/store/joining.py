@@ -117,11 +117,11 @@ class Follower:
         """What the peers do next."""
         store, found = self._store, list[Verdict]()
 
-        def run() -> None:
+        def run(cause: BaseException | None) -> None:
             found.append(store._reduce.agree(Call(JOIN), Deadline(store._config.timeout_s)))
 
         try:
-            store._engine.push(run, lane="reduce", name=JOIN).wait()
+            store._agree_op(run, (), JOIN, ahead=False).wait()
         except PeerLostError:
             for state in store._keys.values():  # what was lost in an exchange says more
                 store._raise_pending(state)

@@ -21,11 +21,12 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
-from kvmpi.store.call import Invocation, KeyState, Part
+from kvmpi.store.call import Invocation, KeyState, Part, about
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.core import scaled
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.rows import union_of
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
@@ -161,9 +162,22 @@ class ReplicatedStore(KVStore):
             if part.outs:
                 self._recorder.add("copy", 0.0, len(part.outs) * replica.value.nbytes, calls=0)
 
-        return self._reduce_op(
-            bucket, call, finish, writes=[part.state.value for part in bucket], targets=targets if assigns else None
-        )
+        values = [part.state.value for part in bucket]
+        if assigns or call.reduced or not call.async_op or self.mpi_size == 1:
+            return self._reduce_op(bucket, call, finish, writes=values, targets=targets if assigns else None)
+        self._reduce_op(bucket, call)
+
+        def run() -> None:
+            if timeline.on:
+                timeline.about(about(bucket), call.clock)
+            for part in bucket:
+                finish(part)
+
+        # Elsewhere, so that the next sum begins meanwhile.
+        return self._engine.push(
+            run, reads=[part.state.sent for part in bucket], writes=values, lane="cpu", priority=call.priority,
+            name=f"update by {call.op}",
+        )  # fmt: skip
 
     @staticmethod
     def _prepare_master(state: KeyState, replica: _Replica, rule: optim.Rule) -> None:

@@ -21,8 +21,9 @@ from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
 from kvmpi.torch.plans import Plans
 from kvmpi.torch.weights import Weights
 
-#: How many passes are through when one is timed, because the first is slow, and when there is nothing more to plan.
-_TIMED, _LAST_PLANNED = 1, 3
+#: How many passes are through when one is timed: not the first, which is slow, and again when buckets leave in the
+#: order that was found, since that changes what they wait for. So many passes later the order is planned.
+_TIMED, _PLANNED_AFTER = (1, 4, 7), 2
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
@@ -64,7 +65,7 @@ class Exchange:
     A *pass* begins with the first gradient of a backward, and ends with that backward. Each bucket leaves as soon as it
     is full and those before it have left; at the end what is not full leaves with zeros. Buckets are planned after the
     first pass, in the order in which gradients came. Where weights come back, the second pass is timed, and from the
-    fourth on buckets leave such that the first layers' weights are back first.
+    fourth on buckets leave such that the first layers' weights are back first; the fifth and the eighth are timed anew.
 
     Gradients are copied to blocks that leave as a whole. Where they come back without a server, large ones in host
     memory are summed where autograd has made them instead: to copy those costs more than to call the store with more.
@@ -170,7 +171,7 @@ class Exchange:
             if order and order != self._order:
                 self._order = order
                 self._plan()
-        elif self._passes == _LAST_PLANNED and self._weights is not None:
+        elif self._passes - _PLANNED_AFTER in _TIMED and self._weights is not None:
             # Only where the plan has stayed is there a whole pass to go by; the first says so to all.
             whole = self._timing is not None and len(self._timing.order) == len(self._buckets)
             found = self._agreed(self._timing.schedule() if self._timing is not None and whole else [])
@@ -224,7 +225,7 @@ class Exchange:
         if self._plans is not None and self._planned_for != self._plans.look():
             self._plan()
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._leaving)
-        if self._passes == _TIMED and self._weights is not None:
+        if self._passes in _TIMED and self._weights is not None:
             self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
         self._sent, self._held, self._flying = [], [], []
@@ -300,7 +301,7 @@ class Exchange:
                 bucket.keep()
 
     def _note_filled(self, index: int) -> None:
-        if self._timing is not None and self._passes == _TIMED:
+        if self._timing is not None and self._passes in _TIMED:
             self._timing.filled(self._number_of[index])  # the last of a bucket's is what counts
 
     def _send(self, numbers: Sequence[int]) -> None:
@@ -336,7 +337,7 @@ class Exchange:
         arrays = [bucket.arrays[i] if self._used[i] or not self._alone else None for i in bucket.indices]
         works = weights.send(bucket.indices, arrays, number, reduced=False)
         self._sent.append(bucket)
-        if self._timing is not None and self._passes == _TIMED:
+        if self._timing is not None and self._passes in _TIMED:
             self._timing.sent(number, works)
 
     def finish(self) -> None:
@@ -356,7 +357,7 @@ class Exchange:
                 self._receive()
             if self.norms is not None:
                 self.norms.finish()
-            if self._passes < _LAST_PLANNED:
+            if self._passes < _TIMED[-1] + _PLANNED_AFTER:
                 self._learn(arrived)
 
     def _receive(self) -> None:
