@@ -114,7 +114,8 @@ class ThreadedEngine(Engine):
                 op._call_back(fns)
             raise error
         for thread in self._threads:
-            thread.join(lock_timeout(deadline.remaining_s()))
+            if thread.is_alive():  # one that is about to start will find that its lane has stopped
+                thread.join(lock_timeout(deadline.remaining_s()))
 
     # -- running operations --------------------------------------------------------------------------------------
 

@@ -164,3 +164,29 @@ def test_close_logs_what_nobody_waited_for(caplog: pytest.LogCaptureFixture) -> 
     engine.push(lambda: 1 // 0)
     engine.close(TIMEOUT_S)
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_thread_that_is_about_to_start_does_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was wanted while all others were busy, and they have done what it was wanted for."""
+    engine = create_engine(num_threads=2)
+    starting, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "kvmpi-cpu":
+            starting.set()
+            assert go_on.wait(TIMEOUT_S)
+        start(thread)
+
+    busy, release = threading.Event(), threading.Event()
+    engine.push(lambda: (busy.set(), release.wait(TIMEOUT_S)), lane="cpu", name="first")
+    assert busy.wait(TIMEOUT_S)
+    monkeypatch.setattr(threading.Thread, "start", late)
+    pushing = threading.Thread(target=lambda: engine.push(lambda: None, lane="cpu", name="second"), name="pushing")
+    start(pushing)
+    assert starting.wait(TIMEOUT_S)
+    release.set()
+    engine.close(TIMEOUT_S)
+    go_on.set()
+    pushing.join(TIMEOUT_S)
+    assert not pushing.is_alive()
