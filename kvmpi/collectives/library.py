@@ -13,10 +13,14 @@ from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.naive import MAX_PIECE_COUNT
 from kvmpi.collectives.terms import HostTerms, times
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import Habit, wait_all
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
+
+#: Such a collective takes many messages, one after the other, and the library sends the next only when it is asked: a
+#: nap makes the wait longer by itself.
+_LIBRARY = Habit(nap_share=0.01)
 
 
 class Library:
@@ -58,7 +62,7 @@ class Library:
     def _await(self, request: Request, act: Act) -> None:
         wait_all(
             [request], act.deadline,
-            lambda: f"{act.describe()}: a rank did not take part within {act.deadline.timeout_s:.1f} s",
+            lambda: f"{act.describe()}: a rank did not take part within {act.deadline.timeout_s:.1f} s", _LIBRARY,
         )  # fmt: skip
 
     @staticmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from kvmpi.errors import KVError
 
 #: Large enough that a call's fixed cost is small beside its bytes, small enough that there are several to overlap.
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 2 << 20
 #: Of the first bucket, with which exchanging begins, and of the last, which nothing is left to hide.
 EDGE_BYTES = 1 << 20
 
