@@ -19,6 +19,7 @@ _SIOCGIFADDR = 0x8915
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
 _SCHED_ATTR = struct.Struct("=IIQiIQQQII")
 _SHORT_SLICE_NS = 100_000
+_RESET_ON_FORK = 1  # threads that this one makes have slices as usual
 
 
 @functools.cache
@@ -114,7 +115,7 @@ def _address_of(interface: str) -> str:
 def link_mbit(interface: str) -> int:
     """The speed of an interface's link, in Mbit/s; 0 if nobody knows."""
     speed = read_text(f"/sys/class/net/{interface}/speed")
-    return int(speed) if speed.isdigit() else 0
+    return int(speed) if speed.isdigit() and int(speed) < 1 << 31 else 0  # -1, which some write unsigned
 
 
 def take_short_slices() -> None:
@@ -124,13 +125,16 @@ def take_short_slices() -> None:
     where that is not allowed, nothing happens.
     """
     number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
-    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if number is None:
         return
-    import ctypes
-
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    asked = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, _SHORT_SLICE_NS, 0, 0, 0, 0)
     try:
-        ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(asked), 0)
-    except (OSError, AttributeError):
+        import ctypes
+
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            asked = _SCHED_ATTR.pack(
+                _SCHED_ATTR.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _SHORT_SLICE_NS, 0, 0, 0, 0
+            )
+            ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(asked), 0)
+    except (OSError, ImportError, AttributeError):
         pass

@@ -139,8 +139,11 @@ def _mapped(pid: int, fd: int, size_bytes: int, token: Words) -> Buffer | None:
         return mapped
 
 
-def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: Deadline, label: str) -> list[Words]:
-    """Collective over ``ranks``: the words of each of them.
+def exchange(
+    comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: Deadline, label: str,
+    doing: str = "finding out which ranks share a host",
+) -> list[Words]:  # fmt: skip
+    """Collective over ``ranks``: the words of each of them. ``doing`` is what for, in error messages.
 
     Raises:
         KVTimeoutError: one of them did not take part.
@@ -153,7 +156,7 @@ def exchange(comm: Comm, ranks: Sequence[int], mine: Words, tag: int, deadline: 
     def describe() -> str:
         missing = ", ".join(str(rank) for rank, receive in receives.items() if not receive.test())
         return (
-            f"{label}: finding out which ranks share a host, on MPI rank {comm.rank} of {comm.size}: "
+            f"{label}: {doing}, on MPI rank {comm.rank} of {comm.size}: "
             f"MPI rank {missing or others} did not take part within {deadline.timeout_s:.1f} s"
         )
 

@@ -26,10 +26,11 @@ from kvmpi.collectives.topology import Layout
 from kvmpi.deadline import Deadline
 from kvmpi.machine import has_fabric, interfaces, link_mbit
 
-_TAG_OFFER, _TAG_LINKED = 12, 13
+_TAG_OFFER, _TAG_LINKED = 14, 15
 #: An offer in words: whether it is one, a token, a port and addresses, each with its link's speed in the upper half.
 _MAX_ADDRESSES = 8
 _TOKEN_BYTES = 16
+_DOING = "connecting hosts over TCP"
 #: What a connection begins with: the token of the rank that is called, the caller's rank, the number of the connection.
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
 #: Whoever tells Open MPI which networks to use means these connections, too.
@@ -97,56 +98,56 @@ def link(
         KVTimeoutError: a rank did not take part.
     """
     token, why_not, listener, own = secrets.token_bytes(_TOKEN_BYTES), "", None, list[tuple[str, int]]()
-    if has_fabric() and not despite_fabric:
-        why_not = "a host has a fabric that MPI makes use of"
-    else:
-        try:
+    try:
+        if has_fabric() and not despite_fabric:
+            why_not = "a host has a fabric that MPI makes use of"
+        else:
             own = own_addresses(network)
-            listener = socket.create_server(("", 0), backlog=128)
-        except (OSError, ValueError) as error:
-            why_not = str(error)
-        if not own:
-            why_not = why_not or f"a host has no IPv4 address on {network or 'any network'}"
+            # Where there is one address, nobody gets to hear of others.
+            listener = socket.create_server((own[0][0] if len(own) == 1 else "", 0), backlog=128)
+            if not own:
+                why_not = f"a host has no IPv4 address on {network or 'any network'}"
+    except (OSError, ValueError) as error:
+        why_not = str(error)
     offer = np.zeros(4 + _MAX_ADDRESSES, np.uint64)
     if not why_not and listener is not None:
         words = [int(ipaddress.ip_address(address)) | speed << 32 for address, speed in own]
         offer[: 4 + len(words)] = [1, *np.frombuffer(token, np.uint64), listener.getsockname()[1], *words]
+    incoming, outgoing = dict[Pair, socket.socket](), dict[Pair, socket.socket]()
+    linked = False
     try:
-        offers = exchange(comm, range(comm.size), offer, _TAG_OFFER, deadline, label)
+        offers = exchange(comm, range(comm.size), offer, _TAG_OFFER, deadline, label, _DOING)
         refusing = [rank for rank, words in enumerate(offers) if not words[0]]
         if refusing or listener is None:
             return why_not or f"MPI rank {refusing[0]} offers no connection"
         patience = Deadline(min(_ALL_S, 0.5 * deadline.remaining_s()))
-        wanted = pairs(layout)
-        numbers = range(num_connections)
+        wanted, numbers = pairs(layout), range(num_connections)
         callers = [(rank, number) for rank, to in wanted if to == comm.rank for number in numbers]
         calls = [(to, number) for rank, to in wanted if rank == comm.rank for number in numbers]
         tokens = [words[1:3].tobytes() for words in offers]
-        incoming: dict[Pair, socket.socket] = {}
-        outgoing: dict[Pair, socket.socket] = {}
         answering = threading.Thread(
             target=_answer, args=(listener, token, tokens, set(callers), incoming, patience), daemon=True
         )
         answering.start()
-        mine = [address for address, _ in own]
         for to, number in calls:
-            made = _call(offers[to], _HELLO.pack(tokens[to], comm.rank, number), token, mine, patience)
+            hello = _HELLO.pack(tokens[to], comm.rank, number)
+            made = _call(offers[to], hello, token, [address for address, _ in own], patience)
             if made is None:
                 why_not = f"MPI rank {comm.rank} cannot reach MPI rank {to} over TCP"
                 break
             outgoing[to, number] = made
         answering.join()
+        complete = np.array([not why_not and len(incoming) == len(callers)], np.uint64)
+        answers = exchange(comm, range(comm.size), complete, _TAG_LINKED, deadline, label, _DOING)
+        without = [rank for rank, answer in enumerate(answers) if not answer[0]]
+        if without:
+            return why_not or f"MPI rank {without[0]} lacks connections"
+        linked = True
+        return Links(comm, _by_peer(outgoing), _by_peer(incoming))
     finally:
-        if listener is not None:
-            listener.close()
-    complete = not why_not and len(incoming) == len(callers)
-    linked = exchange(comm, range(comm.size), np.array([complete], np.uint64), _TAG_LINKED, deadline, label)
-    without = [rank for rank, answer in enumerate(linked) if not answer[0]]
-    if without:
-        for sock in (*incoming.values(), *outgoing.values()):
-            sock.close()
-        return why_not or f"MPI rank {without[0]} lacks connections"
-    return Links(comm, _by_peer(outgoing), _by_peer(incoming))
+        for sock in (listener, *(() if linked else (*incoming.values(), *outgoing.values()))):
+            if sock is not None:
+                sock.close()
 
 
 def _by_peer(socks: dict[Pair, socket.socket]) -> dict[int, list[socket.socket]]:

@@ -36,7 +36,21 @@ class _Transfer:
     def test(self) -> bool:
         if self.left:
             self._links.move()
+            self._links.ask_beside()
         return not self.left
+
+
+class _Beside:
+    """A message that has no connection to travel over."""
+
+    __slots__ = ("_links", "_request")
+
+    def __init__(self, links: Links, request: Request) -> None:
+        self._links, self._request = links, request
+
+    def test(self) -> bool:
+        self._links.move()  # whoever waits for this may have sent what the other side waits for
+        return self._request.test()
 
 
 class _Stream:
@@ -143,12 +157,14 @@ class Links:
         for ins in self._incoming.values():
             self._streams.update((stream.fd, stream) for stream in ins)
         self._busy = select.poll()  # streams with messages under way
+        self._moved = False  # something, since ``wait`` was called
+        self._beside: deque[Request] = deque()
         _all.add(self)
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> Request:
         streams = self._outgoing.get(dest)
         if streams is None:
-            return self._comm.isend(buffer, dest, tag)
+            return self._note_beside(self._comm.isend(buffer, dest, tag))
         stream, transfer = streams[tag % len(streams)], _Transfer(self, buffer)
         if transfer.left:
             stream.queue.append(transfer)
@@ -161,7 +177,7 @@ class Links:
     def irecv(self, buffer: Bytes, source: int, tag: int) -> Request:
         streams = self._incoming.get(source)
         if streams is None:
-            return self._comm.irecv(buffer, source, tag)
+            return self._note_beside(self._comm.irecv(buffer, source, tag))
         stream, transfer = streams[tag % len(streams)], _Transfer(self, buffer)
         if transfer.left:
             stream.queue.append(transfer)
@@ -170,6 +186,15 @@ class Links:
                 self._busy.register(stream.fd, stream.events)
         return transfer
 
+    def _note_beside(self, request: Request) -> Request:
+        self._beside.append(request)
+        return _Beside(self, request)
+
+    def ask_beside(self) -> None:
+        """Let messages without a connection make progress: each test is also one for all others, as in MPI."""
+        while self._beside and self._beside[0].test():
+            self._beside.popleft()
+
     def move(self, timeout_s: float = 0.0) -> None:
         """Move what can be moved; when that is nothing, wait until something can be, at most so long.
 
@@ -177,13 +202,23 @@ class Links:
             PeerLostError: a rank that a message goes to or comes from has ended.
         """
         for fd, _ in self._busy.poll(timeout_s * 1e3):
+            self._moved = True
             stream = self._streams[fd]
             stream.move()
             if not stream.queue:
                 self._busy.unregister(fd)
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has been moved since the last call; at most after so long.
+
+        To test one message moves others, too: those who wait for them have to look before anybody sleeps.
+        """
+        if not self._moved:
+            self.move(timeout_s)
+        self._moved = False
+
     def waiter(self, peers: Collection[int]) -> Waiter | None:
-        return self.move if all(peer in self._outgoing or peer in self._incoming for peer in peers) else None
+        return self.wait if all(peer in self._outgoing or peer in self._incoming for peer in peers) else None
 
     def duplicate(self) -> Comm:
         return self._comm.duplicate()

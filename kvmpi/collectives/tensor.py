@@ -84,6 +84,7 @@ class Collectives:
         self._broken: str | None = None
         self._topology: Topology | None = None  # found out at the first call that depends on it
         self._links: Links | None = None  # likewise
+        self._unlinked = ""  # why there are none
         self._made: dict[tuple[str, bool], Algorithm] = {}
         self._shared: Shared | None = None  # where it sums whatever comes
 
@@ -187,6 +188,8 @@ class Collectives:
     def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:
             self._topology = self._guarded(lambda: self._locate(deadline, label))
+        if self._unlinked and self._ring_transport == "tcp":  # all ranks know, and nothing is under way
+            raise UnsupportedError(f"{label}: KVMPI_RING_TRANSPORT=tcp: {self._unlinked}")
         return self._topology
 
     def _locate(self, deadline: Deadline, label: str) -> Topology:
@@ -198,9 +201,8 @@ class Collectives:
             )  # fmt: skip
             if isinstance(linked, Links):
                 self._links = linked
-            elif self._ring_transport == "tcp":
-                raise UnsupportedError(f"{label}: KVMPI_RING_TRANSPORT=tcp: {linked}")
             else:
+                self._unlinked = linked
                 _log.info("rings between hosts use MPI: %s", linked)
         return topology
 
@@ -350,6 +352,7 @@ class Collectives:
         options = costs(
             "allreduce", int(done[1] / done[2]), tuple(map(len, layout.hosts)), figures,
             shares=not isinstance(group, str), has_library=self._comm.has_collectives,
+            linked=self._links is not None,
         )  # fmt: skip
         return min(choice.seconds for choice in options.values())
 

@@ -3,7 +3,8 @@
 A call goes: parse and check the arguments; if that fails, the other workers of the client learn it through the
 agreement and raise too; then one engine operation or more for each key, which store types push.
 
-Collective operations run on two ordered lanes with a communicator each, ``reduce`` and ``broadcast``. They are pushed
+Collective operations run on two ordered lanes with a communicator each, ``reduce`` and ``broadcast``. Agreements have a
+third communicator, and run on the lane ``agree`` if nobody waits for their call, else on ``reduce``. All are pushed
 with ``no_skip``: whether a collective runs must be the same on every rank, so it never depends on a failure that only
 one rank knows. What all ranks know is the agreement of the call.
 """

@@ -163,7 +163,8 @@ class ReplicatedStore(KVStore):
                 self._recorder.add("copy", 0.0, len(part.outs) * replica.value.nbytes, calls=0)
 
         values = [part.state.value for part in bucket]
-        if assigns or call.reduced or not call.async_op or self.mpi_size == 1:
+        # A function of the user's may remember what it has done, and is called in the same order everywhere.
+        if rule is None or call.reduced or not call.async_op or self.mpi_size == 1:
             return self._reduce_op(bucket, call, finish, writes=values, targets=targets if assigns else None)
         self._reduce_op(bucket, call)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
 
-from kvmpi.collectives import Collectives, linking, tensor
+from kvmpi.collectives import Collectives, linking, links, tensor
 from kvmpi.collectives.linking import in_order, own_addresses, pairs
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
@@ -42,8 +42,8 @@ def linked() -> Iterator[list[Links]]:
     ends = [socket.socketpair() for _ in range(2)]
     made = [Links(comms[0], {1: [a for a, _ in ends]}, {}), Links(comms[1], {}, {0: [b for _, b in ends]})]
     yield made
-    for links in made:
-        links.close()
+    for end in made:
+        end.close()
 
 
 # ---- messages
@@ -82,6 +82,53 @@ def test_who_waits_is_woken_by_a_message_and_else_at_the_end_of_its_time(linked:
     waiter(60.0)
     assert time.monotonic() - began_s < 30.0
     assert receive.test()
+
+
+def test_what_one_message_waits_for_moves_when_another_is_asked_about(linked: list[Links]) -> None:
+    """As in MPI. A ring whose neighbours are on this host and on another asks about one of them only."""
+    sender, receiver = linked
+    sent, got = np.arange(3_000_000, dtype="u4"), np.zeros(3_000_000, "u4")
+    send, receive = sender.isend(sent, 1, TAG), receiver.irecv(got, 0, TAG)
+    assert not send.test()
+    answer, beside = np.zeros(1), sender.irecv(np.zeros(1), 1, TAG)
+    while not receive.test():
+        assert not beside.test()
+    np.testing.assert_array_equal(got, sent)
+    back = receiver.isend(answer, 0, TAG)
+    wait_all([beside, back], Deadline(TIMEOUT_S), lambda: "")
+    asked = []
+
+    class Asked:
+        def test(self) -> bool:
+            asked.append(1)
+            return len(asked) == 2
+
+    sender._note_beside(Asked())
+    more = receiver.irecv(np.zeros(5, "u1"), 0, TAG)
+    waiting = sender.isend(sent, 1, TAG + 1)
+    for _ in range(3):
+        assert not waiting.test()
+    assert len(asked) == 2, "asked until it was done"
+    assert not more.test()
+
+
+def test_nobody_sleeps_before_having_looked_at_what_has_come(linked: list[Links]) -> None:
+    """To ask about one message may have moved another."""
+    sender, receiver = linked
+    first, second = (receiver.irecv(np.zeros(5, "u1"), 0, tag) for tag in (TAG, TAG + 1))
+    waiter = receiver.waiter([0])
+    assert waiter is not None
+    sender.isend(np.ones(5, "u1"), 1, TAG)
+    while first.left.nbytes != 0:
+        assert not second.test()
+    began_s = time.monotonic()
+    waiter(30.0)
+    assert time.monotonic() - began_s < 15.0
+    assert first.test()
+    assert not second.test()
+    began_s = time.monotonic()
+    waiter(0.05)
+    assert time.monotonic() - began_s >= 0.05, "nothing more has come"
 
 
 def test_whoever_has_no_connection_is_reached_as_before(linked: list[Links]) -> None:
@@ -253,6 +300,43 @@ def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, 
         assert abs(moved[1] - share) < 100, "of a ring's bytes, what it sends: every one of them"
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "multi_ring", "hierarchical"])
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "abab", "abc"])
+def test_sums_are_right_where_the_system_takes_little_at_a_time(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, algorithm: str, hosts: str
+) -> None:
+    """Most messages leave in pieces. A rank may have one neighbour on its host and one on another."""
+    size, count, partial, original = len(hosts), 300_007, [], linking._call
+
+    def narrow(*arguments: Any) -> Any:
+        sock = original(*arguments)
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sock
+
+    def noting(transfer: Any) -> bool:
+        done = test(transfer)
+        if not done and len(transfer.left) % 4096:
+            partial.append(1)
+        return done
+
+    test = links._Transfer.test
+    monkeypatch.setattr(links._Transfer, "test", noting)
+    monkeypatch.setattr(linking, "_call", narrow)
+
+    def rank_main(comm: MemoryComm) -> np.ndarray:
+        collectives, out = Collectives(comm, algorithm, ring_transport="tcp"), np.empty(count, "f4")
+        for _ in range(3):
+            own = vectors(comm.rank, 1, count, "float32")
+            collectives.allreduce(on_host(own, "float32"), out, "float32", Deadline(TIMEOUT_S), "sum")
+        collectives.close()
+        return out
+
+    for out in run_ranks(size, rank_main, hosts=hosts):
+        assert_is_sum(out, all_vectors(size, 1, count, "float32"), "float32")
+    assert partial, "some messages were seen half way"
+
+
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_where_a_rank_cannot_be_reached_all_use_what_they_have(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
@@ -268,7 +352,12 @@ def test_where_a_rank_cannot_be_reached_all_use_what_they_have(
 
     def rank_main(comm: MemoryComm) -> list[float]:
         collectives, out = Collectives(comm, ring_transport=transport), np.ones(100, "f4")
-        collectives.allreduce(on_host([out], "float32"), out, "float32", Deadline(TIMEOUT_S), "sum of key 3")
+        common = collectives.common_empty(1 << 20, "float32", Deadline(TIMEOUT_S))
+        assert (common is None) == (transport == "tcp"), "one that asks whether something is possible hears that"
+        try:
+            collectives.allreduce(on_host([out], "float32"), out, "float32", Deadline(TIMEOUT_S), "sum of key 3")
+        finally:
+            assert not collectives.broken, "nothing is under way"
         return sorted(set(out.tolist()))
 
     with caplog.at_level(logging.INFO, "kvmpi"):
@@ -281,9 +370,9 @@ def test_where_a_rank_cannot_be_reached_all_use_what_they_have(
         assert all("sum of key 3: KVMPI_RING_TRANSPORT=tcp: MPI rank 1" in str(error) for error in found)
 
 
-@pytest.mark.parametrize(("transport", "links"), [("auto", False), ("tcp", True), ("mpi", False)])
+@pytest.mark.parametrize(("transport", "linked"), [("auto", False), ("tcp", True), ("mpi", False)])
 def test_a_fabric_is_left_to_mpi_unless_told_otherwise(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, transport: str, links: bool
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, transport: str, linked: bool
 ) -> None:
     monkeypatch.setattr(linking, "has_fabric", lambda: threading.current_thread().name == "rank 1")
 
@@ -294,7 +383,7 @@ def test_a_fabric_is_left_to_mpi_unless_told_otherwise(
         collectives.close()
         return made
 
-    assert run_ranks(3, rank_main, hosts="abc") == [links] * 3
+    assert run_ranks(3, rank_main, hosts="abc") == [linked] * 3
 
 
 def test_a_rank_that_ends_in_a_sum_is_named_at_once(run_ranks: RunRanks) -> None:

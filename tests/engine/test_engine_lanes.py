@@ -294,21 +294,18 @@ def test_no_growth_over_many_operations(threaded: Engine) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="asks Linux for what it knows")
 def test_threads_of_lanes_ask_for_short_slices_and_for_nothing_else() -> None:
-    def slice_ns() -> int:
+    def look() -> tuple[int, int, int]:
+        """Policy, niceness and slice of the thread that asks."""
         attributes = ctypes.create_string_buffer(56)
         assert ctypes.CDLL(None).syscall(315, 0, attributes, 56, 0) == 0  # sched_getattr
-        return int(struct.unpack_from("=Q", attributes, 24)[0])
+        policy, nice = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK, os.getpriority(os.PRIO_PROCESS, 0)
+        return policy, nice, int(struct.unpack_from("=Q", attributes, 24)[0])
 
-    engine, found = create_engine(), []
-    usual = slice_ns()
-    policy = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+    engine, found, usual = create_engine(), [], look()
     engine.add_lane("ordered", ordered=True)
     for lane in ("cpu", "ordered"):
-        engine.push(
-            lambda: found.append(((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)), slice_ns())),
-            lane=lane, name="look",
-        ).wait()  # fmt: skip
-    assert slice_ns() == usual, "the caller's own stays as it was"
+        engine.push(lambda: found.append(look()), lane=lane, name="look").wait()
+    assert look() == usual, "the caller's own stays as it was"
     engine.close(TIMEOUT_S)
     version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
-    assert found == [(policy, 100_000 if version >= (6, 12) else usual)] * 2
+    assert found == [(*usual[:2], 100_000 if version >= (6, 12) else usual[2])] * 2

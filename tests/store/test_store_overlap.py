@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvmpi import optim
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
 from kvmpi.store.replicated import ReplicatedStore
@@ -84,56 +85,88 @@ def test_some_may_wait_for_a_call_that_others_do_not_wait_for(run_ranks: RunRank
     run_ranks(SIZE, rank_main)
 
 
-def test_a_sum_does_not_wait_for_the_update_of_another_key(run_ranks: RunRanks) -> None:
-    updating = [threading.Event() for _ in range(SIZE)]
+def test_a_sum_does_not_wait_for_the_update_of_another_key(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the next sum of the same key does, which would replace what the update reads."""
+    update = optim.update
+
+    def slow(rule: Any, value: Any, *arguments: Any, **options: Any) -> None:
+        # Threads of an engine belong to one rank: its values are known by where they lie.
+        for store, release, updating in stores:
+            if store._replicas["a"].value is value:
+                updating.set()
+                assert release.wait(TIMEOUT_S)
+        update(rule, value, *arguments, **options)
+
+    stores: list[tuple[ReplicatedStore, threading.Event, threading.Event]] = []
+    monkeypatch.setattr(optim, "update", slow)
+    meeting = threading.Barrier(SIZE)
 
     def rank_main(comm: MemoryComm) -> None:
-        kv = store_of(comm)
-        release, order = threading.Event(), []
-
-        def update(key: Any, pushed: Any, stored: Any) -> None:
-            if key == "a":
-                updating[comm.rank].set()
-                assert release.wait(TIMEOUT_S)
-            order.append(key)
-            stored += pushed
-
-        kv.set_updater(update)
+        kv, release, updating = store_of(comm), threading.Event(), threading.Event()
+        stores.append((kv, release, updating))
+        kv.set_optimizer(optim.Test(lr=-1.0))
         out = np.zeros(5)
-        slow = kv.push("a", np.ones(5), async_op=True)
-        quick = kv.pushpull("b", np.ones(5), out, async_op=True)
-        quick.wait()
+        late = kv.push("a", np.ones(5), async_op=True)
+        kv.pushpull("b", np.ones(5), out, async_op=True).wait()
         assert out.tolist() == [3.0] * 5
-        assert updating[comm.rank].wait(TIMEOUT_S)
-        assert not slow.done()
-        again = kv.push("a", np.ones(5), async_op=True)  # its sum would replace what is being read
+        assert updating.wait(TIMEOUT_S)
+        assert not late.done()
+        again = kv.push("a", np.ones(5), async_op=True)
+        meeting.wait(TIMEOUT_S)
         time.sleep(0.05)
         release.set()
         again.wait()
         kv.pull("a", out)
         assert out.tolist() == [6.0] * 5
-        assert order == ["b", "a", "a"]
         kv.close()
 
     run_ranks(SIZE, rank_main)
 
 
-def test_an_update_that_fails_elsewhere_is_an_error_of_its_call(run_ranks: RunRanks) -> None:
+def test_an_update_that_fails_elsewhere_is_an_error_of_its_call(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, failing = optim.update, [True] * SIZE
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        if failing:
+            failing.pop()
+            raise ZeroDivisionError("in the rule")
+        update(*arguments, **options)
+
+    monkeypatch.setattr(optim, "update", fails)
+    meeting = threading.Barrier(SIZE)
+
     def rank_main(comm: MemoryComm) -> None:
         kv = store_of(comm)
-        failing = iter([True, False])
-
-        def update(key: Any, pushed: Any, stored: Any) -> None:
-            if next(failing):
-                raise ZeroDivisionError("in the updater")
-            stored += pushed
-
-        kv.set_updater(update)
+        kv.set_optimizer(optim.Test(lr=-1.0))
         with pytest.raises(ZeroDivisionError):
             kv.push("a", np.ones(5), async_op=True).wait()
+        meeting.wait(TIMEOUT_S)
         out = np.zeros(5)
         kv.pushpull("a", np.ones(5), out, async_op=True).wait()
         assert out.tolist() == [3.0] * 5
         kv.close()
 
     run_ranks(SIZE, rank_main)
+
+
+def test_an_updater_is_called_in_the_order_of_calls_on_all_workers(run_ranks: RunRanks) -> None:
+    """It may remember what it has done, and then values would differ."""
+
+    def rank_main(comm: MemoryComm) -> list[str]:
+        kv, order = store_of(comm), []
+
+        def updater(key: Any, pushed: Any, stored: Any) -> None:
+            time.sleep(1e-3 * ((comm.rank + len(order)) % 3))
+            order.append(key)
+
+        kv.set_updater(updater)
+        for work in [kv.push(key, np.ones(5), async_op=True, priority=ord(key)) for key in KEYS * 5]:
+            work.wait()
+        kv.close()
+        return order
+
+    assert run_ranks(SIZE, rank_main) == [list(KEYS * 5)] * SIZE
