@@ -204,6 +204,6 @@ def _read(sock: socket.socket, count: int) -> bytes:
     while len(found) < count:
         part = sock.recv(count - len(found))
         if not part:
-            raise ConnectionError(os.strerror(0))
+            raise ConnectionError("closed")
         found += part
     return found

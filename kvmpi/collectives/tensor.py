@@ -85,7 +85,7 @@ class Collectives:
         self._topology: Topology | None = None  # found out at the first call that depends on it
         self._links: Links | None = None  # likewise
         self._unlinked = ""  # why there are none
-        self._made: dict[tuple[str, bool], Algorithm] = {}
+        self._made: dict[tuple[str, Comm], Algorithm] = {}
         self._shared: Shared | None = None  # where it sums whatever comes
 
     @classmethod
@@ -358,11 +358,10 @@ class Collectives:
 
     def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
-        linked = self._links is not None and nbytes >= LINKED_FROM_BYTES
-        algorithm = self._made.get((choice.algorithm, linked))
+        comm = self._links if self._links is not None and nbytes >= LINKED_FROM_BYTES else self._comm
+        algorithm = self._made.get((choice.algorithm, comm))
         if algorithm is None:
-            algorithm = self._make(choice.algorithm, deadline, label, linked=linked)
-            self._made[choice.algorithm, linked] = algorithm
+            algorithm = self._made[choice.algorithm, comm] = self._make(choice.algorithm, comm, deadline, label)
         act = Act(label, op, choice, self.rank, self.size, deadline, self._scratch)
         return algorithm, act
 
@@ -389,8 +388,7 @@ class Collectives:
             self._choices[op, size] = found
         return found
 
-    def _make(self, name: str, deadline: Deadline, label: str, *, linked: bool) -> Algorithm:
-        comm = self._links if linked and self._links is not None else self._comm
+    def _make(self, name: str, comm: Comm, deadline: Deadline, label: str) -> Algorithm:
         if name in ("ring", "host_ring", "multi_ring"):
             return Rings(comm)
         if name == "naive":

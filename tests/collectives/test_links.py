@@ -104,12 +104,23 @@ def test_what_one_message_waits_for_moves_when_another_is_asked_about(linked: li
             return len(asked) == 2
 
     sender._note_beside(Asked())
+    asked.clear()
     more = receiver.irecv(np.zeros(5, "u1"), 0, TAG)
     waiting = sender.isend(sent, 1, TAG + 1)
     for _ in range(3):
         assert not waiting.test()
     assert len(asked) == 2, "asked until it was done"
     assert not more.test()
+
+
+def test_messages_without_a_connection_are_forgotten_when_they_are_done(linked: list[Links]) -> None:
+    """Also where nobody waits for any other; else their memory would be kept."""
+    sender, receiver = linked
+    for _ in range(50):
+        got = np.zeros(3)
+        requests = [sender.irecv(got, 1, TAG), receiver.isend(np.arange(3.0), 0, TAG)]
+        wait_all(requests, Deadline(TIMEOUT_S), lambda: "")
+    assert len(sender._beside) == len(receiver._beside) == 1
 
 
 def test_nobody_sleeps_before_having_looked_at_what_has_come(linked: list[Links]) -> None:
