@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
-from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.grammar import Key
@@ -253,3 +254,13 @@ def check_writable(parts: Iterable[Part], op: str, rank: int) -> None:
                 arrays.check_writable(array)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{op} of key {part.state.key!r} on worker {rank}: {error}") from None
+
+
+def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:
+    """``call.scale``; raise unless sums of all ``parts`` can be multiplied by it."""
+    scale = call.scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ConfigError(f"{call.op}: scale={scale!r}; expected a finite number")
+    for part in parts:
+        host.check_scalable(part.state.dtype, scale, f"{call.op} of key {part.state.key!r}: ")
+    return float(scale)

@@ -12,12 +12,10 @@ one rank knows. What all ranks know is the agreement of the call.
 from __future__ import annotations
 
 import json
-import math
-import numbers
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -29,7 +27,6 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
 from kvmpi.errors import (
-    ConfigError,
     DTypeMismatchError,
     KeyKindError,
     KeyNotInitializedError,
@@ -46,6 +43,7 @@ from kvmpi.store.call import (
     about,
     check_array,
     check_writable,
+    checked_scale,
     entries_of,
     keep_apart,
     processing_order,
@@ -488,16 +486,6 @@ class StoreCore:
             return 1.0
         num_workers = 1 if call.reduced else self.mpi_size - call.num_joined
         return 1.0 / (num_workers * len(vectors))
-
-
-def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:
-    """``call.scale``; raise unless sums of all ``parts`` can be multiplied by it."""
-    scale = call.scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ConfigError(f"{call.op}: scale={scale!r}; expected a finite number")
-    for part in parts:
-        host.check_scalable(part.state.dtype, scale, f"{call.op} of key {part.state.key!r}: ")
-    return float(scale)
 
 
 def scaled(buffer: Buffer, factor: float, dtype: str) -> None:
