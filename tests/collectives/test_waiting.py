@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from kvmpi.collectives import waiting
+from kvmpi.collectives import library, waiting
+from kvmpi.collectives.algorithm import Act, Scratch, Tensor
+from kvmpi.collectives.comm import SoloComm
+from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
@@ -224,3 +228,34 @@ def test_a_waiting_rank_lets_other_threads_run() -> None:
     while time.monotonic() < end_s:
         alone += 1
     assert counted > alone / 10
+
+
+class Steps:
+    """A collective of a library: messages one after the other, each sent when it is asked after the last came."""
+
+    def __init__(self) -> None:
+        self.left, self.due_s = 6, waiting.time.monotonic() + 100e-6
+
+    def test(self) -> bool:
+        if self.left and waiting.time.monotonic() >= self.due_s:
+            self.left -= 1
+            self.due_s = waiting.time.monotonic() + 100e-6
+        return not self.left
+
+
+class LibraryComm(SoloComm):
+    size, has_collectives = 2, True
+
+    def iallreduce(self, buffer: object) -> Steps:
+        return Steps()
+
+
+def test_a_library_that_moves_on_when_it_is_asked_is_not_taught_to_be_slow(clock: Clock) -> None:
+    """A nap makes such a wait longer, and the longer waits are as a rule, the longer the naps."""
+    algorithm, took_s = library.Library(LibraryComm()), []
+    for _ in range(200):
+        began_s = clock.monotonic()
+        act = Act("test", "allreduce", Choice("mpi", 1, 0), 0, 2, Deadline(10), Scratch())
+        algorithm.allreduce([Tensor([np.zeros(3)], np.zeros(3))], "float64", act)
+        took_s.append(clock.monotonic() - began_s)
+    assert max(took_s[100:]) < 2 * 600e-6

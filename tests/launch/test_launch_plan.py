@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -99,6 +100,13 @@ def places(counts, servers=()):
     """A host for each client, ``host0`` is this one; so many workers each."""
     clients = tuple((hosts.Host(f"host{i}", count),) for i, count in enumerate(counts))
     return job.Places(hosts.Layout(tuple(servers), clients), reach.ssh("ssh"), "host0", "10.0.0.1")
+
+
+def test_workers_connect_over_the_network_that_the_user_names():
+    spread = places([1, 1], ["host1"])
+    assert "KVMPI_INTERFACE" not in plan(2, 2, 1, places=spread, mpi=None).env
+    named = dataclasses.replace(spread, network="10.0.0.0/24")
+    assert plan(2, 2, 1, places=named, mpi=None).env["KVMPI_INTERFACE"] == "10.0.0.0/24"
 
 
 def test_each_host_has_its_cores_for_its_own_workers():

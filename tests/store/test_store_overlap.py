@@ -66,10 +66,18 @@ def test_workers_agree_on_a_call_while_they_sum_another(run_ranks: RunRanks) -> 
 
 
 def test_some_may_wait_for_a_call_that_others_do_not_wait_for(run_ranks: RunRanks) -> None:
-    """Agreements keep the order of calls, whichever thread makes them."""
+    """Agreements keep the order of calls, whichever thread makes them and however late it is."""
 
     def rank_main(comm: MemoryComm) -> None:
         kv, works, outs = store_of(comm), [], []
+        agree = kv._reduce.agree
+
+        def late(*arguments: Any) -> Any:
+            if threading.current_thread().name.endswith("agree"):
+                time.sleep(1e-3)
+            return agree(*arguments)
+
+        kv._reduce.agree = late  # type: ignore[method-assign]
         for step in range(30):
             for number, key in enumerate(KEYS):
                 out = np.zeros(5)
@@ -77,6 +85,8 @@ def test_some_may_wait_for_a_call_that_others_do_not_wait_for(run_ranks: RunRank
                 work = kv.pushpull(key, np.full(5, step * (comm.rank + 1.0)), out, async_op=async_op)
                 works.append(work)
                 outs.append((out, 6.0 * step))
+                # Which nobody sums: the next call's agreement is the first that could overtake its own.
+                works.append(kv.pull(key, out, async_op=True))
         for work in filter(None, works):
             work.wait()
         assert all(out.tolist() == [total] * 5 for out, total in outs)
