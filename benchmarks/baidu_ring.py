@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host

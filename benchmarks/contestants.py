@@ -16,7 +16,7 @@ from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.benchmarks.plan import Case, Plan
 from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError

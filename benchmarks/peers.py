@@ -17,7 +17,7 @@ from kvmpi.benchmarks.baidu_ring import BaiduRing
 from kvmpi.benchmarks.contestants import TIMEOUT_S, Array, Contestant, Result, Setting
 from kvmpi.benchmarks.plan import Case
 from kvmpi.collectives import mpi_comm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host

@@ -12,7 +12,7 @@ from math import prod
 from kvmpi.benchmarks import ps_rows, sizes
 from kvmpi.benchmarks.options import add_common, check_common, numbers
 from kvmpi.benchmarks.plan import Case
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.errors import ConfigError
 from kvmpi.planner.presets import PRESETS
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives import arena
 from kvmpi.collectives.cost import Choice
-from kvmpi.collectives.ring import Range, segment_bounds
+from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.deadline import Deadline
 
 Buffer = npt.NDArray[Any]

@@ -18,9 +18,9 @@ from kvmpi.errors import ConfigError
 #: Chunks of rings. Handling one costs 20 us; above 128 KiB two rings that share a link of 1 Gbit/s leave it idle for a
 #: tenth of the time.
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 64 << 10, 128 << 10
-#: Over connections of their own (``links``) rings leave no link idle, whatever the chunk. A rank sleeps meanwhile, and
-#: handling a chunk costs 100 us of processor time when it has been woken, with cold caches: half of them the system's.
-_MOST_LINKED_CHUNK_BYTES, _LINKED_CHUNK_S = 512 << 10, 1e-4
+#: Over connections of their own (``links``) two chunks of a segment leave no link idle: one is summed while the other
+#: travels. Each more costs a rank, which sleeps meanwhile, some 100 us of processor time with cold caches.
+_LINKED_CHUNKS, _MOST_LINKED_CHUNK_BYTES = 2, 512 << 10
 
 #: Part of a single ring's sums for which the link waits: a guess, large enough that two rings win where they were seen
 #: to, as with 64 MiB between four hosts of 1 Gbit/s.
@@ -111,13 +111,12 @@ def costs(
     # segment, unless another ring has something to do then.
     unhidden = 1.0 if num_hosts == 1 else 0.0 if linked else _UNHIDDEN
     sums_s = add_s * (size - 1) / size * unhidden
-    chunk_s = _LINKED_CHUNK_S if linked else figures.message_s
-    most_bytes = _MOST_LINKED_CHUNK_BYTES if linked else _MOST_CHUNK_BYTES
     steps = halves * (size - 1)
     for name, rings in (("ring", 1), ("multi_ring", MODEL_RINGS)):
         part = nbytes / size / rings
-        chunk = chunk_for(part, chunk_s, link, most_bytes)
-        ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + min(chunk, part) / link)
+        chunk = chunk_for(part, figures.message_s, link, linked=linked)
+        fill_s = 0.0 if linked else min(chunk, part) / link
+        ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + fill_s)
         ring_s += passes * nbytes / link + (sums_s if rings == 1 else 0.0)
         if rings == 1 or (adds and num_hosts == size):
             found[name] = Choice(name, rings, chunk, ring_s)
@@ -132,19 +131,22 @@ def costs(
     if shares and num_hosts > 1:
         rings = min(hosts)
         part = nbytes / num_hosts / rings
-        chunk = chunk_for(part, chunk_s, link / rings, most_bytes)
+        chunk = chunk_for(part, figures.message_s, link / rings, linked=linked)
         steps = halves * (num_hosts - 1)
         passes = 1.0 if op == "broadcast" else halves * (num_hosts - 1) / num_hosts
-        seconds = steps * (figures.message_s * max(1.0, part / chunk) + min(chunk, part) * rings / link)
+        fill_s = 0.0 if linked else min(chunk, part) * rings / link
+        seconds = steps * (figures.message_s * max(1.0, part / chunk) + fill_s)
         seconds += passes * nbytes / link + (2 * figures.meeting_s + add_s / most if most > 1 else sums_s)
         found["hierarchical"] = Choice("hierarchical", 1, chunk, seconds)
     return found
 
 
-def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float, most_bytes: int = _MOST_CHUNK_BYTES) -> int:
+def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float, *, linked: bool = False) -> int:
     """The chunk size, a power of two, at which filling the pipe and handling chunks cost least together."""
-    best = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s)
-    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), most_bytes)))
+    best, most = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s), _MOST_CHUNK_BYTES
+    if linked:
+        best, most = part_bytes / _LINKED_CHUNKS, _MOST_LINKED_CHUNK_BYTES
+    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), most)))
 
 
 def as_words(figures: Figures) -> list[float]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives.comm import Comm, Request
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.tensor import Collectives
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline

@@ -21,7 +21,8 @@ from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, pieces
-from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, completion_order, drive
+from kvmpi.collectives.ring import Chain, Machine, Ring, drive
+from kvmpi.collectives.schedule import Range, Schedule, chunks_of, completion_order
 from kvmpi.collectives.topology import Layout
 
 Buffer = npt.NDArray[Any]
@@ -58,7 +59,7 @@ class Hierarchical:
         for ring in range(self._num_rings):
             chunks = self._chunks(ring, segments, act.chunk_count(terms.sum_dtype.itemsize))
             if ring == group.index:
-                machines.insert(0, self._ring(ring, chunks, result, act, terms=terms, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, chunks, result, act, terms, on_chunk=group.advance))
             else:
                 order = pieces(completion_order(chunks, self._host, reduces=True))
                 machines.append(Copies(group, ring, posted, [tensor], order))
@@ -69,9 +70,13 @@ class Hierarchical:
                     np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
 
-    def _ring(self, ring: int, chunks: list[list[Range]], out: Buffer, act: Act, **options: Any) -> Ring:
+    def _ring(
+        self, ring: int, chunks: list[list[Range]], out: Buffer, act: Act, terms: HostSum | None = None, *,
+        gathers: bool = True, **options: Any,
+    ) -> Ring:  # fmt: skip
         ranks = [ranks[ring] for ranks in self._layout.hosts]
-        return Ring(self._comm, ranks, chunks, out, scratch=act.scratch, **options)
+        schedule = Schedule(chunks, self._host, reduces=terms is not None, gathers=gathers)
+        return Ring(self._comm, ranks, schedule, out, terms, scratch=act.scratch, **options)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         count = vectors[0].size
@@ -86,7 +91,7 @@ class Hierarchical:
         posted = Posted(group, tensors, act, with_results=False)
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
         chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
-        ring = self._ring(group.index, chunks, out, act, terms=terms, gather=False, base=segments[act.rank][0])
+        ring = self._ring(group.index, chunks, out, act, terms, gathers=False, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe, vectors[0].nbytes)
         group.finish(group.others, act.deadline, act.describe)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
-from kvmpi.collectives.ring import Range, segment_bounds
+from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
 from kvmpi.kernels import host
 

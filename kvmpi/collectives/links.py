@@ -29,15 +29,19 @@ _WAKE_BYTES = 128 << 10
 class _Transfer:
     """One message; ``left`` is what has not been moved yet."""
 
-    __slots__ = ("_links", "left")
+    __slots__ = ("_links", "_looks", "left")
 
     def __init__(self, links: Links, buffer: Bytes) -> None:
-        self._links, self.left = links, memoryview(buffer.reshape(-1).view("u1").data)
+        self._links, self._looks = links, links.num_looks
+        self.left = (buffer if buffer.ndim == 1 else buffer.reshape(-1)).view("u1").data
 
     def test(self) -> bool:
         if self.left:
-            self._links.move()
-            self._links.ask_beside()
+            # Somebody else may have moved what can be moved since the last time.
+            if self._looks == self._links.num_looks:
+                self._links.move()
+                self._links.ask_beside()
+            self._looks = self._links.num_looks
         return not self.left
 
 
@@ -168,6 +172,8 @@ class Links:
             self._streams.update((stream.fd, stream) for stream in ins)
         self._busy = select.poll()  # streams with messages under way
         self._moved = False  # something, since ``wait`` was called
+        #: So often has been looked what can be moved.
+        self.num_looks = 0
         self._beside: deque[Request] = deque()
         _all.add(self)
 
@@ -209,6 +215,7 @@ class Links:
         Raises:
             PeerLostError: a rank that a message goes to or comes from has ended.
         """
+        self.num_looks += 1
         for fd, _ in self._busy.poll(timeout_s * 1e3):
             self._moved = True
             stream = self._streams[fd]

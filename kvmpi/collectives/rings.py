@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.ring import Chain, Machine, Range, Ring, chunks_of, drive, habit_of, part_of
+from kvmpi.collectives.ring import Chain, Machine, Ring, drive, habit_of
+from kvmpi.collectives.schedule import Range, even_schedules, part_of
 from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
@@ -48,21 +50,25 @@ class Rings:
         start: Callable[[list[Range], int], list[Any]] | None = None,
     ) -> None:  # fmt: skip
         """``start`` begins what a ring has to wait for, given its ranges and its number."""
-        segments = act.segments(count)
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings = act.choice.num_rings
+        schedules = even_schedules(
+            count, act.size, act.rank, num_rings, max_chunk_count, reduces=terms is not None, gathers=gather
+        )
+        base = 0 if gather else act.segments(count)[act.rank][0]
         machines, rings = list[Machine](), list[Ring]()
-        for number in range(num_rings):
-            ranges = part_of(segments, number, num_rings)
-            ring = Ring(
-                self._comm, self._ranks, chunks_of(ranges, max_chunk_count), out, terms, gather=gather,
-                base=0 if gather else segments[act.rank][0], number=number, scratch=act.scratch,
-            )  # fmt: skip
+        for number, schedule in enumerate(schedules):
+            ring = Ring(self._comm, self._ranks, schedule, out, terms, base=base, number=number, scratch=act.scratch)
             rings.append(ring)
-            machines.append(ring if start is None else _Then(start([r for part in ranges for r in part], number), ring))
+            if start is None:
+                machines.append(ring)
+            else:
+                ranges = part_of(act.segments(count), number, num_rings)
+                machines.append(_Then(start([r for part in ranges for r in part], number), ring))
         # Devices wake nobody.
         waiter = rings[0].waiter if start is None else None
-        drive(machines, act.deadline, act.describe, count * out.itemsize, habit_of(rings), waiter)
+        with np.errstate(all="ignore"):
+            drive(machines, act.deadline, act.describe, count * out.itemsize, habit_of(rings), waiter)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:
         ranks = [(root + i) % act.size for i in self._ranks]

@@ -281,7 +281,7 @@ class Collectives:
     ) -> None:
         """Like ``allreduce``, but ``out`` gets this rank's segment of the sum, and may be that part of ``sources[0]``.
 
-        ``scale`` as in ``allreduce_many``. Rank r's segment is ``ring.segment_bounds(count, size)[r]``.
+        ``scale`` as in ``allreduce_many``. Rank r's segment is ``schedule.segment_bounds(count, size)[r]``.
         """
         with self._recorder.timed("reduce", sources[0].nbytes):
             self._scratch.begin()

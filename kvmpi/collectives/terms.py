@@ -14,7 +14,10 @@ Buffer = npt.NDArray[Any]
 
 
 class HostTerms:
-    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32; results times ``scale``."""
+    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32; results times ``scale``.
+
+    Callers ignore floating-point warnings.
+    """
 
     def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0) -> None:
         self._vectors, self._dtype, self._scale = vectors, dtype, scale
@@ -35,6 +38,9 @@ class HostTerms:
 
     def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
+        if len(self._vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
+            np.add(incoming, self._vectors[0][start:stop], out=into)
+            return
         parts = [vector[start:stop] for vector in self._vectors]
         if self._wide:
             np.copyto(into, incoming)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvmpi.collectives import Entry
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, ShapeMismatchError
 from kvmpi.torch.group import GroupWork, KvmpiProcessGroup

@@ -27,7 +27,7 @@ from kvmpi.collectives import Collectives, mpi_comm
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.mpi_comm import MpiComm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
 

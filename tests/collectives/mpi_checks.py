@@ -20,7 +20,7 @@ from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
 from kvmpi.collectives.naive import naive_allreduce, naive_broadcast
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, OrderMismatchError, PeerLostError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -16,7 +17,7 @@ from kvmpi import collectives
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Collectives, SoloComm
 from kvmpi.collectives.memory_comm import MemoryComm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -127,15 +128,19 @@ def test_half_types_do_not_overflow_on_the_way(run_ranks: RunRanks, algorithm: s
         np.testing.assert_array_equal(out, np.array([60000.0, 1026.0], "f2"))
 
 
-def test_special_values_reach_every_rank(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("algorithm", ["ring", "multi_ring", "shared", "naive"])
+def test_special_values_reach_every_rank_without_a_warning(run_ranks: RunRanks, algorithm: str) -> None:
     values = np.array([np.inf, -np.inf, np.nan, 0.0, 1e38, 1e-45], "f4")
 
     def rank_main(comm: MemoryComm) -> np.ndarray:
-        return allreduce(comm, "ring", [values.copy()], "float32")
+        return allreduce(comm, algorithm, [values.copy()], "float32")
 
     with np.errstate(over="ignore"):
         expected = values + values + values + values
-    for out in run_ranks(4, rank_main):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run_ranks(4, rank_main)
+    for out in found:
         np.testing.assert_array_equal(out, expected)
 
 

@@ -18,7 +18,7 @@ from kvmpi.collectives import Collectives, linking, links, tensor
 from kvmpi.collectives.linking import in_order, own_addresses, pairs
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.topology import Layout
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
@@ -82,6 +82,21 @@ def test_who_waits_is_woken_by_a_message_and_else_at_the_end_of_its_time(linked:
     waiter(60.0)
     assert time.monotonic() - began_s < 30.0
     assert receive.test()
+
+
+def test_what_one_look_has_moved_is_not_looked_for_again(linked: list[Links]) -> None:
+    """Each look is a call of the system, and a ring asks about several messages."""
+    sender, receiver = linked
+    got = np.zeros((2, 10), "u1")
+    receives = [receiver.irecv(part, 0, TAG) for part in got]
+    sender.isend(np.ones(10, "u1"), 1, TAG)
+    looks = receiver.num_looks
+    assert receives[0].test(), "nobody has looked since it was posted"
+    assert not receives[1].test()
+    assert receiver.num_looks == looks + 1
+    sender.isend(np.ones(10, "u1"), 1, TAG)
+    assert receives[1].test(), "whoever asks again wants a new answer"
+    assert receiver.num_looks == looks + 2
 
 
 def test_what_one_message_waits_for_moves_when_another_is_asked_about(linked: list[Links]) -> None:

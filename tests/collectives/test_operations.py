@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Collectives, SoloComm, tensor
 from kvmpi.collectives.memory_comm import MemoryComm
-from kvmpi.collectives.ring import segment_bounds
+from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, UnsupportedError
 

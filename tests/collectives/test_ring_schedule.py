@@ -14,7 +14,15 @@ from kvmpi.collectives.algorithm import Act, Scratch
 from kvmpi.collectives.comm import Request
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
-from kvmpi.collectives.ring import chunks_of, completion_order, part_of, segment_bounds, segments_of_step
+from kvmpi.collectives.schedule import (
+    Schedule,
+    chunks_of,
+    completion_order,
+    even_schedules,
+    part_of,
+    segment_bounds,
+    segments_of_step,
+)  # fmt: skip
 from kvmpi.deadline import Deadline
 
 SIZES = range(2, 18)
@@ -112,6 +120,37 @@ def test_every_segment_is_summed_over_every_rank_once_and_reaches_every_rank(siz
         assert results[rank] == {s: [(s + i) % size for i in range(size)] for s in range(size)}
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("reduces", "gathers"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("count", "max_chunk_count"), [(0, 4), (3, 4), (257, 4), (1000, 1000)])
+def test_a_rank_sends_what_it_received_a_step_before_and_overwrites_nothing_that_is_still_to_be_sent(
+    size: int, reduces: bool, gathers: bool, count: int, max_chunk_count: int
+) -> None:
+    schedules = [
+        even_schedules(count, size, place, 1, max_chunk_count, reduces=reduces, gathers=gathers)[0]
+        for place in range(size)
+    ]
+    own = segment_bounds(count, size)
+    for place, schedule in enumerate(schedules):
+        n = schedule.num_chunks
+        right = schedules[(place + 1) % size]
+        assert [part[:2] for part in schedule.sends] == [part[:2] for part in right.receives]
+        assert len(schedule.sends) == n * schedule.num_steps == n * (size - 1) * (reduces + gathers)
+        assert schedule.sends[n:] == schedule.receives[:-n]
+        first = place if reduces and gathers else (place - 1) % size if reduces else place
+        assert [i for a, b, _ in schedule.sends[:n] for i in range(a, b)] == list(range(*own[first]))
+        assert [at >= 0 for *_, at in schedule.receives] == [
+            t < schedule.num_kept for t in range(len(schedule.receives))
+        ]
+        assert [at >= 0 for *_, at in schedule.sends] == [t < schedule.num_summed for t in range(len(schedule.sends))]
+        for t in range(schedule.num_kept):
+            # There is room when send t - n has been delivered; what came before transfer t and was not sent stays.
+            at = schedule.receives[t][2]
+            assert at + schedule.longest_chunk <= schedule.kept_count
+            staying = schedule.sends[max(0, t - n + 1) : t + n]
+            assert all(abs(other - at) >= schedule.longest_chunk for *_, other in staying)
+
+
 @pytest.mark.parametrize(("count", "num_rings", "late"), [(1 << 14, 2, False), (1 << 15, 1, False), (1 << 17, 2, True)])
 def test_only_who_has_many_chunks_under_way_may_come_late(
     monkeypatch: pytest.MonkeyPatch, count: int, num_rings: int, late: bool
@@ -123,6 +162,20 @@ def test_only_who_has_many_chunks_under_way_may_come_late(
     rings.Rings(MemoryWorld(2).comms()[0]).allgather(np.zeros(count, np.float32), act)
     assert habits == [ring.STREAMS if late else ring.NEIGHBOURS]
     assert ring.STREAMS.nap_share > ring.NEIGHBOURS.nap_share
+
+
+def test_rings_wait_by_what_wakes_them_where_there_is_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiters = []
+    monkeypatch.setattr(rings, "drive", lambda *arguments: waiters.append(arguments[-1]))
+    act, comm = (
+        Act("test", "allgather", Choice("ring", 1, 16), 0, 2, Deadline(10), Scratch()),
+        MemoryWorld(2).comms()[0],
+    )
+    rings.Rings(comm).allgather(np.zeros(8, np.float32), act)
+    wake = lambda seconds: None  # noqa: E731
+    monkeypatch.setattr(comm, "waiter", lambda peers: wake if set(peers) == {1} else None)
+    rings.Rings(comm).allgather(np.zeros(8, np.float32), act)
+    assert waiters == [None, wake]
 
 
 def test_sends_are_asked_about_only_when_something_waits_for_them() -> None:
@@ -140,7 +193,7 @@ def test_sends_are_asked_about_only_when_something_waits_for_them() -> None:
     def ring_of(comm: MemoryComm, out: np.ndarray) -> ring.Ring:
         send = comm.isend
         comm.isend = lambda *arguments: Asked(send(*arguments))
-        return ring.Ring(comm, range(2), [[(0, 2), (2, 4)], [(4, 6), (6, 8)]], out)
+        return ring.Ring(comm, range(2), Schedule([[(0, 2), (2, 4)], [(4, 6), (6, 8)]], comm.rank, reduces=False), out)
 
     outs = [np.arange(8.0) + 10 * rank for rank in range(2)]
     first, second = (ring_of(comm, out) for comm, out in zip(MemoryWorld(2).comms(), outs, strict=True))
