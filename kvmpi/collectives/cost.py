@@ -25,6 +25,9 @@ _LINKED_CHUNKS, _MOST_LINKED_CHUNK_BYTES = 2, 512 << 10
 #: Part of a single ring's sums for which the link waits: a guess, large enough that two rings win where they were seen
 #: to, as with 64 MiB between four hosts of 1 Gbit/s.
 _UNHIDDEN = 0.5
+#: What a message of ``hierarchical`` costs over one of ``ring``, as measured with small tensors: a rank also waits for
+#: those of its host.
+_HIERARCHICAL_MESSAGE = 2.5
 #: Of ``multi_ring``, where the model chooses.
 MODEL_RINGS = 2
 
@@ -115,8 +118,9 @@ def costs(
     for name, rings in (("ring", 1), ("multi_ring", MODEL_RINGS)):
         part = nbytes / size / rings
         chunk = chunk_for(part, figures.message_s, link, linked=linked)
-        fill_s = 0.0 if linked else min(chunk, part) / link
-        ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + fill_s)
+        # All links are busy from the first step on. What each step adds is the last chunk's way through the rank.
+        last_s = 0.0 if linked else min(chunk, part) / figures.add_bytes_per_s
+        ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + last_s)
         ring_s += passes * nbytes / link + (sums_s if rings == 1 else 0.0)
         if rings == 1 or (adds and num_hosts == size):
             found[name] = Choice(name, rings, chunk, ring_s)
@@ -134,8 +138,8 @@ def costs(
         chunk = chunk_for(part, figures.message_s, link / rings, linked=linked)
         steps = halves * (num_hosts - 1)
         passes = 1.0 if op == "broadcast" else halves * (num_hosts - 1) / num_hosts
-        fill_s = 0.0 if linked else min(chunk, part) * rings / link
-        seconds = steps * (figures.message_s * max(1.0, part / chunk) + fill_s)
+        last_s = 0.0 if linked else min(chunk, part) / figures.add_bytes_per_s
+        seconds = steps * (_HIERARCHICAL_MESSAGE * figures.message_s * max(1.0, part / chunk) + last_s)
         seconds += passes * nbytes / link + (2 * figures.meeting_s + add_s / most if most > 1 else sums_s)
         found["hierarchical"] = Choice("hierarchical", 1, chunk, seconds)
     return found

@@ -20,7 +20,7 @@ Buffer = npt.NDArray[Any]
 
 #: Such a collective takes many messages, one after the other, and the library sends the next only when it is asked: a
 #: nap makes the wait longer by itself.
-_LIBRARY = Habit(nap_share=0.01)
+_LIBRARY = Habit(nap_share=0.01, polling_s=2e-3)
 
 
 class Library:

@@ -22,7 +22,7 @@ from kvmpi.trace import stall
 _BARE_POLLS_CROWDED = 16
 _BARE_POLLS_OWN_CORE = 500
 _BARE_POLLS_BUSY = 2
-#: What lasts longer is worth no polls, only naps.
+#: See ``Habit``.
 _POLLING_S = 200e-6
 #: A yield that takes longer has met somebody who computes; how long to remember that.
 _LONG_YIELD_S = 0.5e-3
@@ -106,12 +106,13 @@ class Habit:
     Args:
         nap_share: a nap takes this part of the time waited so far, or of what is usual: so much later than it could the
             wait may end.
+        polling_s: what lasts longer is worth no polls, only naps.
     """
 
-    __slots__ = ("nap_share", "usual_s")
+    __slots__ = ("nap_share", "polling_s", "usual_s")
 
-    def __init__(self, nap_share: float = _NAP_SHARE) -> None:
-        self.nap_share, self.usual_s = nap_share, 0.0
+    def __init__(self, nap_share: float = _NAP_SHARE, polling_s: float = _POLLING_S) -> None:
+        self.nap_share, self.polling_s, self.usual_s = nap_share, polling_s, 0.0
 
     def learn(self, waited_s: float) -> None:
         """One more such wait is over."""
@@ -162,8 +163,8 @@ class Patience:
             _neighbours.let_run(now_s - self._last_s, now_s)
         self._last_s = now_s
         waited_s, usual_s = now_s - self._since_s, self._habit.usual_s
-        short = usual_s < _POLLING_S
-        polls = short and waited_s < _POLLING_S
+        short = usual_s < self._habit.polling_s
+        polls = short and waited_s < self._habit.polling_s
         if short and self._idle <= (_bare_polls if polls and not _neighbours.compute else _BARE_POLLS_BUSY):
             return
         if polls and _neighbours.may_yield(now_s):

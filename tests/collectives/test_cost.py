@@ -60,6 +60,28 @@ def test_what_is_chosen() -> None:
     assert best(64 << 20, (2, 2)) == "hierarchical", "every byte crosses a link once, not once for each rank"
 
 
+@pytest.mark.parametrize("figures", [GBIT, Figures()])
+def test_what_is_chosen_between_hosts_is_what_was_seen_to_be_quickest(figures: Figures) -> None:
+    """On simulated hosts of 1 Gbit/s, two with two ranks each and four with one: docs/benchmarks.md."""
+    for nbytes in (6 << 10, 24 << 10):
+        for hosts in ((2, 2), (1, 1, 1, 1), (1, 1)):
+            assert best(nbytes, hosts, figures) == "mpi"
+    for nbytes in (192 << 10, 384 << 10):
+        assert best(nbytes, (2, 2), figures) == "hierarchical"
+        assert best(nbytes, (1, 1, 1, 1), figures) == "ring"
+
+
+@given(part=st.floats(1, 1e12), message_s=st.floats(1e-7, 1e-2), link=st.floats(1e6, 1e12))
+def test_over_connections_of_their_own_segments_travel_in_two_chunks(
+    part: float, message_s: float, link: float
+) -> None:
+    chunk = chunk_for(part, message_s, link, linked=True)
+    assert 64 << 10 <= chunk <= 512 << 10
+    assert chunk & (chunk - 1) == 0
+    if 128 << 10 <= part <= 1 << 20:
+        assert 1.4 < part / chunk < 2.9
+
+
 @given(part=st.floats(1, 1e12), message_s=st.floats(1e-7, 1e-2), link=st.floats(1e6, 1e12))
 def test_chunks_are_powers_of_two_between_64_and_128_kib(part: float, message_s: float, link: float) -> None:
     chunk = chunk_for(part, message_s, link)

@@ -259,3 +259,4 @@ def test_a_library_that_moves_on_when_it_is_asked_is_not_taught_to_be_slow(clock
         algorithm.allreduce([Tensor([np.zeros(3)], np.zeros(3))], "float64", act)
         took_s.append(clock.monotonic() - began_s)
     assert max(took_s[100:]) < 2 * 600e-6
+    assert not clock.naps, "a nap is longer than one of its messages takes"
