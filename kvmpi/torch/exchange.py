@@ -333,9 +333,11 @@ class Exchange:
         """Gradients leave, and weights come back."""
         bucket = self._buckets[number]
         self._gather(bucket)
-        bucket.version = bucket.block_version()
+        bucket.version = version = bucket.block_version()
         arrays = [bucket.arrays[i] if self._used[i] or not self._alone else None for i in bucket.indices]
-        works = weights.send(bucket.indices, arrays, number, reduced=False)
+        works = weights.send(
+            bucket.indices, arrays, number, reduced=False, changed=lambda: bucket.block_version() != version
+        )
         self._sent.append(bucket)
         if self._timing is not None and self._passes in _TIMED:
             self._timing.sent(number, works)

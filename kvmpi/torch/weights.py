@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,14 +15,23 @@ from kvmpi.torch.parameters import KeyedParameters
 
 
 class _Flight:
-    """Weights under way that have left together, until they are there."""
+    """Weights under way that have left together, until they are there; ``changed`` says if their gradients were."""
 
-    def __init__(self, indices: Iterable[int], works: Iterable[Work | None]) -> None:
+    def __init__(
+        self, indices: Iterable[int], works: Iterable[Work | None], changed: Callable[[], bool] | None
+    ) -> None:
         self.indices, self._works = list(indices), [work for work in works if work is not None]
+        self._changed = changed
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        if self._changed is not None and self._changed():
+            raise ConfigError(
+                "gradients were changed, set to zero for instance, while the store took them: its weights may be wrong "
+                "now. Set them to zero by optimizer.zero_grad(), which waits, or let them leave in step(), with "
+                "DistributedOptimizer(..., push='step')"
+            )
 
 
 class Weights:
@@ -41,9 +50,13 @@ class Weights:
     # ---- there
 
     def send(
-        self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None], priority: int, *, reduced: bool
-    ) -> list[Work | None]:
-        """Start to push gradients, laid out as the weights, and to bring the weights; of None only the latter."""
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None], priority: int, *, reduced: bool,
+        changed: Callable[[], bool] | None = None,
+    ) -> list[Work | None]:  # fmt: skip
+        """Start to push gradients, laid out as the weights, and to bring the weights; of None only the latter.
+
+        ``changed``: whether somebody has changed the gradients since, who should not have before the weights are there.
+        """
         kv, keys = self._kv, self._params.keys
         with self._lock:
             some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
@@ -57,7 +70,7 @@ class Weights:
             if left:
                 weights = [self._params.as_it_lies(i) for i in left]
                 works.append(kv.pull([keys[i] for i in left], weights, priority, async_op=True))
-            flight = _Flight(indices, works)
+            flight = _Flight(indices, works, changed)
             self._flights.update(dict.fromkeys(flight.indices, flight))
             self._note_change(flight)
             return works
@@ -133,7 +146,11 @@ class Weights:
         return bool(self._flights)
 
     def wait(self, indices: Iterable[int] | None = None) -> None:
-        """Return when these weights, or all, are there."""
+        """Return when these weights, or all, are there.
+
+        Raises:
+            ConfigError: gradients were changed before the weights were waited for.
+        """
         with self._lock:
             for i in list(self._flights) if indices is None else indices:
                 flight = self._flights.get(i)

@@ -317,6 +317,15 @@ def too_late(store: str) -> None:
         model[0].weight.grad = torch.ones_like(model[0].weight)
         expect(ConfigError, "changed after the backward", optimizer.step)
     with training(store) as (kv, model, optimizer):
+        for step in range(3):  # what waits for the store may set to zero what it has taken
+            backward(kv, model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(kv, model, optimizer)
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+        expect(ConfigError, "while the store took them", lambda: backward(kv, model, optimizer))
+    with training(store) as (kv, model, optimizer):
         backward(kv, model, optimizer)
         expect(ConfigError, "a second backward", lambda: backward(kv, model, optimizer))
     with training(store) as (kv, model, optimizer):
