@@ -113,7 +113,7 @@ class Schedule:
                 self.receives.append((*chunks[received][number], now if step < reduce_steps - 1 else -1))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def even_schedules(
     count: int, size: int, place: int, num_rings: int, max_chunk_count: int, *, reduces: bool = True,
     gathers: bool = True,
