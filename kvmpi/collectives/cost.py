@@ -117,8 +117,9 @@ def costs(
     steps = halves * (size - 1)
     for name, rings in (("ring", 1), ("multi_ring", MODEL_RINGS)):
         part = nbytes / size / rings
-        chunk = chunk_for(part, figures.message_s, link, linked=linked)
-        # All links are busy from the first step on. What each step adds is the last chunk's way through the rank.
+        chunk = linked_chunk_for(part) if linked else chunk_for(part, figures.message_s, link)
+        # All links are busy from the first step on. What each step adds is the last chunk's way through the rank, where
+        # no other chunk travels meanwhile.
         last_s = 0.0 if linked else min(chunk, part) / figures.add_bytes_per_s
         ring_s = steps * (figures.message_s * rings * max(1.0, part / chunk) + last_s)
         ring_s += passes * nbytes / link + (sums_s if rings == 1 else 0.0)
@@ -135,7 +136,7 @@ def costs(
     if shares and num_hosts > 1:
         rings = min(hosts)
         part = nbytes / num_hosts / rings
-        chunk = chunk_for(part, figures.message_s, link / rings, linked=linked)
+        chunk = linked_chunk_for(part) if linked else chunk_for(part, figures.message_s, link / rings)
         steps = halves * (num_hosts - 1)
         passes = 1.0 if op == "broadcast" else halves * (num_hosts - 1) / num_hosts
         last_s = 0.0 if linked else min(chunk, part) / figures.add_bytes_per_s
@@ -145,12 +146,18 @@ def costs(
     return found
 
 
-def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float, *, linked: bool = False) -> int:
+def chunk_for(part_bytes: float, message_s: float, link_bytes_per_s: float) -> int:
     """The chunk size, a power of two, at which filling the pipe and handling chunks cost least together."""
-    best, most = math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s), _MOST_CHUNK_BYTES
-    if linked:
-        best, most = part_bytes / _LINKED_CHUNKS, _MOST_LINKED_CHUNK_BYTES
-    return 1 << round(math.log2(min(max(best, _LEAST_CHUNK_BYTES), most)))
+    return _power_of_two(math.sqrt(max(1.0, part_bytes) * message_s * link_bytes_per_s), _MOST_CHUNK_BYTES)
+
+
+def linked_chunk_for(part_bytes: float) -> int:
+    """The same over connections of their own: about half of a segment's part."""
+    return _power_of_two(part_bytes / _LINKED_CHUNKS, _MOST_LINKED_CHUNK_BYTES)
+
+
+def _power_of_two(nbytes: float, most_bytes: int) -> int:
+    return 1 << round(math.log2(min(max(nbytes, _LEAST_CHUNK_BYTES), most_bytes)))
 
 
 def as_words(figures: Figures) -> list[float]:

@@ -22,7 +22,7 @@ from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, pieces
 from kvmpi.collectives.ring import Chain, Machine, Ring, drive
-from kvmpi.collectives.schedule import Range, Schedule, chunks_of, completion_order
+from kvmpi.collectives.schedule import Range, Schedule, chunks_of
 from kvmpi.collectives.topology import Layout
 
 Buffer = npt.NDArray[Any]
@@ -58,11 +58,11 @@ class Hierarchical:
         machines: list[Machine] = []
         for ring in range(self._num_rings):
             chunks = self._chunks(ring, segments, act.chunk_count(terms.sum_dtype.itemsize))
+            schedule = Schedule(chunks, self._host)
             if ring == group.index:
-                machines.insert(0, self._ring(ring, chunks, result, act, terms, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, schedule, result, act, terms=terms, on_chunk=group.advance))
             else:
-                order = pieces(completion_order(chunks, self._host, reduces=True))
-                machines.append(Copies(group, ring, posted, [tensor], order))
+                machines.append(Copies(group, ring, posted, [tensor], pieces(schedule.completed)))
         drive(machines, act.deadline, act.describe, tensor.out.nbytes)
         if result is not tensor.out and group.index < self._num_rings:
             for segment in self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize)):
@@ -70,13 +70,9 @@ class Hierarchical:
                     np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
 
-    def _ring(
-        self, ring: int, chunks: list[list[Range]], out: Buffer, act: Act, terms: HostSum | None = None, *,
-        gathers: bool = True, **options: Any,
-    ) -> Ring:  # fmt: skip
+    def _ring(self, ring: int, schedule: Schedule, out: Buffer, act: Act, **options: Any) -> Ring:
         ranks = [ranks[ring] for ranks in self._layout.hosts]
-        schedule = Schedule(chunks, self._host, reduces=terms is not None, gathers=gathers)
-        return Ring(self._comm, ranks, schedule, out, terms, scratch=act.scratch, **options)
+        return Ring(self._comm, ranks, schedule, out, scratch=act.scratch, **options)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         count = vectors[0].size
@@ -91,7 +87,8 @@ class Hierarchical:
         posted = Posted(group, tensors, act, with_results=False)
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
         chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
-        ring = self._ring(group.index, chunks, out, act, terms, gathers=False, base=segments[act.rank][0])
+        schedule = Schedule(chunks, self._host, gathers=False)
+        ring = self._ring(group.index, schedule, out, act, terms=terms, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe, vectors[0].nbytes)
         group.finish(group.others, act.deadline, act.describe)
 
@@ -104,11 +101,11 @@ class Hierarchical:
             posted.copy_result(peer, 0, slice(*segments[group.members[peer]]), result)
         for ring in range(self._num_rings):
             chunks = self._chunks(ring, segments, act.chunk_count(out.itemsize))
+            schedule = Schedule(chunks, self._host, reduces=False)
             if ring == group.index:
-                machines.insert(0, self._ring(ring, chunks, result, act, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, schedule, result, act, on_chunk=group.advance))
             else:
-                order = pieces(completion_order(chunks, self._host, reduces=False))
-                machines.append(Copies(group, ring, posted, [Tensor((), result)], order))
+                machines.append(Copies(group, ring, posted, [Tensor((), result)], pieces(schedule.completed)))
         drive(machines, act.deadline, act.describe, out.nbytes)
         if result is not out:
             np.copyto(out, result)

@@ -119,7 +119,7 @@ class Ring:
         schedule: of this rank's place among them.
         out: where results go: element ``i`` to ``out[i - base]``. Of a reduce-scatter, memory of the own segment.
         terms: what this rank contributes; None for an allgather, where ``out`` holds the own segment.
-        on_chunk: called whenever one more chunk of ``out`` is final, in the order of ``completion_order``.
+        on_chunk: called whenever one more chunk of ``out`` is final, in the order of ``schedule.completed``.
     """
 
     def __init__(
@@ -194,11 +194,12 @@ class Ring:
         start, stop, _ = self._schedule.receives[transfer]
         if start == stop:
             return None
-        if transfer < self._schedule.num_summed:
-            into = self._slot(transfer, stop - start)
-        else:
-            into = self._out[start - self._base : stop - self._base]
+        summed = transfer < self._schedule.num_summed
+        into = self._slot(transfer, stop - start) if summed else self._result(start, stop)
         return self._comm.irecv(into, self._left, self._tag)
+
+    def _result(self, start: int, stop: int) -> Buffer:
+        return self._out[start - self._base : stop - self._base]
 
     def _slot(self, transfer: int, count: int) -> Buffer:
         first = transfer % self._window * self._schedule.longest_chunk
@@ -210,8 +211,7 @@ class Ring:
             assert self._terms is not None
             count = stop - start
             if kept < 0:
-                result = self._out[start - self._base : stop - self._base]
-                self._terms.finish(self._slot(transfer, count), start, stop, result)
+                self._terms.finish(self._slot(transfer, count), start, stop, self._result(start, stop))
             else:
                 self._terms.add(self._slot(transfer, count), start, stop, self._partials[kept : kept + count])
         if self._on_chunk is not None and transfer >= self._schedule.num_kept:
@@ -222,7 +222,7 @@ class Ring:
         if start == stop:
             return None
         if kept < 0:
-            part = self._out[start - self._base : stop - self._base]
+            part = self._result(start, stop)
         else:
             part = self._partials[kept : kept + stop - start]
             if transfer < self.num_chunks:

@@ -61,17 +61,6 @@ def segments_of_step(step: int, place: int, size: int) -> tuple[int, int]:
     return (place + 1 - gather) % size, (place - gather) % size
 
 
-def completion_order(chunks: list[list[Range]], place: int, *, reduces: bool) -> list[Range]:
-    """The chunks of ``out`` at ``place`` of a ring that gathers, in the order in which they become final.
-
-    Without those that an allgather begins with.
-    """
-    size = len(chunks)
-    steps = range(size - 2 if reduces else size - 1, 2 * (size - 1))
-    place = place if reduces else (place - 1) % size
-    return [chunk for step in steps for chunk in chunks[segments_of_step(step, place, size)[1]]]
-
-
 class Schedule:
     """All that one rank of a ring sends and receives, in order: transfer after transfer, chunk after chunk of a step.
 
@@ -79,6 +68,7 @@ class Schedule:
     place in both, so that it replaces the chunk of its number and no other.
 
     Attributes:
+        num_steps: of ``num_chunks`` transfers each.
         num_chunks: of each segment.
         longest_chunk: elements.
         kept_count: elements of all partial sums that are kept at one time.
@@ -111,6 +101,11 @@ class Schedule:
                 )
                 self.sends.append((*chunks[sent][number], before if step < reduce_steps else -1))
                 self.receives.append((*chunks[received][number], now if step < reduce_steps - 1 else -1))
+
+    @property
+    def completed(self) -> list[Range]:
+        """The chunks that become final, in that order; without those that an allgather begins with."""
+        return [(start, stop) for start, stop, _ in self.receives[self.num_kept :]]
 
 
 @functools.lru_cache(maxsize=256)

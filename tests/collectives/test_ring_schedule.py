@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -17,12 +18,11 @@ from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
 from kvmpi.collectives.schedule import (
     Schedule,
     chunks_of,
-    completion_order,
     even_schedules,
     part_of,
     segment_bounds,
     segments_of_step,
-)  # fmt: skip
+)
 from kvmpi.deadline import Deadline
 
 SIZES = range(2, 18)
@@ -68,7 +68,7 @@ def test_a_segment_may_consist_of_several_ranges() -> None:
 def test_everything_that_is_not_there_from_the_beginning_becomes_final_once(size: int, reduces: bool) -> None:
     chunks = [[(10 * i, 10 * i + 5), (10 * i + 5, 10 * i + 10)] for i in range(size)]
     for place in range(size):
-        order = completion_order(chunks, place, reduces=reduces)
+        order = Schedule(chunks, place, reduces=reduces).completed
         assert sorted(order) == [chunk for i in range(size) for chunk in chunks[i] if reduces or i != place]
 
 
@@ -167,15 +167,12 @@ def test_only_who_has_many_chunks_under_way_may_come_late(
 def test_rings_wait_by_what_wakes_them_where_there_is_such(monkeypatch: pytest.MonkeyPatch) -> None:
     waiters = []
     monkeypatch.setattr(rings, "drive", lambda *arguments: waiters.append(arguments[-1]))
-    act, comm = (
-        Act("test", "allgather", Choice("ring", 1, 16), 0, 2, Deadline(10), Scratch()),
-        MemoryWorld(2).comms()[0],
-    )
+    act = Act("test", "allgather", Choice("ring", 1, 16), 0, 2, Deadline(10), Scratch())
+    comm = MemoryWorld(2).comms()[0]
     rings.Rings(comm).allgather(np.zeros(8, np.float32), act)
-    wake = lambda seconds: None  # noqa: E731
-    monkeypatch.setattr(comm, "waiter", lambda peers: wake if set(peers) == {1} else None)
+    monkeypatch.setattr(comm, "waiter", lambda peers: time.sleep if set(peers) == {1} else None)
     rings.Rings(comm).allgather(np.zeros(8, np.float32), act)
-    assert waiters == [None, wake]
+    assert waiters == [None, time.sleep]
 
 
 def test_sends_are_asked_about_only_when_something_waits_for_them() -> None:
