@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmpi.collectives import Collectives
@@ -71,7 +71,9 @@ def test_what_is_chosen_between_hosts_is_what_was_seen_to_be_quickest(figures: F
         assert best(nbytes, (1, 1, 1, 1), figures) == "ring"
 
 
-@given(part=st.floats(1, 1e12))
+@given(part=st.one_of(st.floats(128 << 10, 1 << 20), st.floats(1, 1e12)))
+@example(part=1.0)
+@example(part=1e12)
 def test_over_connections_of_their_own_segments_travel_in_two_chunks(part: float) -> None:
     chunk = linked_chunk_for(part)
     assert 64 << 10 <= chunk <= 512 << 10
