@@ -1,9 +1,15 @@
 """Packaging: launchers and benchmarks live beside the library; they are installed as parts of it."""
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+
+# Without a C compiler the same work is done in Python.
+native = Extension(
+    "kvmpi.collectives._native", ["kvmpi/collectives/native.c"], extra_compile_args=["-O3"], optional=True
+)
 
 setup(
     packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
     package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
+    ext_modules=[native],
     package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"], "kvmpi.trace": ["web/*"]},
 )

@@ -75,6 +75,10 @@ class Config:
     interface: str = _setting(
         "", "interfaces (eth0) or networks (10.0.0.0/16), separated by commas, that such connections use; empty: any"
     )
+    native: str = _setting(
+        "auto", "whether compiled code moves rings over such connections (auto: where it has been built), or Python",
+        ("auto", "off"),
+    )  # fmt: skip
     ring_chunk_bytes: int = _setting(0, "bytes of one message of a ring; 0 chooses by size")
     tuning: str = _setting("", "file of kvmpi bench tune, by which auto chooses; empty takes built-in figures")
     bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")

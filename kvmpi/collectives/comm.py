@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -12,6 +12,15 @@ from kvmpi.machine import host_name
 Bytes = npt.NDArray[Any]
 #: Sleeps for at most some seconds, and less if something happens.
 Waiter = Callable[[float], object]
+
+
+class Wire(NamedTuple):
+    """Descriptors of the connections from the rank ``left`` and to the rank ``right``."""
+
+    left: int
+    in_fd: int
+    right: int
+    out_fd: int
 
 
 class Request(Protocol):
@@ -68,6 +77,13 @@ class Comm(Protocol):
         """What wakes when messages to or from ``peers`` may have moved; None: their requests must be polled."""
         ...
 
+    def wire(self, source: int, dest: int, tag: int) -> Wire | None:
+        """The connections that messages of ``tag`` from ``source`` and to ``dest`` travel over, for others to use.
+
+        None: there are none, or messages are under way. Until that is done, no such message may be sent or received.
+        """
+        ...
+
     def duplicate(self) -> Comm:
         """The same ranks with message traffic of their own; collective."""
         ...
@@ -92,6 +108,9 @@ class SoloComm:
     irecv = iallreduce = ireduce_scatter = iallgather = ibroadcast = isend
 
     def waiter(self, peers: Collection[int]) -> None:
+        pass
+
+    def wire(self, source: int, dest: int, tag: int) -> None:
         pass
 
     def duplicate(self) -> SoloComm:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
-from kvmpi.collectives.comm import Bytes, Comm, Request, Waiter
+from kvmpi.collectives.comm import Bytes, Comm, Request, Waiter, Wire
 from kvmpi.errors import PeerLostError
 
 #: A receiver is woken when so much of a message is there, or all of it.
@@ -59,17 +59,13 @@ class _Beside:
 
 
 class _Stream(ABC):
-    """One end of a connection, and the messages that it is to carry, the next one first.
-
-    ``nbytes`` have been moved so far.
-    """
+    """One end of a connection, and the messages that it is to carry, the next one first."""
 
     events: int
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
-        self.sock, self.fd, self._peer = sock, sock.fileno(), peer
+        self.sock, self.fd, self.peer = sock, sock.fileno(), peer
         self.queue: deque[_Transfer] = deque()
-        self.nbytes = 0
         sock.setblocking(False)
 
     @abstractmethod
@@ -84,8 +80,10 @@ class _Stream(ABC):
             PeerLostError: the other end is closed.
         """
 
-    def _lost(self, error: object) -> PeerLostError:
-        return PeerLostError(f"the connection to MPI rank {self._peer} is broken ({error}): it has probably ended")
+
+def lost(peer: int, error: object) -> PeerLostError:
+    """For whoever finds the connection to ``peer`` broken."""
+    return PeerLostError(f"the connection to MPI rank {peer} is broken ({error}): it has probably ended")
 
 
 class _Outgoing(_Stream):
@@ -102,9 +100,8 @@ class _Outgoing(_Stream):
             except BlockingIOError:
                 return
             except OSError as error:
-                raise self._lost(error) from None
+                raise lost(self.peer, error) from None
             first.left = first.left[count:]
-            self.nbytes += count
             if first.left:
                 return  # the system's buffer is full
             self.queue.popleft()
@@ -115,14 +112,14 @@ class _Incoming(_Stream):
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         super().__init__(sock, peer)
-        self._wake_bytes = 1
+        self.wake_bytes = 1  # as the system was told
 
     def begin(self) -> None:
         """Let the system wake this rank when much of the first message is there."""
         wake_bytes = min(len(self.queue[0].left), _WAKE_BYTES)
-        if wake_bytes != self._wake_bytes and sys.platform == "linux":
+        if wake_bytes != self.wake_bytes and sys.platform == "linux":
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
-            self._wake_bytes = wake_bytes
+            self.wake_bytes = wake_bytes
 
     def move(self) -> None:
         # Once: whether there is more, the next look tells, for less than an exception costs.
@@ -132,11 +129,10 @@ class _Incoming(_Stream):
         except BlockingIOError:
             return
         except OSError as error:
-            raise self._lost(error) from None
+            raise lost(self.peer, error) from None
         if count == 0:
-            raise self._lost("closed")
+            raise lost(self.peer, "closed")
         first.left = first.left[count:]
-        self.nbytes += count
         if not first.left:
             self.queue.popleft()
         if self.queue:
@@ -234,6 +230,17 @@ class Links:
 
     def waiter(self, peers: Collection[int]) -> Waiter | None:
         return self.wait if all(peer in self._outgoing or peer in self._incoming for peer in peers) else None
+
+    def wire(self, source: int, dest: int, tag: int) -> Wire | None:
+        """See ``Comm``."""
+        if source not in self._incoming or dest not in self._outgoing:
+            return None
+        ins, outs = self._incoming[source], self._outgoing[dest]
+        incoming, outgoing = ins[tag % len(ins)], outs[tag % len(outs)]
+        if incoming.queue or outgoing.queue:
+            return None
+        incoming.wake_bytes = 0  # nobody knows what it is after that
+        return Wire(source, incoming.fd, dest, outgoing.fd)
 
     def duplicate(self) -> Comm:
         return self._comm.duplicate()

@@ -95,6 +95,9 @@ class MemoryComm:
     def waiter(self, peers: Collection[int]) -> None:
         """Nothing wakes."""
 
+    def wire(self, source: int, dest: int, tag: int) -> None:
+        """There are no connections."""
+
     def duplicate(self) -> MemoryComm:
         self._duplicates += 1
         return MemoryComm(self._world, self.rank, (*self._context, self._duplicates))

@@ -243,6 +243,9 @@ class MpiComm:
     def waiter(self, peers: Collection[int]) -> None:
         """MPI wakes nobody."""
 
+    def wire(self, source: int, dest: int, tag: int) -> None:
+        """There are no connections."""
+
     def duplicate(self) -> MpiComm:
         made: list[Any] = []
 

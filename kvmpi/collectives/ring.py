@@ -29,7 +29,8 @@ Buffer = npt.NDArray[Any]
 #: ``scratch(count, dtype)`` gives memory that is free during a call, a different part each time.
 Scratch = Callable[[int, Any], Buffer]
 
-_TAG_RING = 32
+#: Of the messages of the first ring; those of the next are one higher, and so on.
+TAG_RING = 32
 _TAG_CHAIN = 31
 #: Transfers in flight in each direction: enough to hide a nap of a neighbour, few enough to stay in cache.
 _WINDOW = 4
@@ -131,7 +132,7 @@ class Ring:
         self._left, self._right = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         #: What wakes when this ring may be moved on.
         self.waiter = comm.waiter((self._left, self._right))
-        self._tag = _TAG_RING + number
+        self._tag = TAG_RING + number
         self._on_chunk = on_chunk
         #: Of each segment.
         self.num_chunks = schedule.num_chunks

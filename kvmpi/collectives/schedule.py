@@ -19,6 +19,9 @@ import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 Range = tuple[int, int]
 
 
@@ -101,6 +104,11 @@ class Schedule:
                 )
                 self.sends.append((*chunks[sent][number], before if step < reduce_steps else -1))
                 self.receives.append((*chunks[received][number], now if step < reduce_steps - 1 else -1))
+
+    @functools.cached_property
+    def tables(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """``receives`` and ``sends`` of shape ``(transfers, 3)``, for compiled code."""
+        return np.array(self.receives, np.int64), np.array(self.sends, np.int64)
 
     @property
     def completed(self) -> list[Range]:

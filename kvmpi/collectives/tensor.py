@@ -61,13 +61,14 @@ class Collectives:
         figures: what to choose by; those of rank 0 count.
         ring_transport: ``mpi``, ``tcp`` or ``auto``: what carries rings between hosts, see ``linking``.
         interface: for ``tcp``, see ``linking.own_addresses``.
+        use_native: whether compiled code takes part, where it has been built.
         calls: what agreements travel over; they may then be made by another thread than collectives. None: ``comm``.
     """
 
     def __init__(
         self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 0, recorder: Recorder | None = None, *,
         num_rings: int = 2, attach: bool = True, figures: Figures | None = None, ring_transport: str = "mpi",
-        interface: str = "", calls: Comm | None = None,
+        interface: str = "", use_native: bool = True, calls: Comm | None = None,
     ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
@@ -76,7 +77,7 @@ class Collectives:
         self._comm, self._calls = comm, calls or comm
         self._algorithm, self._chunk_bytes = algorithm, chunk_bytes
         self._num_rings, self._attach = num_rings, attach
-        self._ring_transport, self._interface = ring_transport, interface
+        self._ring_transport, self._interface, self._use_native = ring_transport, interface, use_native
         self._figures = figures or Figures()
         self._choices: dict[tuple[str, int], Choice] = {}
         self._recorder = recorder or Recorder()
@@ -96,7 +97,8 @@ class Collectives:
         return cls(
             comm, config.allreduce, config.ring_chunk_bytes, recorder, num_rings=config.num_rings,
             attach=config.shared_input == "attach", figures=load_figures(config.tuning),
-            ring_transport=config.ring_transport, interface=config.interface, calls=calls,
+            ring_transport=config.ring_transport, interface=config.interface, use_native=config.native != "off",
+            calls=calls,
         )  # fmt: skip
 
     @property
@@ -390,7 +392,7 @@ class Collectives:
 
     def _make(self, name: str, comm: Comm, deadline: Deadline, label: str) -> Algorithm:
         if name in ("ring", "host_ring", "multi_ring"):
-            return Rings(comm)
+            return Rings(comm, use_native=self._use_native)
         if name == "naive":
             return Naive(self._comm)
         if name == "mpi" and self._comm.has_collectives:

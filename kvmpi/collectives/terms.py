@@ -20,13 +20,13 @@ class HostTerms:
     """
 
     def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0) -> None:
-        self._vectors, self._dtype, self._scale = vectors, dtype, scale
+        self.vectors, self.scale, self._dtype = vectors, scale, dtype
         self._wide = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
 
     def own(self, start: int, stop: int, into: Buffer) -> Buffer:
         """See ``ring.Terms``. A single vector that need not be widened is used where it is."""
-        first, *others = [vector[start:stop] for vector in self._vectors]
+        first, *others = [vector[start:stop] for vector in self.vectors]
         if self._wide:
             host.widen(first, self._dtype, into)
             self._add_widened(into, others)
@@ -38,10 +38,10 @@ class HostTerms:
 
     def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
-        if len(self._vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
-            np.add(incoming, self._vectors[0][start:stop], out=into)
+        if len(self.vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
+            np.add(incoming, self.vectors[0][start:stop], out=into)
             return
-        parts = [vector[start:stop] for vector in self._vectors]
+        parts = [vector[start:stop] for vector in self.vectors]
         if self._wide:
             np.copyto(into, incoming)
             self._add_widened(into, parts)
@@ -51,12 +51,12 @@ class HostTerms:
     def finish(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
         if self._wide:
-            self._add_widened(incoming, [vector[start:stop] for vector in self._vectors])
-            times(incoming, self._scale)
+            self._add_widened(incoming, [vector[start:stop] for vector in self.vectors])
+            times(incoming, self.scale)
             host.narrow(incoming, into, self._dtype)
         else:
             self.add(incoming, start, stop, into)
-            times(into, self._scale)
+            times(into, self.scale)
 
     def _add_widened(self, total: Buffer, parts: Sequence[Buffer]) -> None:
         for part in parts:

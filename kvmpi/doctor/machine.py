@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import kvmpi
+from kvmpi.collectives import native
 from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
 from kvmpi.launchers import watchdog
 
@@ -72,7 +73,8 @@ def packages(at: Surroundings) -> Finding:
             "packages", "problem", "; ".join(lacking), "kvmpi does not work without them.",
             f"{sys.executable} -m pip install --upgrade kvmpi pyzmq", found,
         )  # fmt: skip
-    return Finding("packages", "ok", seen, facts=found)
+    compiled = "compiled parts" if native.is_built() else "no compiled parts (it was installed without a C compiler)"
+    return Finding("packages", "ok", f"{seen}; {compiled}", facts={**found, "compiled": str(native.is_built())})
 
 
 def _numbers(version: str) -> tuple[int, ...]:

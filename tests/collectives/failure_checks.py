@@ -23,10 +23,11 @@ import pytest
 from collective_helpers import on_host
 from mpi4py import MPI
 
-from kvmpi.collectives import Collectives, mpi_comm
+from kvmpi.collectives import Collectives, mpi_comm, native
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.mpi_comm import MpiComm
+from kvmpi.collectives.native import NativeRings
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
@@ -35,6 +36,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SILENT = SIZE - 1
 TIMEOUT_S = 0.7
+native._MOST_MS = 0  # each advance is one look
 
 #: In which collective, by the first word of a case's name; else in an allreduce.
 OPS = {"scatter": "reduce_scatter", "gather": "allgather", "cast": "broadcast"}
@@ -60,6 +62,9 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "linked-start": ("ring", 3_000_000, Links, "isend", 1),
     "linked-reduce": ("ring", 3_000_000, Links, "isend", 3),
     "linked-multi_ring": ("multi_ring", 3_000_000, Links, "irecv", 9),
+    "native-start": ("ring", 3_000_000, NativeRings, "advance", 1),
+    "native-reduce": ("ring", 3_000_000, NativeRings, "advance", 4),
+    "native-multi_ring": ("multi_ring", 3_000_000, NativeRings, "advance", 3),
     "linked-hierarchical": ("hierarchical", 3_000_000, Links, "isend", 3),
     "naive": ("naive", 100_000, MpiComm, "isend", 1),
     "mpi": ("mpi", 100_000, MpiComm, "iallreduce", 1),
@@ -72,6 +77,7 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "gather-attached": ("shared", 3_000_000, HostGroup, "deliver", 2),
     "gather-multi_ring": ("multi_ring", 3_000_000, MpiComm, "irecv", 4),
     "gather-naive": ("naive", 100_000, MpiComm, "irecv", 1),
+    "gather-native": ("ring", 3_000_000, NativeRings, "advance", 1),
     "gather-mpi": ("mpi", 100_000, MpiComm, "iallgather", 1),
     "cast-post": ("shared", 3_000_000, HostGroup, "post", 1),
     "cast-read": ("shared", 3_000_000, HostGroup, "read", 1),
@@ -118,9 +124,12 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         comm = mpi_comm.world()
         if algorithm == "hierarchical":
             comm.host = f"host {RANK // 2}"
-        elif owner is Links:
+        elif owner in (Links, NativeRings):
             comm.host = f"host {RANK}"
-        collectives = Collectives(comm, algorithm, 512 << 10, ring_transport="tcp" if owner is Links else "mpi")
+        collectives = Collectives(
+            comm, algorithm, 512 << 10, ring_transport="tcp" if owner in (Links, NativeRings) else "mpi",
+            use_native=owner is NativeRings,
+        )  # fmt: skip
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
         run(collectives, op, buffer, out, 60.0, "first")
         assert op != "allreduce" or (out == SIZE).all()

@@ -17,8 +17,9 @@ CASES = [
     "attached-deliver", "attached-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring",
     "hierarchical-post", "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
     "linked-start", "linked-reduce", "linked-multi_ring", "linked-hierarchical",
+    "native-start", "native-reduce", "native-multi_ring",
     "scatter-slots", "scatter-attached", "scatter-ring", "scatter-hierarchical", "scatter-mpi",
-    "gather-slots", "gather-attached", "gather-multi_ring", "gather-naive", "gather-mpi",
+    "gather-slots", "gather-attached", "gather-multi_ring", "gather-naive", "gather-native", "gather-mpi",
     "cast-post", "cast-read", "cast-naive", "cast-hierarchical", "cast-mpi",
 ]  # fmt: skip
 
@@ -40,11 +41,8 @@ def assert_no_shared_file_is_left(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp_path: Path) -> None:
-    cases = (
-        CASES
-        if size > 2
-        else ["slots-post", "staged-sum", "attached-deliver", "ring-reduce", "ring-gather", "mpi", "linked-reduce"]
-    )
+    few = ["slots-post", "staged-sum", "attached-deliver", "ring-reduce", "ring-gather", "mpi", "linked-reduce"]
+    cases = CASES if size > 2 else [*few, "native-reduce"]
     arguments = (tmp_path, int(signal.SIGSTOP), *cases)
     output = mpi_jobs.run(kind, size, "failure_checks.py", *arguments, folder=tmp_path, timeout_s=120.0)
     assert f"{len(cases)} failures reported on {size} ranks" in output
@@ -52,7 +50,9 @@ def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp
     assert_no_shared_file_is_left(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["slots-post", "attached-sum", "ring-reduce", "hierarchical-ring", "linked-reduce"])
+@pytest.mark.parametrize(
+    "case", ["slots-post", "attached-sum", "ring-reduce", "hierarchical-ring", "linked-reduce", "native-reduce"]
+)
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(kind: str, case: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit status"):
         mpi_jobs.run(kind, 4, "failure_checks.py", tmp_path, int(signal.SIGKILL), case, folder=tmp_path, timeout_s=90.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -298,6 +299,11 @@ def test_an_address_where_somebody_else_listens_is_passed_over() -> None:
 # ---- collectives over them
 
 
+def received_bytes(sock: socket.socket) -> int:
+    """As Linux counts them, tcpi_bytes_received."""
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[128:136], sys.byteorder)
+
+
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "abcdefg"])
 def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, hosts: str) -> None:
     size, counts = len(hosts), (1000, (1 << 20) + 7)
@@ -310,8 +316,8 @@ def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, 
             collectives.allreduce(on_host(own, "float32"), out, "float32", deadline, "sum")
             found.append(out)
             assert collectives._links is not None
-            streams = [stream for ends in collectives._links._outgoing.values() for stream in ends]
-            moved.append(sum(stream.nbytes for stream in streams))
+            streams = [stream for ends in collectives._links._incoming.values() for stream in ends]
+            moved.append(sum(received_bytes(stream.sock) for stream in streams))
         collectives.close()
         return found, moved
 
@@ -321,9 +327,9 @@ def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, 
         assert len({found[i].tobytes() for found, _ in results}) == 1
     num_hosts = len(set(hosts))
     for _, moved in results:
-        assert moved[0] == 0
+        assert moved[0] < 200, "how they met"
         share = 2 * (num_hosts - 1) / num_hosts * 4 * counts[1] / (size // num_hosts)
-        assert abs(moved[1] - share) < 100, "of a ring's bytes, what it sends: every one of them"
+        assert abs(moved[1] - moved[0] - share) < 100, "of a ring's bytes, what it is sent: every one of them"
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "multi_ring", "hierarchical"])
@@ -351,7 +357,8 @@ def test_sums_are_right_where_the_system_takes_little_at_a_time(
     monkeypatch.setattr(linking, "_call", narrow)
 
     def rank_main(comm: MemoryComm) -> np.ndarray:
-        collectives, out = Collectives(comm, algorithm, ring_transport="tcp"), np.empty(count, "f4")
+        collectives = Collectives(comm, algorithm, ring_transport="tcp", use_native=False)
+        out = np.empty(count, "f4")
         for _ in range(3):
             own = vectors(comm.rank, 1, count, "float32")
             collectives.allreduce(on_host(own, "float32"), out, "float32", Deadline(TIMEOUT_S), "sum")
@@ -412,9 +419,11 @@ def test_a_fabric_is_left_to_mpi_unless_told_otherwise(
     assert run_ranks(3, rank_main, hosts="abc") == [linked] * 3
 
 
-def test_a_rank_that_ends_in_a_sum_is_named_at_once(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_rank_that_ends_in_a_sum_is_named_at_once(run_ranks: RunRanks, use_native: bool) -> None:
     def rank_main(comm: MemoryComm) -> Any:
-        collectives, out = Collectives(comm, "ring", ring_transport="tcp"), np.ones(1 << 18, "f4")
+        collectives = Collectives(comm, "ring", ring_transport="tcp", use_native=use_native)
+        out = np.ones(1 << 18, "f4")
         collectives.allreduce(on_host([out], "float32"), out, "float32", Deadline(TIMEOUT_S), "first")
         if comm.rank == 1:
             collectives.close()

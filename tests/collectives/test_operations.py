@@ -33,6 +33,7 @@ def layouts_of(algorithm: str) -> tuple[str, ...]:
 
 CASES = [(algorithm, hosts, "mpi") for algorithm in ALGORITHMS for hosts in layouts_of(algorithm)]
 CASES += [(algorithm, hosts, "tcp") for algorithm in ("ring", "multi_ring", "hierarchical", "auto") for hosts in HOSTS]
+CASES += [(algorithm, hosts, "tcp, not compiled") for algorithm in ("ring", "multi_ring") for hosts in HOSTS]
 
 
 def collectives_of(comm: MemoryComm, algorithm: str, **options: Any) -> Collectives:
@@ -49,7 +50,8 @@ def test_everything_on_every_layout(
     cases = [(count, num, place) for count in (0, 1, 5, 1013) for num in (1, 2, 8) for place in (False, True)]
 
     def rank_main(comm: MemoryComm) -> list[np.ndarray]:
-        collectives = collectives_of(comm, algorithm, ring_transport=transport)
+        carrier, _, rest = transport.partition(", ")
+        collectives = collectives_of(comm, algorithm, ring_transport=carrier, use_native=not rest)
         deadline, found = Deadline(TIMEOUT_S), []
         for count, num_vectors, in_place in cases:
             start, stop = segment_bounds(count, size)[comm.rank]

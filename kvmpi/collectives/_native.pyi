@@ -1,0 +1,3 @@
+from typing import Any
+
+def move_rings(rings: Any, sum: Any, idle_ms: int, most_ms: int, /) -> int: ...

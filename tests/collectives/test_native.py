@@ -1,0 +1,305 @@
+"""Compiled rings against those in Python: the same bits and messages, so that ranks of both kinds work together."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmpi.arrays import DTYPES
+from kvmpi.collectives import Collectives, native, ring, tensor
+from kvmpi.collectives.comm import Wire
+from kvmpi.collectives.links import Links
+from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
+from kvmpi.collectives.native import NativeRings
+from kvmpi.collectives.ring import Ring, drive
+from kvmpi.collectives.schedule import even_schedules, segment_bounds
+from kvmpi.collectives.terms import HostTerms
+from kvmpi.collectives.waiting import wait_all
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVTimeoutError, PeerLostError
+
+RunRanks = Callable[..., list[Any]]
+
+TIMEOUT_S = 20.0
+CAN_BUILD = shutil.which("gcc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+
+built = pytest.mark.skipif(not CAN_BUILD, reason="no C compiler here")
+
+
+@built
+def test_it_has_been_built_where_there_is_a_compiler() -> None:
+    assert native._native is not None
+
+
+def fast_links(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sums of any size take connections; returns who moved rings, by kind, while this lasts."""
+    monkeypatch.setattr(tensor, "LINKED_FROM_BYTES", 1)
+    seen, compiled, other = list[str](), NativeRings.advance, Ring.advance
+
+    def noting(kind: str, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def advance(self: Any) -> bool:
+            seen.append(kind)
+            return original(self)
+
+        return advance
+
+    monkeypatch.setattr(NativeRings, "advance", noting("compiled", compiled))
+    monkeypatch.setattr(Ring, "advance", noting("python", other))
+    return seen
+
+
+@built
+@pytest.mark.parametrize("most_ms", [0, 100])
+def test_ranks_of_both_kinds_sum_together_to_the_bit(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, most_ms: int
+) -> None:
+    """Any sizes, dtypes and vectors, with chunks of either kind's own; all ranks compiled, some, or none."""
+    seen, bits = fast_links(monkeypatch), dict[Any, set[bytes]]()
+    monkeypatch.setattr(native, "_MOST_MS", most_ms)
+
+    @settings(max_examples=25 if most_ms else 8, deadline=None)
+    @given(
+        size=st.sampled_from([2, 3, 4, 7]), count=st.one_of(st.integers(0, 40), st.integers(1000, 60_000)),
+        num_vectors=st.integers(1, 4), in_place=st.booleans(), num_rings=st.integers(1, 8),
+        num_chunks=st.integers(1, 9), scale=st.sampled_from([1.0, 0.37]), dtype=st.sampled_from(list(DTYPES)),
+    )  # fmt: skip
+    def check(
+        size: int, count: int, num_vectors: int, in_place: bool, num_rings: int, num_chunks: int, scale: float,
+        dtype: str,
+    ) -> None:  # fmt: skip
+        by = scale if dtype.startswith(("float", "bfloat")) else 1.0
+        chunk_bytes = max(8, count * DTYPES[dtype].itemsize // (size * num_rings * num_chunks))
+
+        def rank_main(compiled: Sequence[int], comm: MemoryComm) -> list[np.ndarray]:
+            options: Any = {"num_rings": num_rings, "ring_transport": "tcp", "use_native": comm.rank in compiled}
+            collectives, deadline = Collectives(comm, "multi_ring", chunk_bytes, **options), Deadline(TIMEOUT_S)
+            own = vectors(comm.rank, num_vectors, count, dtype)
+            out = own[0] if in_place else np.empty_like(own[0])
+            collectives.allreduce_many([(on_host(own, dtype), out, ())], dtype, deadline, "sum", scale=by)
+            start, stop = segment_bounds(count, size)[comm.rank]
+            own = vectors(comm.rank, num_vectors, count, dtype)
+            part = own[0][start:stop] if in_place else np.empty_like(own[0][start:stop])
+            collectives.reduce_scatter(on_host(own, dtype), part, dtype, deadline, "scatter", scale=by)
+            whole = np.empty_like(out)
+            collectives.allgather(part, whole, deadline, "gather")
+            collectives.close()
+            return [out, whole]
+
+        found = set()
+        for compiled in (range(size), range(0, size, 2), ()):
+            results = run_ranks(size, partial(rank_main, compiled), hosts="abcdefg"[:size])
+            for out, whole in results:
+                found.add((out.tobytes(), whole.tobytes()))
+            if by == 1.0:
+                assert_is_sum(results[0][0], all_vectors(size, num_vectors, count, dtype), dtype)
+                assert_is_sum(results[0][1], all_vectors(size, num_vectors, count, dtype), dtype)
+        assert len(found) == 1
+        bits.setdefault((dtype, by), set()).update(found.pop())
+
+    check()
+    assert {"compiled", "python"} <= set(seen)
+    assert len(bits) > 3
+
+
+@pytest.fixture
+def linked() -> Iterator[list[Links]]:
+    """Rank 0 and rank 1, with two connections each way."""
+    comms = MemoryWorld(2, "ab").comms()
+    there, back = ([socket.socketpair() for _ in range(2)] for _ in range(2))
+    made = [
+        Links(comms[0], {1: [a for a, _ in there]}, {1: [b for _, b in back]}),
+        Links(comms[1], {0: [a for a, _ in back]}, {0: [b for _, b in there]}),
+    ]
+    yield made
+    for end in made:
+        end.close()
+
+
+def rings_of(links: Links, vector: np.ndarray, out: np.ndarray, num_rings: int = 2) -> NativeRings:
+    """Of two ranks."""
+    wires = [links.wire(1 - links.rank, 1 - links.rank, ring.TAG_RING + number) for number in range(num_rings)]
+    assert all(wires)
+    schedules = even_schedules(vector.size, 2, links.rank, num_rings, 1 << 14)
+    return NativeRings(wires, schedules, 1 << 13, out, HostTerms([vector], "float32"))  # type: ignore[arg-type]
+
+
+@built
+def test_messages_travel_over_the_same_connections_before_and_after(linked: list[Links]) -> None:
+    def exchange(text: bytes) -> None:
+        got = np.zeros(len(text), "u1")
+        receive = linked[1].irecv(got, 0, ring.TAG_RING)
+        send = linked[0].isend(np.frombuffer(text, "u1"), 1, ring.TAG_RING)
+        wait_all([send, receive], Deadline(TIMEOUT_S), lambda: "nothing came")
+        assert got.tobytes() == text
+
+    exchange(b"before")
+    ones, outs = [np.full(100_003, rank + 1, "f4") for rank in (0, 1)], [np.empty(100_003, "f4") for _ in (0, 1)]
+    machines = [rings_of(links, one, out) for links, one, out in zip(linked, ones, outs, strict=True)]
+    drive(machines, Deadline(TIMEOUT_S), lambda: "summing")
+    assert all((out == 3).all() for out in outs)
+    exchange(b"after")
+
+
+@built
+def test_connections_with_messages_under_way_are_not_lent(linked: list[Links]) -> None:
+    sender = linked[0]
+    assert sender.wire(1, 1, ring.TAG_RING) is not None
+    assert sender.wire(1, 5, ring.TAG_RING) is None
+    assert sender.wire(5, 1, ring.TAG_RING) is None
+    sender.irecv(np.zeros(5, "u1"), 1, ring.TAG_RING)
+    assert sender.wire(1, 1, ring.TAG_RING) is None
+    assert sender.wire(1, 1, ring.TAG_RING + 1) is not None
+
+
+@built
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_broken_connection_is_an_error_that_names_the_peer(linked: list[Links], after: int) -> None:
+    vector = np.ones(3_000_000, "f4")
+    mine, theirs = (rings_of(links, vector, np.empty_like(vector)) for links in linked)
+    for _ in range(after):
+        mine.advance()
+        theirs.advance()
+    linked[1].close()
+    with pytest.raises(PeerLostError, match=r"the connection to MPI rank 1 is broken \(\w+.*\): it has probably ended"):
+        drive([mine], Deadline(TIMEOUT_S), lambda: "summing")
+
+
+@built
+def test_a_silent_peer_is_an_error_at_the_deadline_and_waiting_takes_no_processor(linked: list[Links]) -> None:
+    vector = np.ones(3_000_000, "f4")
+    machine = rings_of(linked[0], vector, np.empty_like(vector))
+    began_s, cpu_s = time.monotonic(), time.thread_time()
+    with pytest.raises(KVTimeoutError, match=r"sum of key 3: no data from MPI rank 1, step 1 of 2 within 1\.0 s"):
+        drive([machine], Deadline(1.0), lambda: "sum of key 3")
+    assert 1.0 <= time.monotonic() - began_s < 2.0
+    assert time.thread_time() - cpu_s < 0.3
+
+
+@built
+def test_other_threads_run_while_rings_wait(linked: list[Links], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_IDLE_MS", 3000)
+    vector = np.ones(3_000_000, "f4")
+    machine = rings_of(linked[0], vector, np.empty_like(vector))
+    waiting = threading.Thread(target=machine.advance)
+    waiting.start()
+    time.sleep(0.1)
+    assert waiting.is_alive(), "this thread went on before the other one had waited for its time"
+    waiting.join()
+
+
+class Neighbours:
+    """A rank of a ring whose neighbours are two sockets in a test's hands.
+
+    ``incoming``: what is to come from the left, transfer by transfer, and ``outgoing``, what then goes to the right.
+    """
+
+    def __init__(self, size: int, place: int, count: int, max_chunk_count: int) -> None:
+        self.vector, self.out = vectors(place, 1, count, "float32")[0], np.zeros(count, "f4")
+        self.left, in_end = socket.socketpair()
+        out_end, self.right = socket.socketpair()
+        self._ends = in_end, out_end
+        out_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        (schedule,) = even_schedules(count, size, place, 1, max_chunk_count)
+        values, self.incoming, self.outgoing, self.expected = list[np.ndarray](), b"", b"", self.out.copy()
+        for number, (start, stop, _) in enumerate(schedule.receives):
+            came = np.random.default_rng(number).random(stop - start, "f4")
+            self.incoming += came.tobytes()
+            values.append(came + self.vector[start:stop] if number < schedule.num_summed else came)
+            if number >= schedule.num_kept:
+                self.expected[start:stop] = values[-1]
+        for number, (start, stop, _) in enumerate(schedule.sends):
+            first = number < schedule.num_chunks
+            self.outgoing += (self.vector[start:stop] if first else values[number - schedule.num_chunks]).tobytes()
+        wire = Wire((place - 1) % size, in_end.fileno(), (place + 1) % size, out_end.fileno())
+        terms = HostTerms([self.vector], "float32")
+        self.rings = NativeRings([wire], [schedule], 512, self.out, terms)
+
+    def close(self) -> None:
+        for sock in (self.left, self.right, *self._ends):
+            sock.close()
+
+
+@built
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_nothing_is_overwritten_that_the_right_neighbour_has_not_taken(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes nothing for a while, and then little at a time, while the left one sends as much as it can."""
+    monkeypatch.setattr(native, "_IDLE_MS", 1)
+    at, got = Neighbours(size, size // 2, 40_011, 1500), b""
+    feeding = threading.Thread(target=at.left.sendall, args=(at.incoming,), daemon=True)
+    feeding.start()
+    for _ in range(50):
+        at.rings.advance()
+    assert not at.rings.done, "the right neighbour has its part in it"
+    at.right.setblocking(False)
+    while len(got) < len(at.outgoing):
+        at.rings.advance()
+        with contextlib.suppress(BlockingIOError):
+            got += at.right.recv(3000)
+    feeding.join(TIMEOUT_S)
+    assert at.rings.done
+    assert got == at.outgoing
+    np.testing.assert_array_equal(at.out, at.expected)
+    at.close()
+
+
+@built
+def test_what_has_come_of_a_chunk_is_sent_on_at_once() -> None:
+    at = Neighbours(3, 1, 3 * 512, 512)
+    at.left.sendall(at.incoming[:1001])
+    for _ in range(4):
+        at.rings.advance()
+    assert at.right.recv(1 << 16) == at.outgoing[: 2048 + 1000], "its own segment, and all whole elements"
+    at.close()
+
+
+@built
+def test_the_end_of_the_left_neighbour_is_noticed_when_there_is_nothing_to_send() -> None:
+    at = Neighbours(3, 1, 30, 10)
+    at.rings.advance()
+    assert at.right.recv(100) == at.outgoing[:40]
+    at.left.close()
+    with pytest.raises(PeerLostError, match=r"the connection to MPI rank 0 is broken \(closed\)"):
+        at.rings.advance()
+    at.close()
+
+
+def test_without_a_compiler_the_same_is_done_in_python(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = fast_links(monkeypatch)
+    monkeypatch.setattr(native, "_native", None)
+
+    def rank_main(comm: MemoryComm) -> np.ndarray:
+        collectives, out = Collectives(comm, "ring", ring_transport="tcp"), np.ones(1001, "f4")
+        collectives.allreduce(on_host([out], "float32"), out, "float32", Deadline(TIMEOUT_S), "sum")
+        collectives.close()
+        return out
+
+    assert all((out == 3).all() for out in run_ranks(3, rank_main, hosts="abc"))
+    assert set(seen) == {"python"}
+
+
+@built
+def test_memory_that_is_not_of_rings_is_refused() -> None:
+    assert native._native is not None
+    for rings, sums in (
+        (np.zeros(3, "u1"), np.zeros(1, native.SUM)),
+        (np.zeros(65, native.RING), np.zeros(1, native.SUM)),
+        (np.zeros(1, native.RING), np.zeros(5, "u1")),
+    ):
+        with pytest.raises(ValueError, match=r"not the memory of native\.RING"):
+            native._native.move_rings(rings, sums, 0, 0)
