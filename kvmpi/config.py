@@ -76,7 +76,7 @@ class Config:
         "", "interfaces (eth0) or networks (10.0.0.0/16), separated by commas, that such connections use; empty: any"
     )
     native: str = _setting(
-        "auto", "whether compiled code moves rings over such connections (auto: where it has been built), or Python",
+        "auto", "compiled code in the collectives: auto uses it where it has been built, off leaves all to Python",
         ("auto", "off"),
     )  # fmt: skip
     ring_chunk_bytes: int = _setting(0, "bytes of one message of a ring; 0 chooses by size")

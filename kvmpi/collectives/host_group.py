@@ -58,6 +58,16 @@ class Peer(NamedTuple):
     memory: CrossMemory | None
 
 
+class SlotMemory(NamedTuple):
+    """Pages and slots by rank, this rank's number, and which words of a page are for what."""
+
+    pages: list[Words]
+    slots: list[Buffer]
+    number: int
+    posted: int
+    finished: int
+
+
 class HostGroup:
     """One rank's view of the ranks of a host. Calls must be the same, in the same order, on every one of them.
 
@@ -82,7 +92,9 @@ class HostGroup:
         # Single words are read and written three times as fast through a memoryview.
         self._words = [memoryview(peer.words.data).cast("B").cast("Q") for peer in peers]
         self._mine = self._words[index]
-        self._call = self._blocks = 0
+        #: The number of the last call.
+        self.call = 0
+        self._blocks = 0
         self._order = threading.Lock()
         self._kept: list[Buffer] = [peers[index].slots]
         weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
@@ -156,17 +168,26 @@ class HostGroup:
         first = call % 2 * SLOT_BYTES
         return self._peers[rank].slots[first : first + count * np.dtype(dtype).itemsize].view(dtype)
 
+    def in_memory(self, count: int, dtype: Any, call: int) -> SlotMemory:
+        """Where compiled code finds all that a call of that number needs which sums in slots."""
+        slots = [self.slot(rank, count, dtype, call) for rank in range(self.size)]
+        return SlotMemory(self._pages, slots, self.index, _POSTED, _FINISHED)
+
     # ---- calls
+
+    def begun(self) -> None:
+        """Compiled code has begun the next call, and posted for it."""
+        self.call, self._blocks = self.call + 1, 0
 
     def begin(self, deadline: Deadline, what: What) -> int:
         """A new call, in which this rank may write to its ``slot``; returns its number."""
-        last, self._call, self._blocks = self._call, self._call + 1, 0
+        last, self.call, self._blocks = self.call, self.call + 1, 0
         # The slot is that of the call before last. A rank that has begun the last one is through with it.
         for words in self._words:
             if words[_POSTED] < last:
                 self._await(_POSTED, self.others, last, deadline, what, "did not start the call before")
                 break
-        return self._call
+        return self.call
 
     def post(self, places: Sequence[int] = ()) -> None:
         """Others may read at ``places`` (``place_of``, or addresses of private memory), and this rank's slot."""
@@ -177,7 +198,7 @@ class HostGroup:
                 mine[i] = place
         if not _ORDERED:
             self._fence()
-        self._mine[_POSTED] = self._call
+        self._mine[_POSTED] = self.call
 
     def places_of(self, rank: int, first: int, count: int) -> list[int]:
         """``count`` of the places that ``rank`` has posted."""
@@ -190,7 +211,7 @@ class HostGroup:
         Raises:
             KVTimeoutError: names those that have not.
         """
-        call = self._call
+        call = self.call
         for rank in ranks:
             words = self._words[rank]
             for _ in range(_FIRST_POLLS):
@@ -207,23 +228,23 @@ class HostGroup:
         if not _ORDERED:
             self._fence()
         self._blocks += num_blocks
-        self._mine[_PROGRESS] = (self._call << _BLOCK_BITS) + self._blocks
+        self._mine[_PROGRESS] = (self.call << _BLOCK_BITS) + self._blocks
 
     def blocks_of(self, rank: int) -> int:
         """How many blocks of ``rank``'s results can be read."""
         call, blocks = divmod(self._words[rank][_PROGRESS], 1 << _BLOCK_BITS)
         if not _ORDERED:
             self._fence()
-        return blocks if call == self._call else 0
+        return blocks if call == self.call else 0
 
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank is through; return when ``wait_for`` are, too, so that what was posted is free again."""
         if not _ORDERED:
             self._fence()
-        self._mine[_FINISHED] = self._call
+        self._mine[_FINISHED] = self.call
         if wait_for:
             assert deadline is not None
-            self._await(_FINISHED, wait_for, self._call, deadline, what, "did not finish")
+            self._await(_FINISHED, wait_for, self.call, deadline, what, "did not finish")
 
     def give_up(self, *exposed: Any) -> None:
         """This rank has failed. Nothing more is to be delivered to what it has ``exposed``, which is kept.

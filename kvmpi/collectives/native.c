@@ -1,8 +1,10 @@
-/* Rings over connections, compiled: what ring.py does, to the bit, without the interpreter and its lock.
+/* Compiled parts of the collectives, with the results of their counterparts in Python, to the bit.
  *
- * A ring here does not wait for whole chunks: what has come of a chunk is added at once, and sent on.
+ * Rings over connections do what ring.py does, without the interpreter and its lock, and do not wait for whole chunks:
+ * what has come of a chunk is added at once, and sent on. Sums in slots do what shared.py does with small vectors, where
+ * most of the time would be the interpreter's.
  *
- * native.py declares the structs once more, and is used by rings.py.
+ * native.py declares the structs once more.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -11,6 +13,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <time.h>
 
@@ -271,8 +274,110 @@ static PyObject *move_rings(PyObject *self, PyObject *args)
     return PyLong_FromLong(result);
 }
 
+/* ---- sums in slots */
+
+/* So often is looked whether the others are there: what takes longer is left to whoever knows how to wait. */
+#define POLLS 200
+/* What is longer is summed without the interpreter's lock. */
+#define LOCKED_BYTES (16 << 10)
+#define BLOCK_BYTES 4096
+
+/* Ranks of one host. The addresses of each one's page, and of its slot for calls of this kind, follow. */
+struct slots {
+    int64_t num_ranks, index; /* of them, and this one's number */
+    int64_t posted, finished; /* words of a page: the last call that this rank has offered data in, or is through with */
+    int64_t kind, count, itemsize;
+    int64_t addresses[];
+};
+
+static int64_t *page(const struct slots *slots, int64_t rank) { return (int64_t *)slots->addresses[rank]; }
+
+static char *slot(const struct slots *slots, int64_t rank) { return (char *)slots->addresses[slots->num_ranks + rank]; }
+
+static int64_t last_posted(const struct slots *slots, int64_t rank)
+{
+    return __atomic_load_n(page(slots, rank) + slots->posted, __ATOMIC_ACQUIRE);
+}
+
+static int all_posted(const struct slots *slots, int64_t call)
+{
+    for (int64_t rank = 0; rank < slots->num_ranks; rank++)
+        if (last_posted(slots, rank) < call) return 0;
+    return 1;
+}
+
+/* In rank order; only sums of all ranks are written to out, since others may have the same memory. */
+static void add_up(const struct slots *slots, char *out)
+{
+    _Alignas(64) char block[BLOCK_BYTES];
+    const int64_t total = slots->count * slots->itemsize;
+    for (int64_t first = 0; first < total; first += BLOCK_BYTES) {
+        const int64_t nbytes = total - first < BLOCK_BYTES ? total - first : BLOCK_BYTES, count = nbytes / slots->itemsize;
+        const char *sum = slot(slots, 0) + first;
+        for (int64_t rank = 1; rank < slots->num_ranks; rank++) {
+            char *into = rank == slots->num_ranks - 1 ? out + first : block;
+            add((char)slots->kind, into, sum, slot(slots, rank) + first, count);
+            sum = into;
+        }
+    }
+}
+
+enum { NOT_BEGUN, SUMMED, OFFERED };
+
+static int sum_in_slots(const struct slots *slots, int64_t call, const char *vector, char *out, int offered)
+{
+    if (!offered) {
+        /* The slot is that of the call before last. A rank that has begun the last one is through with it. */
+        if (!all_posted(slots, call - 1)) return NOT_BEGUN;
+        memcpy(slot(slots, slots->index), vector, (size_t)(slots->count * slots->itemsize));
+        __atomic_store_n(page(slots, slots->index) + slots->posted, call, __ATOMIC_RELEASE);
+    }
+    for (int i = 0; !all_posted(slots, call); i++) {
+        if (i == POLLS) return OFFERED;
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#endif
+    }
+    add_up(slots, out);
+    __atomic_store_n(page(slots, slots->index) + slots->finished, call, __ATOMIC_RELEASE);
+    return SUMMED;
+}
+
+PyDoc_STRVAR(sum_slots_doc,
+             "sum_slots(slots, call, vector, out, offered, /)\n--\n\n"
+             "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 0 when the\n"
+             "call could not begin.\n\n"
+             "slots: address of a struct slots. offered: whether this call was made before, and returned 2.");
+
+static PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5) return PyErr_Format(PyExc_TypeError, "sum_slots takes five arguments");
+    const struct slots *slots = PyLong_AsVoidPtr(args[0]);
+    const int64_t call = PyLong_AsLongLong(args[1]);
+    const int offered = PyObject_IsTrue(args[4]);
+    Py_buffer vector, out;
+    int result = -1;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &vector, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[3], &out, PyBUF_WRITABLE) == 0) {
+        const int64_t nbytes = slots->count * slots->itemsize;
+        if (vector.len != nbytes || out.len != nbytes) {
+            PyErr_Format(PyExc_ValueError, "vectors of other lengths than these slots are for");
+        } else if (nbytes <= LOCKED_BYTES) {
+            result = sum_in_slots(slots, call, vector.buf, out.buf, offered);
+        } else {
+            Py_BEGIN_ALLOW_THREADS;
+            result = sum_in_slots(slots, call, vector.buf, out.buf, offered);
+            Py_END_ALLOW_THREADS;
+        }
+        PyBuffer_Release(&out);
+    }
+    PyBuffer_Release(&vector);
+    return result < 0 ? NULL : PyLong_FromLong(result);
+}
+
 static PyMethodDef methods[] = {
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
+    {"sum_slots", (PyCFunction)(void (*)(void))sum_slots, METH_FASTCALL, sum_slots_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,6 @@
-"""Rings over connections as compiled code, ``native.c``, where it has been built: same results, same messages.
+"""The compiled parts of the collectives, ``native.c``, where they have been built: same results, same messages.
 
-pip builds it where there is a C compiler; without one the state machines of ``ring`` do the same work.
+pip builds them where there is a C compiler; without one ``ring`` and ``shared`` do the same work in Python.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives.comm import Wire
+from kvmpi.collectives.host_group import SlotMemory
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
 from kvmpi.collectives.schedule import Schedule
@@ -47,6 +48,8 @@ KINDS.update({np.dtype(np.float32): ord("f"), np.dtype(np.float64): ord("d")})
 
 _AT_THE_START = (0,) * 7
 _DONE, _FAILED = 2, 3
+#: What ``SlotSum.start`` returns.
+NOT_BEGUN, SUMMED, OFFERED = 0, 1, 2
 #: Milliseconds after which whoever waits looks at its deadline, and whoever does not, at signals.
 _IDLE_MS, _MOST_MS = 20, 100
 
@@ -54,6 +57,37 @@ _IDLE_MS, _MOST_MS = 20, 100
 def is_built() -> bool:
     """Whether there is compiled code."""
     return _native is not None
+
+
+def sums_slots(dtype: np.dtype[Any]) -> bool:
+    """Whether there is compiled code that sums such elements in slots."""
+    return is_built() and dtype in KINDS
+
+
+class SlotSum:
+    """Sums of vectors of one length and dtype, for every second call of a group of ranks."""
+
+    __slots__ = ("_address", "_kept")
+
+    def __init__(self, memory: SlotMemory) -> None:
+        slot = memory.slots[0]
+        words = [
+            *(len(memory.slots), memory.number, memory.posted, memory.finished),
+            *(KINDS[slot.dtype], slot.size, slot.itemsize),
+            *(address_of(page) for page in memory.pages),
+            *(address_of(slot) for slot in memory.slots),
+        ]
+        struct = np.array(words, np.int64)
+        self._address, self._kept = address_of(struct), (struct, memory)
+
+    def start(self, call: int, vector: Buffer, out: Buffer) -> int:
+        """Begin call number ``call``: ``NOT_BEGUN``, ``OFFERED`` if others are not there yet, or ``SUMMED``."""
+        return _native.sum_slots(self._address, call, vector, out, False)
+
+    def end(self, call: int, vector: Buffer, out: Buffer) -> None:
+        """All have posted."""
+        done = _native.sum_slots(self._address, call, vector, out, True)
+        assert done == SUMMED
 
 
 def can_run(out: Buffer, terms: HostTerms | None) -> bool:

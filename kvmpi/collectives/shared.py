@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import address_of
+from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
 from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup
 from kvmpi.collectives.host_sum import (
@@ -37,6 +38,7 @@ from kvmpi.collectives.host_sum import (
     pieces_of,
     places_of,
 )
+from kvmpi.collectives.native import SlotSum
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
@@ -54,11 +56,12 @@ _MOST_VIEWS = 1024
 class _Views:
     """Of vectors of one length and dtype: slots by call, parts by rank, and what stands in for private memory."""
 
-    __slots__ = ("block", "parts", "slots", "stage", "stage_place")
+    __slots__ = ("block", "compiled", "parts", "slots", "stage", "stage_place")
 
     block: Buffer
     slots: list[list[Buffer]]
     parts: list[list[slice]]
+    compiled: list[SlotSum]
 
     def __init__(self) -> None:
         self.stage: Buffer | None = None
@@ -70,13 +73,14 @@ class Shared:
 
     Args:
         slot_bytes, stage_bytes: what is larger does not go that way; the same on every rank.
+        use_native: whether compiled code sums in slots, where it has been built.
     """
 
     def __init__(
         self, group: HostGroup, block_bytes: int = BLOCK_BYTES, *, slot_bytes: int = SLOT_BYTES,
-        stage_bytes: int = STAGE_BYTES,
+        stage_bytes: int = STAGE_BYTES, use_native: bool = True,
     ) -> None:  # fmt: skip
-        self._group, self._block_bytes = group, block_bytes
+        self._group, self._block_bytes, self._use_native = group, block_bytes, use_native
         self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
         self._stage: Buffer | None = None
@@ -149,8 +153,18 @@ class Shared:
 
     def _sum_one_slot(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
         group = self._group
-        call = group.begin(deadline, what)
         views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
+        if views.compiled:
+            call = group.call + 1
+            compiled = views.compiled[call % 2]
+            found = compiled.start(call, vector, out)
+            if found:
+                group.begun()
+                if found == native.OFFERED:
+                    group.await_posts(group.others, deadline, what)
+                    compiled.end(call, vector, out)
+                return
+        call = group.begin(deadline, what)
         slots = views.slots[call % 2]
         np.copyto(slots[group.index], vector)
         group.post()
@@ -164,9 +178,12 @@ class Shared:
             self._views.clear()
         group, count, dtype = self._group, like.size, like.dtype
         views = self._views[count, dtype] = _Views()
+        views.compiled = []
         if like.nbytes <= self.slot_bytes:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
             views.block = np.empty(count if group.size > 2 else 0, dtype)
+            if self._use_native and native.sums_slots(dtype):
+                views.compiled = [SlotSum(group.in_memory(count, dtype, call)) for call in (0, 1)]
             return views
         block_count = max(1, self._block_bytes // dtype.itemsize)
         pieces = pieces_of((count,), group.size, block_count)

@@ -406,7 +406,7 @@ class Collectives:
         if isinstance(topology.group, str):
             raise UnsupportedError(f"{where}: {topology.group}")
         if len(topology.layout.hosts) == 1:
-            shared = Shared(topology.group)
+            shared = Shared(topology.group, use_native=self._use_native)
             always = self._algorithm == name or all(
                 self._choose("allreduce", 1 << bits, deadline, label).algorithm == name for bits in range(1, 40)
             )

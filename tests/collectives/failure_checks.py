@@ -27,7 +27,7 @@ from kvmpi.collectives import Collectives, mpi_comm, native
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.mpi_comm import MpiComm
-from kvmpi.collectives.native import NativeRings
+from kvmpi.collectives.native import NativeRings, SlotSum
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "linked-start": ("ring", 3_000_000, Links, "isend", 1),
     "linked-reduce": ("ring", 3_000_000, Links, "isend", 3),
     "linked-multi_ring": ("multi_ring", 3_000_000, Links, "irecv", 9),
+    "native-slots": ("shared", 1000, SlotSum, "start", 1),
     "native-start": ("ring", 3_000_000, NativeRings, "advance", 1),
     "native-reduce": ("ring", 3_000_000, NativeRings, "advance", 4),
     "native-multi_ring": ("multi_ring", 3_000_000, NativeRings, "advance", 3),
@@ -128,7 +129,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
             comm.host = f"host {RANK}"
         collectives = Collectives(
             comm, algorithm, 512 << 10, ring_transport="tcp" if owner in (Links, NativeRings) else "mpi",
-            use_native=owner is NativeRings,
+            use_native=owner in (NativeRings, SlotSum),
         )  # fmt: skip
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
         run(collectives, op, buffer, out, 60.0, "first")

@@ -1,4 +1,4 @@
-"""Compiled rings against those in Python: the same bits and messages, so that ranks of both kinds work together."""
+"""Compiled parts against those in Python: the same bits and messages, so that ranks of both kinds work together."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from hypothesis import strategies as st
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Collectives, native, ring, tensor
 from kvmpi.collectives.comm import Wire
+from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
-from kvmpi.collectives.native import NativeRings
+from kvmpi.collectives.native import NativeRings, SlotSum
 from kvmpi.collectives.ring import Ring, drive
 from kvmpi.collectives.schedule import even_schedules, segment_bounds
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
+from kvmpi.kernels import host
 
 RunRanks = Callable[..., list[Any]]
 
@@ -291,6 +293,120 @@ def test_without_a_compiler_the_same_is_done_in_python(run_ranks: RunRanks, monk
 
     assert all((out == 3).all() for out in run_ranks(3, rank_main, hosts="abc"))
     assert set(seen) == {"python"}
+
+
+# ---- sums in slots
+
+
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What compiled sums have come to, from now on."""
+    found, original = list[int](), SlotSum.start
+
+    def noting(self: SlotSum, *arguments: Any) -> int:
+        found.append(original(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(SlotSum, "start", noting)
+    return found
+
+
+@built
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_ranks_of_both_kinds_sum_in_slots_to_the_bit(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Every dtype and many lengths, in and out of place, and into memory that all ranks have in common."""
+    found = starts(monkeypatch)
+    cases = [
+        (dtype, count)
+        for dtype in DTYPES if dtype not in host.HALF
+        for count in (1, 3, 513, 4096, SLOT_BYTES // DTYPES[dtype].itemsize)
+    ]  # fmt: skip
+
+    def rank_main(compiled: Sequence[int], comm: MemoryComm) -> list[bytes]:
+        collectives, deadline = Collectives(comm, "shared", use_native=comm.rank in compiled), Deadline(TIMEOUT_S)
+        common, results = collectives.shared_empty(SLOT_BYTES, "uint8", deadline), list[bytes]()
+        for turn, (dtype, count) in enumerate(cases):
+            own = vectors(comm.rank, 1, count, dtype)[0]
+            places = [own, np.empty_like(own), common.view(own.dtype)[:count]]
+            out = places[turn % 3]
+            collectives.allreduce(on_host([own], dtype), out, dtype, deadline, "sum")
+            results.append(out.tobytes())
+            if out is places[2]:  # nobody writes there again before all have read it
+                collectives.allreduce(
+                    on_host([np.ones(1, "f4")], "float32"), np.empty(1, "f4"), "float32", deadline, ""
+                )
+        return results
+
+    kinds = [run_ranks(size, partial(rank_main, compiled)) for compiled in (range(size), range(0, size, 2), ())]
+    assert all(results == kinds[0][0] for ranks in kinds for results in ranks)
+    for (dtype, count), result in zip(cases, kinds[0][0], strict=True):
+        assert_is_sum(np.frombuffer(result, DTYPES[dtype]), all_vectors(size, 1, count, dtype), dtype)
+    assert found.count(native.SUMMED) > 0
+
+
+@built
+def test_who_comes_early_waits_and_who_is_late_is_waited_for(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a broadcast, of which a rank need not know that all have begun it, and after a sum, of which it does."""
+    found = starts(monkeypatch)
+
+    def rank_main(comm: MemoryComm) -> list[float]:
+        collectives, deadline, results = Collectives(comm, "shared"), Deadline(TIMEOUT_S), list[float]()
+        one = np.full(5, comm.rank + 1.0)
+        collectives.allreduce(on_host([one], "float64"), np.empty(5), "float64", deadline, "first")
+        for op in (None, "broadcast"):
+            if comm.rank == 2:
+                time.sleep(0.3)
+            if op is not None:
+                collectives.broadcast(np.zeros(5), 0, deadline, "cast")
+            out = np.empty(5)
+            collectives.allreduce(on_host([one], "float64"), out, "float64", deadline, "sum")
+            results += set(out.tolist())
+        return results
+
+    assert run_ranks(3, rank_main) == [[6.0, 6.0]] * 3
+    assert {native.OFFERED, native.NOT_BEGUN, native.SUMMED} <= set(found)
+
+
+@built
+def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> str:
+        collectives, one = Collectives(comm, "shared"), np.ones(5)
+        collectives.allreduce(on_host([one], "float64"), np.empty(5), "float64", Deadline(TIMEOUT_S), "first")
+        if comm.rank == 1:
+            return ""
+        with pytest.raises(KVTimeoutError) as caught:
+            collectives.allreduce(on_host([one], "float64"), np.empty(5), "float64", Deadline(0.3), "sum of key 3")
+        return str(caught.value)
+
+    for text in run_ranks(3, rank_main)[::2]:
+        assert "sum of key 3: shared allreduce" in text
+        assert "MPI rank 1 did not start within 0.3 s" in text
+
+
+@built
+def test_each_rank_says_what_it_has_offered_and_that_it_is_through() -> None:
+    """Memory that others may still read is given back by what its page says."""
+    pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
+    sums, outs = [SlotSum(SlotMemory(pages, slots, rank, 5, 40)) for rank in (0, 1)], np.zeros((2, 3))
+    assert sums[0].start(1, np.ones(3), outs[0]) == native.OFFERED
+    assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [0, 0]]
+    assert sums[1].start(1, np.full(3, 2.0), outs[1]) == native.SUMMED
+    assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [1, 1]]
+    sums[0].end(1, np.ones(3), outs[0])
+    assert [page[[5, 40]].tolist() for page in pages] == [[1, 1], [1, 1]]
+    assert (outs == 3).all()
+    assert sums[1].start(3, np.ones(3), outs[1]) == native.NOT_BEGUN, "rank 0 has not begun the second call"
+
+
+@built
+def test_vectors_of_other_lengths_are_refused() -> None:
+    memory = SlotMemory([np.zeros(64, "u8")] * 2, [np.zeros(3)] * 2, 0, 0, 32)
+    for vector, out in ((np.zeros(3), np.zeros(4)), (np.zeros(2), np.zeros(3))):
+        with pytest.raises(ValueError, match="vectors of other lengths than these slots are for"):
+            SlotSum(memory).start(1, vector, out)
 
 
 @built
