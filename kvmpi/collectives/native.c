@@ -1,8 +1,8 @@
 /* Compiled parts of the collectives, with the results of their counterparts in Python, to the bit.
  *
  * Rings over connections do what ring.py does, without the interpreter and its lock, and do not wait for whole chunks:
- * what has come of a chunk is added at once, and sent on. Sums in slots do what shared.py does with small vectors, where
- * most of the time would be the interpreter's.
+ * what has come of a chunk is added at once, and sent on. Sums in slots do what shared.py does with small vectors,
+ * where most of the time would be the interpreter's.
  *
  * native.py declares the structs once more.
  */
@@ -42,7 +42,8 @@ struct ring {
     int64_t received, sent; /* transfers that are through */
     int64_t received_bytes, ready_bytes, sent_bytes; /* of the next one: come, come and added, gone */
     int64_t wake_bytes; /* as the system was told */
-    int64_t error; /* of the connection from the left: its errno, or -1 if it was closed; of that to the right: -errno - 1 */
+    /* Of the connection from the left: its errno, or -1 if it was closed; of that to the right: -errno - 1. */
+    int64_t error;
 };
 
 struct sum {
@@ -97,7 +98,10 @@ static void scale(const struct sum *sum, void *total, int64_t n)
 
 static const int64_t *nth(int64_t transfers, int64_t number) { return ((const transfer *)transfers)[number]; }
 
-static int64_t bytes_of(const int64_t *transfer, const struct sum *sum) { return (transfer[1] - transfer[0]) * sum->itemsize; }
+static int64_t bytes_of(const int64_t *transfer, const struct sum *sum)
+{
+    return (transfer[1] - transfer[0]) * sum->itemsize;
+}
 
 static char *place_of(const int64_t *transfer, const struct ring *ring, const struct sum *sum)
 {
@@ -130,8 +134,8 @@ static int receive(struct ring *ring, const struct sum *sum)
 {
     const int64_t *transfer = nth(ring->receives, ring->received), nbytes = bytes_of(transfer, sum);
     const int sums = ring->received < ring->num_summed;
-    char *into = sums ? (char *)ring->incoming : place_of(transfer, ring, sum);
-    const ssize_t count = recv((int)ring->in_fd, into + ring->received_bytes, (size_t)(nbytes - ring->received_bytes), MSG_DONTWAIT);
+    char *into = (sums ? (char *)ring->incoming : place_of(transfer, ring, sum)) + ring->received_bytes;
+    const ssize_t count = recv((int)ring->in_fd, into, (size_t)(nbytes - ring->received_bytes), MSG_DONTWAIT);
     if (count <= 0) {
         if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
         ring->error = count ? errno : -1;
@@ -168,7 +172,8 @@ static int send_on(struct ring *ring, const struct sum *sum, int *full)
             /* A single vector is sent from where it is; the sum of several has been made before. */
             if (ring->sent < ring->num_chunks && transfer[2] >= 0 && sum->num_vectors == 1)
                 from = (char *)((int64_t *)sum->vectors)[0] + transfer[0] * sum->itemsize;
-            const ssize_t count = send((int)ring->out_fd, from + ring->sent_bytes, (size_t)left, MSG_DONTWAIT | MSG_NOSIGNAL);
+            from += ring->sent_bytes;
+            const ssize_t count = send((int)ring->out_fd, from, (size_t)left, MSG_DONTWAIT | MSG_NOSIGNAL);
             if (count < 0) {
                 if (errno == EINTR) continue;
                 if (errno == EAGAIN || errno == EWOULDBLOCK) *full = 1;
@@ -205,7 +210,8 @@ static void expect(struct ring *ring, const struct sum *sum)
 
 static void skip_empty(struct ring *ring, const struct sum *sum)
 {
-    while (ring->received < ring->num_transfers && bytes_of(nth(ring->receives, ring->received), sum) == 0) ring->received++;
+    while (ring->received < ring->num_transfers && !bytes_of(nth(ring->receives, ring->received), sum))
+        ring->received++;
 }
 
 static double now(void)
@@ -215,35 +221,33 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Move the rings on until all are done, nothing has moved for ``idle_ms``, ``most_ms`` are over, a signal has come, or a
+/* Move the rings on until all are done, nothing has moved for idle_ms, most_ms are over, a signal has come, or a
  * connection is broken. */
 static int move(struct ring *rings, int num_rings, const struct sum *sum, int idle_ms, int most_ms)
 {
-    struct pollfd asked[2 * MAX_RINGS];
+    struct pollfd asked[MAX_RINGS][2]; /* of each ring: to the right, from the left */
     int full[MAX_RINGS] = {0}, moved = 0;
     const double until = now() + 1e-3 * most_ms;
     for (;;) {
-        int num_asked = 0;
+        int waits = 0;
         for (int i = 0; i < num_rings; i++) {
             struct ring *ring = &rings[i];
             skip_empty(ring, sum);
             if (!full[i]) moved |= send_on(ring, sum, &full[i]);
             if (ring->error) return FAILED;
-            if (full[i]) asked[num_asked++] = (struct pollfd){.fd = (int)ring->out_fd, .events = POLLOUT};
-            if (ring->received < ring->num_transfers && has_room(ring)) {
-                expect(ring, sum);
-                asked[num_asked++] = (struct pollfd){.fd = (int)ring->in_fd, .events = POLLIN};
-            }
+            const int receives = ring->received < ring->num_transfers && has_room(ring);
+            if (receives) expect(ring, sum);
+            /* The system passes over descriptors below zero. */
+            asked[i][0] = (struct pollfd){.fd = full[i] ? (int)ring->out_fd : -1, .events = POLLOUT};
+            asked[i][1] = (struct pollfd){.fd = receives ? (int)ring->in_fd : -1, .events = POLLIN};
+            waits |= full[i] || receives;
         }
-        if (!num_asked) return DONE;
-        const int ready = poll(asked, (nfds_t)num_asked, idle_ms);
-        if (ready <= 0) return moved ? MOVED : IDLE;
-        for (int i = 0, next = 0; i < num_rings; i++) {
-            struct ring *ring = &rings[i];
-            if (full[i] && asked[next++].revents) full[i] = 0;
-            if (next < num_asked && asked[next].fd == ring->in_fd && asked[next].events == POLLIN && asked[next++].revents)
-                moved |= receive(ring, sum);
-            if (ring->error) return FAILED;
+        if (!waits) return DONE;
+        if (poll(asked[0], (nfds_t)(2 * num_rings), idle_ms) <= 0) return moved ? MOVED : IDLE;
+        for (int i = 0; i < num_rings; i++) {
+            if (asked[i][0].revents) full[i] = 0;
+            if (asked[i][1].revents) moved |= receive(&rings[i], sum);
+            if (rings[i].error) return FAILED;
         }
         if (now() >= until) return moved ? MOVED : IDLE;
     }
@@ -251,8 +255,8 @@ static int move(struct ring *rings, int num_rings, const struct sum *sum, int id
 
 PyDoc_STRVAR(move_rings_doc,
              "move_rings(rings, sum, idle_ms, most_ms, /)\n--\n\n"
-             "Move rings on: 2 when all are done, 1 or 0 when they are not and something or nothing was moved, 3 when a\n"
-             "connection is broken, of which the ring's ``error`` tells.\n\n"
+             "Move rings on: 2 when all are done, 1 or 0 when they are not and something or nothing was moved, 3 when\n"
+             "a connection is broken, of which the ring's ``error`` tells.\n\n"
              "rings, sum: memory of native.RING and native.SUM. idle_ms: how long to wait for something to move;\n"
              "most_ms: after which to return in any case.");
 
@@ -262,7 +266,8 @@ static PyObject *move_rings(PyObject *self, PyObject *args)
     int idle_ms, most_ms, result = 0;
     if (!PyArg_ParseTuple(args, "w*y*ii", &rings, &sum, &idle_ms, &most_ms)) return NULL;
     const Py_ssize_t num_rings = rings.len / (Py_ssize_t)sizeof(struct ring);
-    const int fits = rings.len % (Py_ssize_t)sizeof(struct ring) == 0 && num_rings <= MAX_RINGS && sum.len == sizeof(struct sum);
+    const int whole = rings.len == num_rings * (Py_ssize_t)sizeof(struct ring) && sum.len == sizeof(struct sum);
+    const int fits = whole && num_rings <= MAX_RINGS;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS;
         result = move(rings.buf, (int)num_rings, sum.buf, idle_ms, most_ms);
@@ -285,7 +290,7 @@ static PyObject *move_rings(PyObject *self, PyObject *args)
 /* Ranks of one host. The addresses of each one's page, and of its slot for calls of this kind, follow. */
 struct slots {
     int64_t num_ranks, index; /* of them, and this one's number */
-    int64_t posted, finished; /* words of a page: the last call that this rank has offered data in, or is through with */
+    int64_t posted, finished; /* words of a page: the last call that its rank has offered data in, is through with */
     int64_t kind, count, itemsize;
     int64_t addresses[];
 };
@@ -312,11 +317,11 @@ static void add_up(const struct slots *slots, char *out)
     _Alignas(64) char block[BLOCK_BYTES];
     const int64_t total = slots->count * slots->itemsize;
     for (int64_t first = 0; first < total; first += BLOCK_BYTES) {
-        const int64_t nbytes = total - first < BLOCK_BYTES ? total - first : BLOCK_BYTES, count = nbytes / slots->itemsize;
+        const int64_t nbytes = total - first < BLOCK_BYTES ? total - first : BLOCK_BYTES;
         const char *sum = slot(slots, 0) + first;
         for (int64_t rank = 1; rank < slots->num_ranks; rank++) {
             char *into = rank == slots->num_ranks - 1 ? out + first : block;
-            add((char)slots->kind, into, sum, slot(slots, rank) + first, count);
+            add((char)slots->kind, into, sum, slot(slots, rank) + first, nbytes / slots->itemsize);
             sum = into;
         }
     }
@@ -345,8 +350,8 @@ static int sum_in_slots(const struct slots *slots, int64_t call, const char *vec
 
 PyDoc_STRVAR(sum_slots_doc,
              "sum_slots(slots, call, vector, out, offered, /)\n--\n\n"
-             "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 0 when the\n"
-             "call could not begin.\n\n"
+             "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 0 when\n"
+             "the call could not begin.\n\n"
              "slots: address of a struct slots. offered: whether this call was made before, and returned 2.");
 
 static PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)

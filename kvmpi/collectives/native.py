@@ -28,18 +28,13 @@ except ImportError:
 Buffer = npt.NDArray[Any]
 
 # ``struct ring`` and ``struct sum`` of native.c.
-RING = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            *("in_fd", "out_fd", "receives", "sends", "num_transfers", "num_chunks", "num_kept", "num_summed"),
-            *("piece_bytes", "incoming", "partials", "received", "sent", "received_bytes", "ready_bytes", "sent_bytes"),
-            *("wake_bytes", "error"),
-        )
-    ]
+_RING_WORDS = (
+    "in_fd out_fd receives sends num_transfers num_chunks num_kept num_summed piece_bytes incoming partials "
+    "received sent received_bytes ready_bytes sent_bytes wake_bytes error"
 )
+RING = np.dtype([(name, np.int64) for name in _RING_WORDS.split()])
 SUM = np.dtype(
-    [(name, np.int64) for name in ("kind", "itemsize", "out", "base", "num_vectors", "vectors")] + [("scale", float)]
+    [(name, np.int64) for name in ["kind", "itemsize", "out", "base", "num_vectors", "vectors"]] + [("scale", float)]
 )
 #: What is added up as what in C, by the dtype's character.
 KINDS = {np.dtype(f"i{size}"): ord(kind) for size, kind in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))}
@@ -57,6 +52,76 @@ _IDLE_MS, _MOST_MS = 20, 100
 def is_built() -> bool:
     """Whether there is compiled code."""
     return _native is not None
+
+
+def runs_rings(out: Buffer, terms: HostTerms | None) -> bool:
+    """Whether there is compiled code that knows how to add such elements."""
+    return is_built() and (terms is None or (terms.sum_dtype == out.dtype and out.dtype in KINDS))
+
+
+class NativeRings:
+    """A ``ring.Machine``: several rings that move together, as ``Ring`` does one.
+
+    Args:
+        wires: of each ring.
+        schedules: of each ring.
+        piece_bytes: what has come of a chunk is looked at whenever it is so much; fewer looks leave the processor to
+            training, more of them keep the links busy.
+        out, base: as of ``Ring``.
+        terms: as of ``Ring``; what ``runs_rings`` has been asked about.
+    """
+
+    def __init__(
+        self, wires: Sequence[Wire], schedules: Sequence[Schedule], piece_bytes: int, out: Buffer,
+        terms: HostTerms | None, *, base: int = 0, scratch: Scratch = np.empty,
+    ) -> None:  # fmt: skip
+        self._wires, self._schedules = wires, schedules
+        vectors = [] if terms is None else terms.vectors
+        addresses = np.array([address_of(vector) for vector in vectors], np.int64)
+        kind, scale = KINDS.get(out.dtype, 0), 1.0 if terms is None else terms.scale
+        places = address_of(out), base, len(vectors), address_of(addresses)
+        self._sum = np.array([(kind, out.itemsize, *places, scale)], SUM)
+        self._alive = [out, vectors, addresses]
+        rows = []
+        for wire, schedule in zip(wires, schedules, strict=True):
+            incoming = scratch(schedule.longest_chunk if vectors else 0, out.dtype)
+            partials = scratch(schedule.kept_count, out.dtype)
+            receives, sends = schedule.tables
+            if terms is not None and len(vectors) > 1:  # a single one is sent from where it is
+                for start, stop, kept in schedule.sends[: schedule.num_chunks]:
+                    terms.own(start, stop, partials[kept : kept + stop - start])
+            transfers = address_of(receives), address_of(sends), len(sends)
+            numbers = schedule.num_chunks, schedule.num_kept, schedule.num_summed
+            room = address_of(incoming), address_of(partials)
+            rows.append((wire.in_fd, wire.out_fd, *transfers, *numbers, piece_bytes, *room, *_AT_THE_START))
+            self._alive += [incoming, partials]
+        self._rings = np.array(rows, RING)
+        self.done = False
+
+    def advance(self) -> bool:
+        """See ``Machine``; waits for a moment if there is nothing to do.
+
+        Raises:
+            PeerLostError: the other end of a wire is closed.
+        """
+        result = _native.move_rings(self._rings, self._sum, _IDLE_MS, _MOST_MS)
+        self.done = result == _DONE
+        if result == _FAILED:
+            for ring, wire in zip(self._rings, self._wires, strict=True):
+                error = int(ring["error"])
+                if error:
+                    peer = wire.left if error >= -1 else wire.right
+                    number = error if error >= -1 else -error - 1
+                    raise lost(peer, "closed" if number == -1 else os.strerror(number))
+        return bool(result)
+
+    def stuck(self) -> str:
+        """See ``Machine``."""
+        for ring, wire, schedule in zip(self._rings, self._wires, self._schedules, strict=True):
+            if ring["received"] < len(schedule.receives):
+                step = int(ring["received"]) // schedule.num_chunks
+                return f"no data from MPI rank {wire.left}, step {step + 1} of {schedule.num_steps}"
+        return f"MPI rank {self._wires[0].right} does not take its data"
 
 
 def sums_slots(dtype: np.dtype[Any]) -> bool:
@@ -88,85 +153,3 @@ class SlotSum:
         """All have posted."""
         done = _native.sum_slots(self._address, call, vector, out, True)
         assert done == SUMMED
-
-
-def can_run(out: Buffer, terms: HostTerms | None) -> bool:
-    """Whether there is compiled code that knows how to add such elements."""
-    return is_built() and (terms is None or (terms.sum_dtype == out.dtype and out.dtype in KINDS))
-
-
-class NativeRings:
-    """A ``ring.Machine``: several rings that move together, as ``Ring`` does one.
-
-    Args:
-        wires: of each ring.
-        schedules: of each ring.
-        piece_bytes: what has come of a chunk is looked at whenever it is so much; fewer looks leave the processor to
-            training, more of them keep the links busy.
-        out, base: as of ``Ring``.
-        terms: as of ``Ring``; what ``can_run`` has been asked about.
-    """
-
-    def __init__(
-        self, wires: Sequence[Wire], schedules: Sequence[Schedule], piece_bytes: int, out: Buffer,
-        terms: HostTerms | None, *, base: int = 0, scratch: Scratch = np.empty,
-    ) -> None:  # fmt: skip
-        self._wires, self._schedules = wires, schedules
-        vectors = [] if terms is None else terms.vectors
-        addresses = np.array([address_of(vector) for vector in vectors], np.int64)
-        self._sum = np.zeros(1, SUM)
-        self._sum[0] = (
-            *(KINDS.get(out.dtype, 0), out.itemsize, address_of(out), base, len(vectors), address_of(addresses)),
-            1.0 if terms is None else terms.scale,
-        )
-        self._alive = [out, vectors, addresses]
-        rows = []
-        for wire, schedule in zip(wires, schedules, strict=True):
-            incoming = scratch(schedule.longest_chunk if vectors else 0, out.dtype)
-            partials = scratch(schedule.kept_count, out.dtype)
-            receives, sends = schedule.tables
-            if terms is not None and len(vectors) > 1:  # a single one is sent from where it is
-                for start, stop, kept in schedule.sends[: schedule.num_chunks]:
-                    terms.own(start, stop, partials[kept : kept + stop - start])
-            rows.append(
-                (
-                    *(
-                        wire.in_fd,
-                        wire.out_fd,
-                        address_of(receives),
-                        address_of(sends),
-                        len(sends),
-                        schedule.num_chunks,
-                    ),
-                    *(schedule.num_kept, schedule.num_summed, piece_bytes),
-                    *(address_of(incoming), address_of(partials), *_AT_THE_START),
-                )
-            )
-            self._alive += [incoming, partials]
-        self._rings = np.array(rows, RING)
-        self.done = False
-
-    def advance(self) -> bool:
-        """See ``Machine``; waits for a moment if there is nothing to do.
-
-        Raises:
-            PeerLostError: the other end of a wire is closed.
-        """
-        result = _native.move_rings(self._rings, self._sum, _IDLE_MS, _MOST_MS)
-        self.done = result == _DONE
-        if result == _FAILED:
-            for ring, wire in zip(self._rings, self._wires, strict=True):
-                error = int(ring["error"])
-                if error:
-                    peer = wire.left if error >= -1 else wire.right
-                    number = error if error >= -1 else -error - 1
-                    raise lost(peer, "closed" if number == -1 else os.strerror(number))
-        return bool(result)
-
-    def stuck(self) -> str:
-        """See ``Machine``."""
-        for ring, wire, schedule in zip(self._rings, self._wires, self._schedules, strict=True):
-            if ring["received"] < len(schedule.receives):
-                step = int(ring["received"]) // schedule.num_chunks
-                return f"no data from MPI rank {wire.left}, step {step + 1} of {schedule.num_steps}"
-        return f"MPI rank {self._wires[0].right} does not take its data"

@@ -59,7 +59,7 @@ class Rings:
         """``start`` begins what a ring has to wait for, given its ranges and its number."""
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings, base = act.choice.num_rings, 0 if gather else act.segments(count)[act.rank][0]
-        wires = self._wires(num_rings) if start is None and self._native and native.can_run(out, terms) else []
+        wires = self._wires(num_rings) if start is None and self._native and native.runs_rings(out, terms) else []
         if wires:  # which do not wait for whole chunks
             max_chunk_count *= 2
         schedules = even_schedules(
