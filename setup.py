@@ -1,4 +1,4 @@
-"""Packaging: launchers and benchmarks live beside the library; they are installed as parts of it."""
+"""Packaging: what is compiled, and that launchers and benchmarks, which live beside the library, are parts of it."""
 
 from setuptools import Extension, find_packages, setup
 

@@ -14,8 +14,8 @@ Bytes = npt.NDArray[Any]
 Waiter = Callable[[float], object]
 
 
-class Wire(NamedTuple):
-    """Descriptors of the connections from the rank ``left`` and to the rank ``right``."""
+class Channel(NamedTuple):
+    """What one ring travels over: descriptors of the connections from the rank ``left`` and to the rank ``right``."""
 
     left: int
     in_fd: int
@@ -77,7 +77,7 @@ class Comm(Protocol):
         """What wakes when messages to or from ``peers`` may have moved; None: their requests must be polled."""
         ...
 
-    def wire(self, source: int, dest: int, tag: int) -> Wire | None:
+    def channel(self, source: int, dest: int, tag: int) -> Channel | None:
         """The connections that messages of ``tag`` from ``source`` and to ``dest`` travel over, for others to use.
 
         None: there are none, or messages are under way. Until that is done, no such message may be sent or received.
@@ -110,7 +110,7 @@ class SoloComm:
     def waiter(self, peers: Collection[int]) -> None:
         pass
 
-    def wire(self, source: int, dest: int, tag: int) -> None:
+    def channel(self, source: int, dest: int, tag: int) -> None:
         pass
 
     def duplicate(self) -> SoloComm:

@@ -168,7 +168,7 @@ class HostGroup:
         first = call % 2 * SLOT_BYTES
         return self._peers[rank].slots[first : first + count * np.dtype(dtype).itemsize].view(dtype)
 
-    def in_memory(self, count: int, dtype: Any, call: int) -> SlotMemory:
+    def slot_memory(self, count: int, dtype: Any, call: int) -> SlotMemory:
         """Where compiled code finds all that a call of that number needs which sums in slots."""
         slots = [self.slot(rank, count, dtype, call) for rank in range(self.size)]
         return SlotMemory(self._pages, slots, self.index, _POSTED, _FINISHED)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
-from kvmpi.collectives.comm import Bytes, Comm, Request, Waiter, Wire
+from kvmpi.collectives.comm import Bytes, Channel, Comm, Request, Waiter
 from kvmpi.errors import PeerLostError
 
 #: A receiver is woken when so much of a message is there, or all of it.
@@ -231,7 +231,7 @@ class Links:
     def waiter(self, peers: Collection[int]) -> Waiter | None:
         return self.wait if all(peer in self._outgoing or peer in self._incoming for peer in peers) else None
 
-    def wire(self, source: int, dest: int, tag: int) -> Wire | None:
+    def channel(self, source: int, dest: int, tag: int) -> Channel | None:
         """See ``Comm``."""
         if source not in self._incoming or dest not in self._outgoing:
             return None
@@ -240,7 +240,7 @@ class Links:
         if incoming.queue or outgoing.queue:
             return None
         incoming.wake_bytes = 0  # nobody knows what it is after that
-        return Wire(source, incoming.fd, dest, outgoing.fd)
+        return Channel(source, incoming.fd, dest, outgoing.fd)
 
     def duplicate(self) -> Comm:
         return self._comm.duplicate()

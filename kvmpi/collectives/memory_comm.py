@@ -95,7 +95,7 @@ class MemoryComm:
     def waiter(self, peers: Collection[int]) -> None:
         """Nothing wakes."""
 
-    def wire(self, source: int, dest: int, tag: int) -> None:
+    def channel(self, source: int, dest: int, tag: int) -> None:
         """There are no connections."""
 
     def duplicate(self) -> MemoryComm:

@@ -243,7 +243,7 @@ class MpiComm:
     def waiter(self, peers: Collection[int]) -> None:
         """MPI wakes nobody."""
 
-    def wire(self, source: int, dest: int, tag: int) -> None:
+    def channel(self, source: int, dest: int, tag: int) -> None:
         """There are no connections."""
 
     def duplicate(self) -> MpiComm:

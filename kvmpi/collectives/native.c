@@ -28,6 +28,8 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
+/* ---- rings over connections */
+
 #define MAX_RINGS 64
 
 /* start, stop, place among partial sums; -1: the result. See schedule.Schedule. */
@@ -42,8 +44,7 @@ struct ring {
     int64_t received, sent; /* transfers that are through */
     int64_t received_bytes, ready_bytes, sent_bytes; /* of the next one: come, come and added, gone */
     int64_t wake_bytes; /* as the system was told */
-    /* Of the connection from the left: its errno, or -1 if it was closed; of that to the right: -errno - 1. */
-    int64_t error;
+    int64_t in_error, out_error; /* errno of a broken connection; -1: it was closed */
 };
 
 struct sum {
@@ -138,7 +139,7 @@ static int receive(struct ring *ring, const struct sum *sum)
     const ssize_t count = recv((int)ring->in_fd, into, (size_t)(nbytes - ring->received_bytes), MSG_DONTWAIT);
     if (count <= 0) {
         if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
-        ring->error = count ? errno : -1;
+        ring->in_error = count ? errno : -1;
         return 0;
     }
     ring->received_bytes += count;
@@ -177,7 +178,7 @@ static int send_on(struct ring *ring, const struct sum *sum, int *full)
             if (count < 0) {
                 if (errno == EINTR) continue;
                 if (errno == EAGAIN || errno == EWOULDBLOCK) *full = 1;
-                else ring->error = -errno - 1;
+                else ring->out_error = errno;
                 return moved;
             }
             moved = 1;
@@ -234,7 +235,7 @@ static int move(struct ring *rings, int num_rings, const struct sum *sum, int id
             struct ring *ring = &rings[i];
             skip_empty(ring, sum);
             if (!full[i]) moved |= send_on(ring, sum, &full[i]);
-            if (ring->error) return FAILED;
+            if (ring->out_error) return FAILED;
             const int receives = ring->received < ring->num_transfers && has_room(ring);
             if (receives) expect(ring, sum);
             /* The system passes over descriptors below zero. */
@@ -247,7 +248,7 @@ static int move(struct ring *rings, int num_rings, const struct sum *sum, int id
         for (int i = 0; i < num_rings; i++) {
             if (asked[i][0].revents) full[i] = 0;
             if (asked[i][1].revents) moved |= receive(&rings[i], sum);
-            if (rings[i].error) return FAILED;
+            if (rings[i].in_error) return FAILED;
         }
         if (now() >= until) return moved ? MOVED : IDLE;
     }
@@ -256,7 +257,7 @@ static int move(struct ring *rings, int num_rings, const struct sum *sum, int id
 PyDoc_STRVAR(move_rings_doc,
              "move_rings(rings, sum, idle_ms, most_ms, /)\n--\n\n"
              "Move rings on: 2 when all are done, 1 or 0 when they are not and something or nothing was moved, 3 when\n"
-             "a connection is broken, of which the ring's ``error`` tells.\n\n"
+             "a connection is broken, of which the ring's ``in_error`` or ``out_error`` tells.\n\n"
              "rings, sum: memory of native.RING and native.SUM. idle_ms: how long to wait for something to move;\n"
              "most_ms: after which to return in any case.");
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives.comm import Wire
+from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.host_group import SlotMemory
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
@@ -30,7 +30,7 @@ Buffer = npt.NDArray[Any]
 # ``struct ring`` and ``struct sum`` of native.c.
 _RING_WORDS = (
     "in_fd out_fd receives sends num_transfers num_chunks num_kept num_summed piece_bytes incoming partials "
-    "received sent received_bytes ready_bytes sent_bytes wake_bytes error"
+    "received sent received_bytes ready_bytes sent_bytes wake_bytes in_error out_error"
 )
 RING = np.dtype([(name, np.int64) for name in _RING_WORDS.split()])
 SUM = np.dtype(
@@ -41,7 +41,7 @@ KINDS = {np.dtype(f"i{size}"): ord(kind) for size, kind in ((1, "b"), (2, "h"), 
 KINDS.update({np.dtype(f"u{dtype.itemsize}"): kind for dtype, kind in list(KINDS.items())})
 KINDS.update({np.dtype(np.float32): ord("f"), np.dtype(np.float64): ord("d")})
 
-_AT_THE_START = (0,) * 7
+_AT_THE_START = (0,) * 8
 _DONE, _FAILED = 2, 3
 #: What ``SlotSum.start`` returns.
 NOT_BEGUN, SUMMED, OFFERED = 0, 1, 2
@@ -63,7 +63,7 @@ class NativeRings:
     """A ``ring.Machine``: several rings that move together, as ``Ring`` does one.
 
     Args:
-        wires: of each ring.
+        channels: of each ring.
         schedules: of each ring.
         piece_bytes: what has come of a chunk is looked at whenever it is so much; fewer looks leave the processor to
             training, more of them keep the links busy.
@@ -72,10 +72,10 @@ class NativeRings:
     """
 
     def __init__(
-        self, wires: Sequence[Wire], schedules: Sequence[Schedule], piece_bytes: int, out: Buffer,
+        self, channels: Sequence[Channel], schedules: Sequence[Schedule], piece_bytes: int, out: Buffer,
         terms: HostTerms | None, *, base: int = 0, scratch: Scratch = np.empty,
     ) -> None:  # fmt: skip
-        self._wires, self._schedules = wires, schedules
+        self._channels, self._schedules = channels, schedules
         vectors = [] if terms is None else terms.vectors
         addresses = np.array([address_of(vector) for vector in vectors], np.int64)
         kind, scale = KINDS.get(out.dtype, 0), 1.0 if terms is None else terms.scale
@@ -83,7 +83,7 @@ class NativeRings:
         self._sum = np.array([(kind, out.itemsize, *places, scale)], SUM)
         self._alive = [out, vectors, addresses]
         rows = []
-        for wire, schedule in zip(wires, schedules, strict=True):
+        for channel, schedule in zip(channels, schedules, strict=True):
             incoming = scratch(schedule.longest_chunk if vectors else 0, out.dtype)
             partials = scratch(schedule.kept_count, out.dtype)
             receives, sends = schedule.tables
@@ -93,7 +93,7 @@ class NativeRings:
             transfers = address_of(receives), address_of(sends), len(sends)
             numbers = schedule.num_chunks, schedule.num_kept, schedule.num_summed
             room = address_of(incoming), address_of(partials)
-            rows.append((wire.in_fd, wire.out_fd, *transfers, *numbers, piece_bytes, *room, *_AT_THE_START))
+            rows.append((channel.in_fd, channel.out_fd, *transfers, *numbers, piece_bytes, *room, *_AT_THE_START))
             self._alive += [incoming, partials]
         self._rings = np.array(rows, RING)
         self.done = False
@@ -102,26 +102,24 @@ class NativeRings:
         """See ``Machine``; waits for a moment if there is nothing to do.
 
         Raises:
-            PeerLostError: the other end of a wire is closed.
+            PeerLostError: the other end of a connection is closed.
         """
         result = _native.move_rings(self._rings, self._sum, _IDLE_MS, _MOST_MS)
         self.done = result == _DONE
         if result == _FAILED:
-            for ring, wire in zip(self._rings, self._wires, strict=True):
-                error = int(ring["error"])
-                if error:
-                    peer = wire.left if error >= -1 else wire.right
-                    number = error if error >= -1 else -error - 1
-                    raise lost(peer, "closed" if number == -1 else os.strerror(number))
+            for ring, channel in zip(self._rings, self._channels, strict=True):
+                for peer, error in ((channel.left, int(ring["in_error"])), (channel.right, int(ring["out_error"]))):
+                    if error:
+                        raise lost(peer, "closed" if error < 0 else os.strerror(error))
         return bool(result)
 
     def stuck(self) -> str:
         """See ``Machine``."""
-        for ring, wire, schedule in zip(self._rings, self._wires, self._schedules, strict=True):
+        for ring, channel, schedule in zip(self._rings, self._channels, self._schedules, strict=True):
             if ring["received"] < len(schedule.receives):
                 step = int(ring["received"]) // schedule.num_chunks
-                return f"no data from MPI rank {wire.left}, step {step + 1} of {schedule.num_steps}"
-        return f"MPI rank {self._wires[0].right} does not take its data"
+                return f"no data from MPI rank {channel.left}, step {step + 1} of {schedule.num_steps}"
+        return f"MPI rank {self._channels[0].right} does not take its data"
 
 
 def sums_slots(dtype: np.dtype[Any]) -> bool:

@@ -183,7 +183,7 @@ class Shared:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
             views.block = np.empty(count if group.size > 2 else 0, dtype)
             if self._use_native and native.sums_slots(dtype):
-                views.compiled = [SlotSum(group.in_memory(count, dtype, call)) for call in (0, 1)]
+                views.compiled = [SlotSum(group.slot_memory(count, dtype, call)) for call in (0, 1)]
             return views
         block_count = max(1, self._block_bytes // dtype.itemsize)
         pieces = pieces_of((count,), group.size, block_count)

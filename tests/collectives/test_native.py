@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Collectives, native, ring, tensor
-from kvmpi.collectives.comm import Wire
+from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
@@ -133,10 +133,10 @@ def linked() -> Iterator[list[Links]]:
 
 def rings_of(links: Links, vector: np.ndarray, out: np.ndarray, num_rings: int = 2) -> NativeRings:
     """Of two ranks."""
-    wires = [links.wire(1 - links.rank, 1 - links.rank, ring.TAG_RING + number) for number in range(num_rings)]
-    assert all(wires)
+    channels = [links.channel(1 - links.rank, 1 - links.rank, ring.TAG_RING + number) for number in range(num_rings)]
+    assert all(channels)
     schedules = even_schedules(vector.size, 2, links.rank, num_rings, 1 << 14)
-    return NativeRings(wires, schedules, 1 << 13, out, HostTerms([vector], "float32"))  # type: ignore[arg-type]
+    return NativeRings(channels, schedules, 1 << 13, out, HostTerms([vector], "float32"))  # type: ignore[arg-type]
 
 
 @built
@@ -159,12 +159,12 @@ def test_messages_travel_over_the_same_connections_before_and_after(linked: list
 @built
 def test_connections_with_messages_under_way_are_not_lent(linked: list[Links]) -> None:
     sender = linked[0]
-    assert sender.wire(1, 1, ring.TAG_RING) is not None
-    assert sender.wire(1, 5, ring.TAG_RING) is None
-    assert sender.wire(5, 1, ring.TAG_RING) is None
+    assert sender.channel(1, 1, ring.TAG_RING) is not None
+    assert sender.channel(1, 5, ring.TAG_RING) is None
+    assert sender.channel(5, 1, ring.TAG_RING) is None
     sender.irecv(np.zeros(5, "u1"), 1, ring.TAG_RING)
-    assert sender.wire(1, 1, ring.TAG_RING) is None
-    assert sender.wire(1, 1, ring.TAG_RING + 1) is not None
+    assert sender.channel(1, 1, ring.TAG_RING) is None
+    assert sender.channel(1, 1, ring.TAG_RING + 1) is not None
 
 
 @built
@@ -226,9 +226,9 @@ class Neighbours:
         for number, (start, stop, _) in enumerate(schedule.sends):
             first = number < schedule.num_chunks
             self.outgoing += (self.vector[start:stop] if first else values[number - schedule.num_chunks]).tobytes()
-        wire = Wire((place - 1) % size, in_end.fileno(), (place + 1) % size, out_end.fileno())
+        channel = Channel((place - 1) % size, in_end.fileno(), (place + 1) % size, out_end.fileno())
         terms = HostTerms([self.vector], "float32")
-        self.rings = NativeRings([wire], [schedule], 512, self.out, terms)
+        self.rings = NativeRings([channel], [schedule], 512, self.out, terms)
 
     def close(self) -> None:
         for sock in (self.left, self.right, *self._ends):
@@ -356,9 +356,9 @@ def test_who_comes_early_waits_and_who_is_late_is_waited_for(
         collectives, deadline, results = Collectives(comm, "shared"), Deadline(TIMEOUT_S), list[float]()
         one = np.full(5, comm.rank + 1.0)
         collectives.allreduce(on_host([one], "float64"), np.empty(5), "float64", deadline, "first")
-        for op in (None, "broadcast"):
-            if comm.rank == 2:
-                time.sleep(0.3)
+        for op, seen in ((None, native.OFFERED), ("broadcast", native.NOT_BEGUN)):
+            while comm.rank == 2 and seen not in found and not deadline.expired():
+                time.sleep(1e-3)
             if op is not None:
                 collectives.broadcast(np.zeros(5), 0, deadline, "cast")
             out = np.empty(5)
