@@ -19,8 +19,8 @@ from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
 
-#: Compiled rings are woken when so much has come: with half as much a rank's threads took 38 ms of processor time a step
-#: instead of 35, while a network of 20 MB was trained on four hosts.
+#: Compiled rings are woken when so much has come: with half as much a rank's threads took 38 ms of processor time a
+#: step instead of 35, while a network of 20 MB was trained on four hosts.
 _MOST_PIECE_BYTES = 256 << 10
 
 

@@ -281,6 +281,15 @@ def test_the_end_of_the_left_neighbour_is_noticed_when_there_is_nothing_to_send(
     at.close()
 
 
+@built
+def test_a_right_neighbour_that_has_ended_is_named() -> None:
+    at = Neighbours(3, 1, 30, 10)
+    at.right.close()
+    with pytest.raises(PeerLostError, match=r"the connection to MPI rank 2 is broken \(Broken pipe\)"):
+        at.rings.advance()
+    at.close()
+
+
 def test_without_a_compiler_the_same_is_done_in_python(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = fast_links(monkeypatch)
     monkeypatch.setattr(native, "_native", None)
