@@ -1,10 +1,17 @@
 """Packaging: what is compiled, and that launchers and benchmarks, which live beside the library, are parts of it."""
 
+from pathlib import Path
+
 from setuptools import Extension, find_packages, setup
 
 # Without a C compiler the same work is done in Python.
+compiled = Path("kvmpi/collectives/compiled")
 native = Extension(
-    "kvmpi.collectives._native", ["kvmpi/collectives/native.c"], extra_compile_args=["-O3"], optional=True
+    "kvmpi.collectives._native",
+    [str(compiled / name) for name in ("native.c", "rings.c", "slots.c", "terms.c", "elements.c")],
+    depends=[str(compiled / name) for name in ("native.h", "terms.h", "elements.h")],
+    extra_compile_args=["-O3"],
+    optional=True,
 )
 
 setup(

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -56,11 +56,25 @@ def admit_peers() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
+class Source(NamedTuple):
+    """Where a vector begins, in the memory of process ``pid``; 0: in this one's."""
+
+    address: int
+    pid: int = 0
+
+
+def refusal(verb: str, pid: int, number: int) -> Exception:
+    """What it means that process ``pid`` could not be read from or written to, because of error ``number``."""
+    if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        return PermissionError(number, f"cannot {verb} process {pid}: {os.strerror(number)}")
+    return PeerLostError(f"cannot {verb} process {pid}: {os.strerror(number)}; it has probably ended")
+
+
 class CrossMemory:
     """The memory of process ``pid``, for one thread at a time."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self._local, self._remote = _IoVec(), _IoVec()
 
     def read(self, address: int, into: Buffer) -> None:
@@ -82,13 +96,7 @@ class CrossMemory:
         while done < end:
             self._local.base, self._local.length = position + done, end - done
             self._remote.base, self._remote.length = address + done, end - done
-            copied = call(self._pid, self._local, 1, self._remote, 1, 0)
+            copied = call(self.pid, self._local, 1, self._remote, 1, 0)
             if copied <= 0:
-                raise self._refusal(verb)
+                raise refusal(verb, self.pid, ctypes.get_errno())
             done += copied
-
-    def _refusal(self, verb: str) -> Exception:
-        number = ctypes.get_errno()
-        if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-            return PermissionError(number, f"cannot {verb} process {self._pid}: {os.strerror(number)}")
-        return PeerLostError(f"cannot {verb} process {self._pid}: {os.strerror(number)}; it has probably ended")

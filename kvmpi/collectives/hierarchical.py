@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, pieces
-from kvmpi.collectives.ring import Chain, Machine, Ring, drive
+from kvmpi.collectives.native import MOST_PIECE_BYTES, NativeRings
+from kvmpi.collectives.ring import TAG_RING, Chain, Machine, Ring, drive
 from kvmpi.collectives.schedule import Range, Schedule, chunks_of
 from kvmpi.collectives.topology import Layout
 
@@ -31,12 +33,15 @@ Buffer = npt.NDArray[Any]
 class Hierarchical:
     """See ``Algorithm``; for two hosts or more. Where they have different numbers of ranks, the fewest drive rings.
 
+    Where a ring's messages have connections, a compiled one takes the place of ``Ring``, if there is any
+    (``use_native``).
+
     Args:
         group: the ranks of this rank's host.
     """
 
-    def __init__(self, comm: Comm, layout: Layout, group: HostGroup) -> None:
-        self._comm, self._layout, self._group = comm, layout, group
+    def __init__(self, comm: Comm, layout: Layout, group: HostGroup, *, use_native: bool = True) -> None:
+        self._comm, self._layout, self._group, self._native = comm, layout, group, use_native
         self._host = layout.host_of(comm.rank)
         self._num_rings = min(map(len, layout.hosts))
 
@@ -60,7 +65,7 @@ class Hierarchical:
             chunks = self._chunks(ring, segments, act.chunk_count(terms.sum_dtype.itemsize))
             schedule = Schedule(chunks, self._host)
             if ring == group.index:
-                machines.insert(0, self._ring(ring, schedule, result, act, terms=terms, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, schedule, result, act, terms, announces=True))
             else:
                 machines.append(Copies(group, ring, posted, [tensor], pieces(schedule.completed)))
         drive(machines, act.deadline, act.describe, tensor.out.nbytes)
@@ -70,9 +75,21 @@ class Hierarchical:
                     np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
 
-    def _ring(self, ring: int, schedule: Schedule, out: Buffer, act: Act, **options: Any) -> Ring:
-        ranks = [ranks[ring] for ranks in self._layout.hosts]
-        return Ring(self._comm, ranks, schedule, out, scratch=act.scratch, **options)
+    def _ring(
+        self, ring: int, schedule: Schedule, out: Buffer, act: Act, terms: HostSum | None = None, *, base: int = 0,
+        announces: bool = False,
+    ) -> Machine:  # fmt: skip
+        """``announces``: others of the host copy what becomes final."""
+        group, ranks = self._group, [ranks[ring] for ranks in self._layout.hosts]
+        left, right = ranks[self._host - 1], ranks[(self._host + 1) % len(ranks)]
+        channel = self._comm.channel(left, right, TAG_RING) if self._native and native.is_built() else None
+        if channel is None:
+            on_chunk = group.advance if announces else None
+            return Ring(self._comm, ranks, schedule, out, terms, base=base, scratch=act.scratch, on_chunk=on_chunk)
+        return NativeRings(
+            [channel], [schedule], min(act.choice.chunk_bytes, MOST_PIECE_BYTES), out, terms, base=base,
+            scratch=act.scratch, progress=group.progress() if announces else None, alone=not announces,
+        )  # fmt: skip
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:
         count = vectors[0].size
@@ -88,7 +105,7 @@ class Hierarchical:
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
         chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
         schedule = Schedule(chunks, self._host, gathers=False)
-        ring = self._ring(group.index, schedule, out, act, terms=terms, base=segments[act.rank][0])
+        ring = self._ring(group.index, schedule, out, act, terms, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe, vectors[0].nbytes)
         group.finish(group.others, act.deadline, act.describe)
 
@@ -103,7 +120,7 @@ class Hierarchical:
             chunks = self._chunks(ring, segments, act.chunk_count(out.itemsize))
             schedule = Schedule(chunks, self._host, reduces=False)
             if ring == group.index:
-                machines.insert(0, self._ring(ring, schedule, result, act, on_chunk=group.advance))
+                machines.insert(0, self._ring(ring, schedule, result, act, announces=True))
             else:
                 machines.append(Copies(group, ring, posted, [Tensor((), result)], pieces(schedule.completed)))
         drive(machines, act.deadline, act.describe, out.nbytes)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives.cross_memory import CrossMemory
+from kvmpi.collectives.cross_memory import CrossMemory, Source
 from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 from kvmpi.errors import PeerLostError
@@ -66,6 +66,13 @@ class SlotMemory(NamedTuple):
     number: int
     posted: int
     finished: int
+
+
+class Word(NamedTuple):
+    """Where compiled code counts, and from what."""
+
+    address: int
+    start: int
 
 
 class HostGroup:
@@ -133,6 +140,14 @@ class HostGroup:
         assert memory is not None, "a private vector was posted where ranks cannot read from each other's memory"
         memory.read(place + part.start * itemsize, into)
         return into
+
+    def source(self, rank: int, place: int) -> Source:
+        """Where compiled code finds what ``rank`` has posted at ``place``."""
+        if place & IN_ARENA:
+            return Source(self._arenas[(place & ~IN_ARENA) >> _OWNER_SHIFT][0] + (place & _OFFSET_MASK))
+        memory = self._peers[rank].memory
+        assert memory is not None, "a private vector was posted where ranks cannot read from each other's memory"
+        return Source(place, memory.pid)
 
     def read(self, rank: int, place: int, part: slice, into: Buffer) -> None:
         """Copy the elements ``part`` of what ``rank`` has posted at ``place``."""
@@ -229,6 +244,10 @@ class HostGroup:
             self._fence()
         self._blocks += num_blocks
         self._mine[_PROGRESS] = (self.call << _BLOCK_BITS) + self._blocks
+
+    def progress(self) -> Word:
+        """For compiled code that does what ``advance`` does, in a call in which nothing else does that."""
+        return Word(address_of(self._pages[self.index]) + 8 * _PROGRESS, self.call << _BLOCK_BITS)
 
     def blocks_of(self, rank: int) -> int:
         """How many blocks of ``rank``'s results can be read."""

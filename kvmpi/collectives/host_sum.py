@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
+from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
@@ -267,11 +268,17 @@ class HostSum:
         self, group: HostGroup, posted: Posted | Delivery, number: int, vectors: Sequence[Buffer], dtype: str,
         block: tuple[Buffer, Buffer], scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self._group, self._vectors, self._dtype, self._scale = group, vectors, dtype, scale
+        self._group, self._vectors, self.dtype, self.scale = group, vectors, dtype, scale
         self._half = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
         self._fetched, self._wide = block
         self._places = [(peer, place) for peer in group.others for place in posted.places[peer][number][1]]
+
+    @property
+    def sources(self) -> list[Source]:
+        """See ``native.Terms``."""
+        own = [Source(address_of(vector)) for vector in self._vectors]
+        return own + [self._group.source(peer, place) for peer, place in self._places]
 
     def own(self, start: int, stop: int, into: Buffer) -> Buffer:
         """See ``ring.Terms``: what this host contributes."""
@@ -284,7 +291,7 @@ class HostSum:
 
     def finish(self, incoming: Buffer | None, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``. Without ``incoming``, the result is what this host contributes."""
-        self._run(incoming, start, stop, into, self._scale, narrow=self._half)
+        self._run(incoming, start, stop, into, self.scale, narrow=self._half)
 
     def _run(
         self, incoming: Buffer | None, start: int, stop: int, into: Buffer, scale: float, *, narrow: bool = False
@@ -303,7 +310,7 @@ class HostSum:
                 self._sum_half_block(before, block, wide)
                 times(wide, scale)
                 if narrow:
-                    host.narrow(wide, target, self._dtype)
+                    host.narrow(wide, target, self.dtype)
 
     def _sum_block(self, total: Buffer | None, block: slice, target: Buffer) -> None:
         for vector in self._vectors:
@@ -317,14 +324,14 @@ class HostSum:
     def _sum_half_block(self, before: Buffer | None, block: slice, target: Buffer) -> None:
         vectors = list(self._vectors)
         if before is None:
-            host.widen(vectors.pop(0)[block], self._dtype, target)
+            host.widen(vectors.pop(0)[block], self.dtype, target)
         else:
             np.copyto(target, before)
         for vector in vectors:
-            host.add_widened(target, "float32", vector[block], self._dtype)
+            host.add_widened(target, "float32", vector[block], self.dtype)
         for peer, place in self._places:
             term = self._group.fetch(peer, place, block, self._fetched[: target.size])
-            host.add_widened(target, "float32", term, self._dtype)
+            host.add_widened(target, "float32", term, self.dtype)
 
 
 def block_for(dtype: str, block_bytes: int, act: Act) -> tuple[Buffer, Buffer]:

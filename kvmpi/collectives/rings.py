@@ -12,16 +12,12 @@ import numpy.typing as npt
 from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Channel, Comm
-from kvmpi.collectives.native import NativeRings
+from kvmpi.collectives.native import MOST_PIECE_BYTES, NativeRings
 from kvmpi.collectives.ring import TAG_RING, Chain, Machine, Ring, drive, habit_of
 from kvmpi.collectives.schedule import Range, even_schedules, part_of
 from kvmpi.collectives.terms import HostTerms
 
 Buffer = npt.NDArray[Any]
-
-#: Compiled rings are woken when so much has come: with half as much a rank's threads took 38 ms of processor time a
-#: step instead of 35, while a network of 20 MB was trained on four hosts.
-_MOST_PIECE_BYTES = 256 << 10
 
 
 class Rings:
@@ -59,14 +55,14 @@ class Rings:
         """``start`` begins what a ring has to wait for, given its ranges and its number."""
         max_chunk_count = act.chunk_count((out if terms is None else terms.sum_dtype).itemsize)
         num_rings, base = act.choice.num_rings, 0 if gather else act.segments(count)[act.rank][0]
-        channels = self._channels(num_rings) if start is None and self._native and native.runs_rings(out, terms) else []
+        channels = self._channels(num_rings) if start is None and self._native and native.is_built() else []
         if channels:  # which do not wait for whole chunks
             max_chunk_count *= 2
         schedules = even_schedules(
             count, act.size, act.rank, num_rings, max_chunk_count, reduces=terms is not None, gathers=gather
         )
         if channels:
-            piece_bytes = min(act.choice.chunk_bytes, _MOST_PIECE_BYTES)
+            piece_bytes = min(act.choice.chunk_bytes, MOST_PIECE_BYTES)
             together = NativeRings(channels, schedules, piece_bytes, out, terms, base=base, scratch=act.scratch)
             drive([together], act.deadline, act.describe, count * out.itemsize)
             return

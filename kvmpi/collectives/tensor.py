@@ -415,7 +415,7 @@ class Collectives:
             return shared
         if name == "shared":
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
-        return Hierarchical(comm, topology.layout, topology.group)
+        return Hierarchical(comm, topology.layout, topology.group, use_native=self._use_native)
 
     def _on_host(self, sources: Sequence[Vector], dtype: str) -> list[Buffer]:
         """The vectors of host memory, and what those on devices sum up to."""

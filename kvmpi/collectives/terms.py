@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi.arrays import address_of
+from kvmpi.collectives.cross_memory import Source
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -20,47 +22,52 @@ class HostTerms:
     """
 
     def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0) -> None:
-        self.vectors, self.scale, self._dtype = vectors, scale, dtype
+        self._vectors, self.scale, self.dtype = vectors, scale, dtype
         self._wide = dtype in host.HALF
         self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
 
+    @property
+    def sources(self) -> list[Source]:
+        """See ``native.Terms``."""
+        return [Source(address_of(vector)) for vector in self._vectors]
+
     def own(self, start: int, stop: int, into: Buffer) -> Buffer:
         """See ``ring.Terms``. A single vector that need not be widened is used where it is."""
-        first, *others = [vector[start:stop] for vector in self.vectors]
+        first, *others = [vector[start:stop] for vector in self._vectors]
         if self._wide:
-            host.widen(first, self._dtype, into)
+            host.widen(first, self.dtype, into)
             self._add_widened(into, others)
             return into
         if not others:
             return first
-        host.sum_vectors(into, [first, *others], self._dtype)
+        host.sum_vectors(into, [first, *others], self.dtype)
         return into
 
     def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
-        if len(self.vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
-            np.add(incoming, self.vectors[0][start:stop], out=into)
+        if len(self._vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
+            np.add(incoming, self._vectors[0][start:stop], out=into)
             return
-        parts = [vector[start:stop] for vector in self.vectors]
+        parts = [vector[start:stop] for vector in self._vectors]
         if self._wide:
             np.copyto(into, incoming)
             self._add_widened(into, parts)
         else:
-            host.sum_vectors(into, [incoming, *parts], self._dtype)
+            host.sum_vectors(into, [incoming, *parts], self.dtype)
 
     def finish(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
         if self._wide:
-            self._add_widened(incoming, [vector[start:stop] for vector in self.vectors])
+            self._add_widened(incoming, [vector[start:stop] for vector in self._vectors])
             times(incoming, self.scale)
-            host.narrow(incoming, into, self._dtype)
+            host.narrow(incoming, into, self.dtype)
         else:
             self.add(incoming, start, stop, into)
             times(into, self.scale)
 
     def _add_widened(self, total: Buffer, parts: Sequence[Buffer]) -> None:
         for part in parts:
-            host.add_widened(total, host.ACCUMULATE[self._dtype], part, self._dtype)
+            host.add_widened(total, host.ACCUMULATE[self.dtype], part, self.dtype)
 
 
 def times(total: Buffer, scale: float) -> None:

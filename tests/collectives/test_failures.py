@@ -17,9 +17,10 @@ CASES = [
     "attached-deliver", "attached-finish", "ring-start", "ring-reduce", "ring-gather", "multi_ring",
     "hierarchical-post", "hierarchical-ring", "hierarchical-finish", "naive", "mpi",
     "linked-start", "linked-reduce", "linked-multi_ring", "linked-hierarchical",
-    "native-slots", "native-start", "native-reduce", "native-multi_ring",
-    "scatter-slots", "scatter-attached", "scatter-ring", "scatter-hierarchical", "scatter-mpi",
-    "gather-slots", "gather-attached", "gather-multi_ring", "gather-naive", "gather-native", "gather-mpi",
+    "native-slots", "native-start", "native-reduce", "native-multi_ring", "native-hierarchical",
+    "scatter-slots", "scatter-attached", "scatter-ring", "scatter-hierarchical", "scatter-native", "scatter-mpi",
+    "gather-slots", "gather-attached", "gather-multi_ring", "gather-naive", "gather-native",
+    "gather-native-hierarchical", "gather-mpi",
     "cast-post", "cast-read", "cast-naive", "cast-hierarchical", "cast-mpi",
 ]  # fmt: skip
 

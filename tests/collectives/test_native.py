@@ -69,27 +69,37 @@ def fast_links(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_ranks_of_both_kinds_sum_together_to_the_bit(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, most_ms: int
 ) -> None:
-    """Any sizes, dtypes and vectors, with chunks of either kind's own; all ranks compiled, some, or none."""
-    seen, bits = fast_links(monkeypatch), dict[Any, set[bytes]]()
-    monkeypatch.setattr(native, "_MOST_MS", most_ms)
+    """Any sizes, dtypes, vectors and hosts, with chunks of either kind's own; all ranks compiled, some, or none.
 
-    @settings(max_examples=25 if most_ms else 8, deadline=None)
+    Ranks of one host read each other's vectors, in memory that is mapped or not, and copy results as they come.
+    """
+    seen, bits, ways = fast_links(monkeypatch), dict[Any, set[bytes]](), set[Any]()
+    monkeypatch.setattr(native, "_MOST_MS", most_ms)
+    monkeypatch.setattr(native, "_BLOCK_COUNT", 1000)
+
+    @settings(max_examples=40 if most_ms else 12, deadline=None)
     @given(
-        size=st.sampled_from([2, 3, 4, 7]), count=st.one_of(st.integers(0, 40), st.integers(1000, 60_000)),
+        hosts=st.sampled_from(["ab", "abc", "abcd", "abcdefg", "aab", "aabb", "abab", "aabbbcc"]),
+        attach=st.booleans(), common=st.booleans(), count=st.one_of(st.integers(0, 40), st.integers(1000, 60_000)),
         num_vectors=st.integers(1, 4), in_place=st.booleans(), num_rings=st.integers(1, 8),
         num_chunks=st.integers(1, 9), scale=st.sampled_from([1.0, 0.37]), dtype=st.sampled_from(list(DTYPES)),
     )  # fmt: skip
     def check(
-        size: int, count: int, num_vectors: int, in_place: bool, num_rings: int, num_chunks: int, scale: float,
-        dtype: str,
+        hosts: str, attach: bool, common: bool, count: int, num_vectors: int, in_place: bool, num_rings: int,
+        num_chunks: int, scale: float, dtype: str,
     ) -> None:  # fmt: skip
+        size, algorithm = len(hosts), "multi_ring" if len(set(hosts)) == len(hosts) else "hierarchical"
         by = scale if dtype.startswith(("float", "bfloat")) else 1.0
         chunk_bytes = max(8, count * DTYPES[dtype].itemsize // (size * num_rings * num_chunks))
 
         def rank_main(compiled: Sequence[int], comm: MemoryComm) -> list[np.ndarray]:
             options: Any = {"num_rings": num_rings, "ring_transport": "tcp", "use_native": comm.rank in compiled}
-            collectives, deadline = Collectives(comm, "multi_ring", chunk_bytes, **options), Deadline(TIMEOUT_S)
-            own = vectors(comm.rank, num_vectors, count, dtype)
+            collectives = Collectives(comm, algorithm, chunk_bytes, attach=attach, **options)
+            own, deadline = vectors(comm.rank, num_vectors, count, dtype), Deadline(TIMEOUT_S)
+            if common:  # the last one; the others are private
+                place = collectives.empty(count, dtype)
+                np.copyto(place, own[-1])
+                own[-1] = place
             out = own[0] if in_place else np.empty_like(own[0])
             collectives.allreduce_many([(on_host(own, dtype), out, ())], dtype, deadline, "sum", scale=by)
             start, stop = segment_bounds(count, size)[comm.rank]
@@ -103,7 +113,7 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
 
         found = set()
         for compiled in (range(size), range(0, size, 2), ()):
-            results = run_ranks(size, partial(rank_main, compiled), hosts="abcdefg"[:size])
+            results = run_ranks(size, partial(rank_main, compiled), hosts=hosts)
             for out, whole in results:
                 found.add((out.tobytes(), whole.tobytes()))
             if by == 1.0:
@@ -111,9 +121,11 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
                 assert_is_sum(results[0][1], all_vectors(size, num_vectors, count, dtype), dtype)
         assert len(found) == 1
         bits.setdefault((dtype, by), set()).update(found.pop())
+        ways.update((algorithm, kind) for kind in seen)
+        seen.clear()
 
     check()
-    assert {"compiled", "python"} <= set(seen)
+    assert len(ways) == 4, "rings and hierarchical, compiled and in Python"
     assert len(bits) > 3
 
 
@@ -131,12 +143,31 @@ def linked() -> Iterator[list[Links]]:
         end.close()
 
 
-def rings_of(links: Links, vector: np.ndarray, out: np.ndarray, num_rings: int = 2) -> NativeRings:
+def rings_of(
+    links: Links, vector: np.ndarray, out: np.ndarray, num_rings: int = 2, dtype: str = "float32", scale: float = 1.0
+) -> NativeRings:
     """Of two ranks."""
     channels = [links.channel(1 - links.rank, 1 - links.rank, ring.TAG_RING + number) for number in range(num_rings)]
     assert all(channels)
     schedules = even_schedules(vector.size, 2, links.rank, num_rings, 1 << 14)
-    return NativeRings(channels, schedules, 1 << 13, out, HostTerms([vector], "float32"))  # type: ignore[arg-type]
+    return NativeRings(channels, schedules, 1 << 13, out, HostTerms([vector], dtype, scale))  # type: ignore[arg-type]
+
+
+@built
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", sorted(host.HALF))
+def test_all_values_of_half_types_are_summed_as_by_the_kernels(
+    linked: list[Links], monkeypatch: pytest.MonkeyPatch, dtype: str, scale: float
+) -> None:
+    """Infinities, subnormal numbers and NaNs among them, in blocks that end anywhere."""
+    monkeypatch.setattr(native, "_BLOCK_COUNT", 1000)
+    values = np.arange(1 << 16, dtype="u2")
+    ones = [values.view(DTYPES[dtype]), np.random.default_rng(5).permutation(values).view(DTYPES[dtype])]
+    outs, expected = [np.empty_like(ones[0]) for _ in linked], np.empty_like(ones[0])
+    machines = [rings_of(*each, dtype=dtype, scale=scale) for each in zip(linked, ones, outs, strict=True)]
+    drive(machines, Deadline(TIMEOUT_S), lambda: "summing")
+    host.sum_vectors(expected, ones, dtype, scale)
+    assert {out.tobytes() for out in outs} == {expected.tobytes()}
 
 
 @built
@@ -421,10 +452,10 @@ def test_vectors_of_other_lengths_are_refused() -> None:
 @built
 def test_memory_that_is_not_of_rings_is_refused() -> None:
     assert native._native is not None
-    for rings, sums in (
-        (np.zeros(3, "u1"), np.zeros(1, native.SUM)),
-        (np.zeros(65, native.RING), np.zeros(1, native.SUM)),
+    for rings, terms in (
+        (np.zeros(3, "u1"), np.zeros(1, native.TERMS)),
+        (np.zeros(65, native.RING), np.zeros(1, native.TERMS)),
         (np.zeros(1, native.RING), np.zeros(5, "u1")),
     ):
         with pytest.raises(ValueError, match=r"not the memory of native\.RING"):
-            native._native.move_rings(rings, sums, 0, 0)
+            native._native.move_rings(rings, terms, 0, 0)

@@ -33,7 +33,9 @@ def layouts_of(algorithm: str) -> tuple[str, ...]:
 
 CASES = [(algorithm, hosts, "mpi") for algorithm in ALGORITHMS for hosts in layouts_of(algorithm)]
 CASES += [(algorithm, hosts, "tcp") for algorithm in ("ring", "multi_ring", "hierarchical", "auto") for hosts in HOSTS]
-CASES += [(algorithm, hosts, "tcp, not compiled") for algorithm in ("ring", "multi_ring") for hosts in HOSTS]
+CASES += [
+    (algorithm, hosts, "tcp, not compiled") for algorithm in ("ring", "multi_ring", "hierarchical") for hosts in HOSTS
+]
 
 
 def collectives_of(comm: MemoryComm, algorithm: str, **options: Any) -> Collectives:

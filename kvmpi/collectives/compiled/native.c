@@ -1,0 +1,15 @@
+/* The module kvmpi.collectives._native: compiled parts of the collectives. native.py declares their structs once more. */
+
+#include "native.h"
+
+static PyMethodDef methods[] = {
+    {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
+    {"sum_slots", (PyCFunction)(void (*)(void))sum_slots, METH_FASTCALL, sum_slots_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_native", "Compiled parts of the collectives.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }

@@ -1,0 +1,14 @@
+/* What the module ``_native`` offers; ``_native.pyi`` says what the arguments are. */
+
+#ifndef KVMPI_NATIVE_H
+#define KVMPI_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern const char move_rings_doc[], sum_slots_doc[];
+
+PyObject *move_rings(PyObject *self, PyObject *args);
+PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args);
+
+#endif

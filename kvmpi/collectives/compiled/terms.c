@@ -1,0 +1,69 @@
+#define _GNU_SOURCE
+
+#include "terms.h"
+#include "elements.h"
+
+#include <errno.h>
+#include <sys/types.h>
+#ifdef __linux__
+#include <sys/uio.h>
+#endif
+
+/* Read from another process's memory; whether that went well. */
+static int fetch(struct terms *terms, int64_t number, const struct source *source, int64_t offset, int64_t nbytes)
+{
+#ifdef __linux__
+    for (int64_t done = 0; done < nbytes;) {
+        const struct iovec local = {(char *)terms->fetched + done, (size_t)(nbytes - done)};
+        const struct iovec remote = {(char *)source->address + offset + done, (size_t)(nbytes - done)};
+        const ssize_t count = process_vm_readv((pid_t)source->pid, &local, 1, &remote, 1, 0);
+        if (count <= 0) {
+            terms->lost = number;
+            terms->error = count ? errno : EFAULT;
+            return 0;
+        }
+        done += count;
+    }
+    return 1;
+#else
+    (void)source, (void)offset, (void)nbytes;
+    terms->lost = number;
+    terms->error = ENOSYS;
+    return 0;
+#endif
+}
+
+/* What add_terms does, for a block. */
+static int add_block(struct terms *terms, const char *incoming, int64_t start, int64_t count, char *partial)
+{
+    const kind_t kind = (kind_t)terms->kind;
+    char *result = (char *)terms->out + (start - terms->base) * terms->itemsize;
+    char *into = partial ? partial : is_half(kind) ? (char *)terms->wide : result;
+    const char *total = incoming;
+    for (int64_t i = 0; i < terms->num_sources; i++) {
+        const struct source *source = (struct source *)terms->sources + i;
+        const char *own = (char *)source->address + start * terms->itemsize;
+        if (source->pid) {
+            if (!fetch(terms, i, source, start * terms->itemsize, count * terms->itemsize)) return 0;
+            own = (char *)terms->fetched;
+        }
+        if (total) add(kind, into, total, own, count);
+        else widen(kind, into, own, count);
+        total = into;
+    }
+    if (partial) return 1;
+    if (terms->scale != 1.0) scale(kind, into, terms->scale, count);
+    if (is_half(kind)) narrow(kind, result, into, count);
+    return 1;
+}
+
+int add_terms(struct terms *terms, const void *incoming, int64_t start, int64_t count, void *partial)
+{
+    for (int64_t first = 0; first < count; first += terms->block_count) {
+        const int64_t length = count - first < terms->block_count ? count - first : terms->block_count;
+        const int64_t offset = first * terms->sum_itemsize;
+        const char *before = incoming ? (const char *)incoming + offset : 0;
+        if (!add_block(terms, before, start + first, length, partial ? (char *)partial + offset : 0)) return 0;
+    }
+    return 1;
+}
