@@ -110,11 +110,11 @@ class NativeRings:
         kind, scale = (0, 1.0) if terms is None else (KINDS[terms.dtype], terms.scale)
         fetched = scratch(_BLOCK_COUNT if any(source.pid for source in self._sources) else 0, out.dtype)
         wide = scratch(_BLOCK_COUNT if sum_dtype != out.dtype else 0, sum_dtype)
-        sizes, places = (out.itemsize, sum_dtype.itemsize), (address_of(out), base)
-        blocks = _BLOCK_COUNT, address_of(fetched), address_of(wide)
-        self._terms = np.array(
-            [(kind, *sizes, *places, len(sources), address_of(sources), *blocks, scale, 0, 0)], TERMS
-        )
+        head = [
+            *(kind, out.itemsize, sum_dtype.itemsize, address_of(out), base),
+            *(len(sources), address_of(sources), _BLOCK_COUNT, address_of(fetched), address_of(wide)),
+        ]
+        self._terms = np.array([(*head, scale, 0, 0)], TERMS)
         self._alive = [out, terms, sources, fetched, wide]
         rows = list[tuple[int, ...]]()
         for channel, schedule in zip(channels, schedules, strict=True):

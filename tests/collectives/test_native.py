@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import subprocess
+import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,9 +21,10 @@ from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.arrays import DTYPES
+from kvmpi.arrays import DTYPES, address_of
 from kvmpi.collectives import Collectives, native, ring, tensor
 from kvmpi.collectives.comm import Channel
+from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
@@ -264,6 +267,28 @@ class Neighbours:
     def close(self) -> None:
         for sock in (self.left, self.right, *self._ends):
             sock.close()
+
+
+class Contribution(NamedTuple):
+    """``native.Terms``."""
+
+    sources: Sequence[Source]
+    dtype: str = "float32"
+    sum_dtype: np.dtype[Any] = DTYPES["float32"]
+    scale: float = 1.0
+
+
+@built
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reads from other processes")
+def test_memory_of_a_process_that_has_ended_is_an_error(linked: list[Links]) -> None:
+    vector, ended = np.ones(1000, "f4"), subprocess.Popen(["true"])
+    ended.wait()
+    terms = Contribution([Source(address_of(vector)), Source(address_of(vector), ended.pid)])
+    channel, schedules = linked[0].channel(1, 1, ring.TAG_RING), even_schedules(vector.size, 2, 0, 1, 100)
+    assert channel is not None
+    rings = NativeRings([channel], schedules, 512, np.empty_like(vector), terms)
+    with pytest.raises(PeerLostError, match=f"cannot read from process {ended.pid}: No such process; it has probably"):
+        rings.advance()
 
 
 @built
