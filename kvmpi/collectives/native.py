@@ -102,8 +102,8 @@ class NativeRings:
         alone: bool = True,
     ) -> None:  # fmt: skip
         self._channels, self._schedules = channels, schedules
-        most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
-        self._idle_ms, self._most_ms = min(_IDLE_MS, most_ms), most_ms
+        self._idle_ms = _IDLE_MS if alone else min(_IDLE_MS, _BESIDE_MS)
+        self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
         self._sources = [] if terms is None else list(terms.sources)
         sum_dtype = out.dtype if terms is None else terms.sum_dtype
         sources = np.array([(source.address, source.pid) for source in self._sources], np.int64)
