@@ -5,8 +5,9 @@ pip builds them where there is a C compiler; without one ``ring`` and ``shared``
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,7 +52,7 @@ _KIND_OF = {dtype: KINDS[name] for name, dtype in DTYPES.items() if name != "bfl
 
 _AT_THE_START = (0,) * 9
 _DONE, _FAILED = 2, 3
-#: What ``SlotSum.start`` returns.
+#: What ``SlotSum.run`` returns.
 NOT_BEGUN, SUMMED, OFFERED = 0, 1, 2
 #: Milliseconds after which whoever waits looks at its deadline, whoever does not, at signals, and what else has to be
 #: moved on has its turn.
@@ -164,9 +165,16 @@ def sums_slots(dtype: np.dtype[Any]) -> bool:
 
 
 class SlotSum:
-    """Sums of vectors of one length and dtype, for every second call of a group of ranks."""
+    """Sums of vectors of one length and dtype, for every second call of a group of ranks.
 
-    __slots__ = ("_address", "_kept")
+    Attributes:
+        run: of call number, vector, out and whether this call was offered before: ``NOT_BEGUN``, ``OFFERED`` if others
+            are not there yet, or ``SUMMED``.
+    """
+
+    __slots__ = ("_kept", "run")
+
+    run: Callable[[int, Buffer, Buffer, bool], int]
 
     def __init__(self, memory: SlotMemory) -> None:
         slot = memory.slots[0]
@@ -177,13 +185,5 @@ class SlotSum:
             *(address_of(slot) for slot in memory.slots),
         ]
         struct = np.array(words, np.int64)
-        self._address, self._kept = address_of(struct), (struct, memory)
-
-    def start(self, call: int, vector: Buffer, out: Buffer) -> int:
-        """Begin call number ``call``: ``NOT_BEGUN``, ``OFFERED`` if others are not there yet, or ``SUMMED``."""
-        return _native.sum_slots(self._address, call, vector, out, False)
-
-    def end(self, call: int, vector: Buffer, out: Buffer) -> None:
-        """All have posted."""
-        done = _native.sum_slots(self._address, call, vector, out, True)
-        assert done == SUMMED
+        self._kept = struct, memory
+        self.run = functools.partial(_native.sum_slots, address_of(struct))

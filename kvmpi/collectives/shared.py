@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
-from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup
+from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup, What
 from kvmpi.collectives.host_sum import (
     BLOCK_BYTES,
     ONE_OF_EACH,
@@ -100,16 +100,45 @@ class Shared:
             return
         self._sum_segments(folded(tensors, dtype, act), dtype, act)
 
-    def sum_one(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
+    def sum_one(self, vector: Buffer, out: Buffer, deadline: Deadline, label: str) -> None:
         """``allreduce`` of one vector that needs no widening, where ranks can attach: the same steps without detours.
 
         Half of the time of a small sum is Python's, so no objects are made here that the next call would make again.
         """
-        if vector.nbytes <= self.slot_bytes:
-            self._sum_one_slot(vector, out, deadline, what)
-            return
         group = self._group
-        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
+        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector)
+        if views.compiled:
+            call = group.call + 1
+            run = views.compiled[call % 2].run
+            found = run(call, vector, out, False)
+            if found:
+                group.begun()
+                if found == native.OFFERED:
+                    group.await_posts(group.others, deadline, self._describing(label))
+                    run(call, vector, out, True)
+                return
+        what = self._describing(label)
+        if vector.nbytes <= self.slot_bytes:
+            self._sum_one_slot(vector, out, views, deadline, what)
+        else:
+            self._sum_one_segment(vector, out, views, deadline, what)
+
+    def _describing(self, label: str) -> What:
+        group = self._group
+        return lambda: f"{label}: shared allreduce on MPI rank {group.members[group.index]} of {group.size}"
+
+    def _sum_one_slot(self, vector: Buffer, out: Buffer, views: _Views, deadline: Deadline, what: What) -> None:
+        group = self._group
+        call = group.begin(deadline, what)
+        slots = views.slots[call % 2]
+        np.copyto(slots[group.index], vector)
+        group.post()
+        group.await_posts(group.others, deadline, what)
+        self._quietly(_add_up, slots, views.block, out)
+        group.finish()
+
+    def _sum_one_segment(self, vector: Buffer, out: Buffer, views: _Views, deadline: Deadline, what: What) -> None:
+        group = self._group
         source, place, stage = group.place_of(vector), group.place_of(out), views.stage
         if source is None:
             source = address_of(vector)
@@ -151,28 +180,7 @@ class Shared:
                 for part in views.parts[peer]:
                     np.copyto(out[part], late[part])
 
-    def _sum_one_slot(self, vector: Buffer, out: Buffer, deadline: Deadline, what: Callable[[], str]) -> None:
-        group = self._group
-        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector, deadline, what)
-        if views.compiled:
-            call = group.call + 1
-            compiled = views.compiled[call % 2]
-            found = compiled.start(call, vector, out)
-            if found:
-                group.begun()
-                if found == native.OFFERED:
-                    group.await_posts(group.others, deadline, what)
-                    compiled.end(call, vector, out)
-                return
-        call = group.begin(deadline, what)
-        slots = views.slots[call % 2]
-        np.copyto(slots[group.index], vector)
-        group.post()
-        group.await_posts(group.others, deadline, what)
-        self._quietly(_add_up, slots, views.block, out)
-        group.finish()
-
-    def _views_of(self, like: Buffer, deadline: Deadline, what: Callable[[], str]) -> _Views:
+    def _views_of(self, like: Buffer) -> _Views:
         """What sums of vectors like this one need; kept for the next."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()

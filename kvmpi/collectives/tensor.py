@@ -222,21 +222,15 @@ class Collectives:
             KVTimeoutError: a rank did not take part in time; the communicator is then unusable.
             UnsupportedError: the algorithm is not possible here; the message says why.
         """
-        shared = self._shared
-        source = sources[0]
-        if shared is None or len(sources) != 1 or not source.on_host or dtype in host.HALF or not out.size:
+        shared, source = self._shared, sources[0]
+        if shared is None or len(sources) != 1 or source.device != "cpu" or dtype in host.HALF or not out.size:
             self.allreduce_many([(sources, out, ())], dtype, deadline, label)
             return
         if self._broken is not None:
             raise self._unusable()
         start_s, start_ns = time.perf_counter(), timeline.now() if timeline.on else 0
         try:
-            shared.sum_one(
-                source.buffer,
-                out,
-                deadline,
-                lambda: f"{label}: shared allreduce on MPI rank {self.rank} of {self.size}",
-            )
+            shared.sum_one(source.buffer, out, deadline, label)
         except BaseException as error:
             raise self._failed(error, deadline) from None
         self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)

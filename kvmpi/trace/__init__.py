@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -32,16 +33,25 @@ class Recorder:
         # When something was under way: from, to, in ascending order and apart from each other.
         self._stretches: deque[tuple[float, float]] = deque(maxlen=_MAX_STRETCHES)
         self._busy_s = self._blocked_s = 0.0
+        self._last_s = -math.inf  # end of the last stretch
 
     def add(self, phase: str, seconds: float, nbytes: int = 0, calls: int = 1) -> None:
         """Count one call of ``phase`` that took ``seconds`` and moved ``nbytes``; none, if that is part of another."""
         with self._lock:
-            totals = self._phases.setdefault(phase, [0.0, 0.0, 0.0])
+            totals = self._phases.get(phase)
+            if totals is None:
+                totals = self._phases[phase] = [0.0, 0.0, 0.0]
             totals[0] += seconds
             totals[1] += nbytes
             totals[2] += calls
             if seconds and phase in self._communication:
-                self._cover(time.perf_counter(), seconds)
+                end_s = time.perf_counter()
+                if end_s - seconds <= self._last_s:
+                    self._cover(end_s, seconds)
+                else:  # as a rule: nothing else was under way
+                    self._stretches.append((end_s - seconds, end_s))
+                    self._busy_s += seconds
+                    self._last_s = end_s
 
     def _cover(self, end_s: float, seconds: float) -> None:
         """Count what ends now once, however many calls were under way at the same time."""
@@ -52,6 +62,7 @@ class Recorder:
             start_s = min(start_s, since_s)
         self._stretches.append((start_s, end_s))
         self._busy_s += end_s - start_s
+        self._last_s = end_s
 
     def blocked(self, seconds: float) -> None:
         """Count time that the program's own thread has spent in a call, and so not on the work that calls are for."""

@@ -27,8 +27,9 @@ from kvmpi.collectives import Collectives, mpi_comm, native
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.mpi_comm import MpiComm
-from kvmpi.collectives.native import NativeRings, SlotSum
+from kvmpi.collectives.native import NativeRings
 from kvmpi.collectives.schedule import segment_bounds
+from kvmpi.collectives.shared import Shared
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
 
@@ -62,7 +63,7 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "linked-start": ("ring", 3_000_000, Links, "isend", 1),
     "linked-reduce": ("ring", 3_000_000, Links, "isend", 3),
     "linked-multi_ring": ("multi_ring", 3_000_000, Links, "irecv", 9),
-    "native-slots": ("shared", 1000, SlotSum, "start", 1),
+    "native-slots": ("shared", 1000, Shared, "sum_one", 1),
     "native-start": ("ring", 3_000_000, NativeRings, "advance", 1),
     "native-reduce": ("ring", 3_000_000, NativeRings, "advance", 4),
     "native-multi_ring": ("multi_ring", 3_000_000, NativeRings, "advance", 3),
@@ -132,7 +133,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
             comm.host = f"host {RANK}"
         collectives = Collectives(
             comm, algorithm, 512 << 10, ring_transport="tcp" if owner in (Links, NativeRings) else "mpi",
-            use_native=owner in (NativeRings, SlotSum),
+            use_native="native" in name,
         )  # fmt: skip
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")
         run(collectives, op, buffer, out, 60.0, "first")

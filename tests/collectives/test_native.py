@@ -363,15 +363,16 @@ def test_without_a_compiler_the_same_is_done_in_python(run_ranks: RunRanks, monk
 # ---- sums in slots
 
 
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What compiled sums have come to, from now on."""
-    found, original = list[int](), SlotSum.start
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What compiled sums of groups that are made from now on have come to."""
+    assert native._native is not None
+    found, original = list[int](), native._native.sum_slots
 
-    def noting(self: SlotSum, *arguments: Any) -> int:
-        found.append(original(self, *arguments))
+    def noting(*arguments: Any) -> int:
+        found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(SlotSum, "start", noting)
+    monkeypatch.setattr(native._native, "sum_slots", noting)
     return found
 
 
@@ -381,7 +382,7 @@ def test_ranks_of_both_kinds_sum_in_slots_to_the_bit(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Every dtype and many lengths, in and out of place, and into memory that all ranks have in common."""
-    found = starts(monkeypatch)
+    found = runs(monkeypatch)
     cases = [
         (dtype, count)
         for dtype in DTYPES if dtype not in host.HALF
@@ -415,7 +416,7 @@ def test_who_comes_early_waits_and_who_is_late_is_waited_for(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a broadcast, of which a rank need not know that all have begun it, and after a sum, of which it does."""
-    found = starts(monkeypatch)
+    found = runs(monkeypatch)
 
     def rank_main(comm: MemoryComm) -> list[float]:
         collectives, deadline, results = Collectives(comm, "shared"), Deadline(TIMEOUT_S), list[float]()
@@ -456,14 +457,14 @@ def test_each_rank_says_what_it_has_offered_and_that_it_is_through() -> None:
     """Memory that others may still read is given back by what its page says."""
     pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
     sums, outs = [SlotSum(SlotMemory(pages, slots, rank, 5, 40)) for rank in (0, 1)], np.zeros((2, 3))
-    assert sums[0].start(1, np.ones(3), outs[0]) == native.OFFERED
+    assert sums[0].run(1, np.ones(3), outs[0], False) == native.OFFERED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [0, 0]]
-    assert sums[1].start(1, np.full(3, 2.0), outs[1]) == native.SUMMED
+    assert sums[1].run(1, np.full(3, 2.0), outs[1], False) == native.SUMMED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [1, 1]]
-    sums[0].end(1, np.ones(3), outs[0])
+    assert sums[0].run(1, np.ones(3), outs[0], True) == native.SUMMED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 1], [1, 1]]
     assert (outs == 3).all()
-    assert sums[1].start(3, np.ones(3), outs[1]) == native.NOT_BEGUN, "rank 0 has not begun the second call"
+    assert sums[1].run(3, np.ones(3), outs[1], False) == native.NOT_BEGUN, "rank 0 has not begun the second call"
 
 
 @built
@@ -471,7 +472,7 @@ def test_vectors_of_other_lengths_are_refused() -> None:
     memory = SlotMemory([np.zeros(64, "u8")] * 2, [np.zeros(3)] * 2, 0, 0, 32)
     for vector, out in ((np.zeros(3), np.zeros(4)), (np.zeros(2), np.zeros(3))):
         with pytest.raises(ValueError, match="vectors of other lengths than these slots are for"):
-            SlotSum(memory).start(1, vector, out)
+            SlotSum(memory).run(1, vector, out, False)
 
 
 @built
