@@ -109,7 +109,8 @@ def ask(command: list[str], env: dict[str, str], *program: str) -> str:
         assert all(there), lines
         if program[-1] == "wait":  # for others, so that all can answer
             job.send_signal(signal.SIGUSR1)
-            wait_for(lambda: "".join(lines).count("waits for nothing in kvmpi") >= 5, f"answers but {lines}", 30.0)
+            last = "thread MainThread (most recent call first)"  # of what each of them says
+            wait_for(lambda: "".join(lines).count(last) >= 5, f"answers but {lines}", 30.0)
         else:
             deadline = time.monotonic() + 30.0
             while not (answered("server 0", lines) and answered("scheduler", lines)):
