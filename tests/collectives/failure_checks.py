@@ -36,7 +36,7 @@ from kvmpi.errors import KVTimeoutError, PeerLostError
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SILENT = SIZE - 1
-TIMEOUT_S = 0.7
+TIMEOUT_S = 1.0
 native._MOST_MS = 0  # each advance is one look
 
 #: In which collective, by the first word of a case's name; else in an allreduce.

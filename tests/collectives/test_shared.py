@@ -262,7 +262,7 @@ def test_memory_that_is_gone_is_a_lost_peer() -> None:
     [("before", "did not start"), ("small", "did not start"), ("posted", "did not finish")],
 )
 def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks, moment: str, problem: str) -> None:
-    size, silent, timeout_s = 4, 2, 0.4
+    size, silent, timeout_s = 4, 2, 1.0
     own = [np.arange(1000.0) + rank for rank in range(size)]
     kept = np.empty(1000)
 

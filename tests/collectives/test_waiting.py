@@ -75,7 +75,7 @@ def test_gives_up_at_the_deadline_with_the_text_of_that_moment(timeout_s: float)
     start_s = time.monotonic()
     with pytest.raises(KVTimeoutError, match="1 of 2 came"):
         wait_all(flags, Deadline(timeout_s), lambda: f"{sum(flag.test() for flag in flags)} of 2 came")
-    assert timeout_s <= time.monotonic() - start_s < timeout_s + 0.5
+    assert timeout_s <= time.monotonic() - start_s < timeout_s + 1.0
 
 
 def test_a_long_wait_polls_seldom() -> None:
