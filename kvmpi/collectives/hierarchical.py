@@ -87,8 +87,9 @@ class Hierarchical:
             on_chunk = group.advance if announces else None
             return Ring(self._comm, ranks, schedule, out, terms, base=base, scratch=act.scratch, on_chunk=on_chunk)
         return NativeRings(
-            [channel], [schedule], min(act.choice.chunk_bytes, MOST_PIECE_BYTES), out, terms, base=base,
-            scratch=act.scratch, progress=group.progress() if announces else None, alone=not announces,
+            [channel], [schedule], min(act.choice.chunk_bytes, MOST_PIECE_BYTES), [out],
+            [] if terms is None else [terms], base=base, scratch=act.scratch,
+            progress=group.progress() if announces else None, alone=not announces,
         )  # fmt: skip
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:

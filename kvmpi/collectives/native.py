@@ -28,13 +28,13 @@ except ImportError:
 
 Buffer = npt.NDArray[Any]
 
-# ``struct ring``, ``struct terms`` and ``struct source`` of compiled/.
+# ``struct ring``, ``struct part``, ``struct terms`` and ``struct source`` of compiled/.
 _RING_WORDS = (
     "in_fd out_fd receives sends num_transfers num_chunks num_kept num_summed piece_bytes incoming partials progress "
     "announced received sent received_bytes ready sent_bytes own wake_bytes in_error out_error"
 )
 RING = np.dtype([(name, np.int64) for name in _RING_WORDS.split()])
-_TERMS_WORDS = "kind itemsize sum_itemsize out base num_sources sources block_count fetched wide"
+_TERMS_WORDS = "kind itemsize sum_itemsize num_parts parts as_they_are block_count fetched wide"
 TERMS = np.dtype(
     [(name, np.int64) for name in _TERMS_WORDS.split()]
     + [("scale", np.float64), ("lost", np.int64), ("error", np.int64)]
@@ -52,6 +52,8 @@ _KIND_OF = {dtype: KINDS[name] for name, dtype in DTYPES.items() if name != "bfl
 
 _AT_THE_START = (0,) * 9
 _DONE, _FAILED = 2, 3
+#: More elements than there are, so that their bytes can still be counted.
+_ENDLESS = 1 << 48
 #: What ``SlotSum.run`` returns.
 NOT_BEGUN, SUMMED, OFFERED = 0, 1, 2
 #: Milliseconds after which whoever waits looks at its deadline, whoever does not, at signals, and what else has to be
@@ -84,42 +86,54 @@ class Terms(Protocol):
 
 
 class NativeRings:
-    """A ``ring.Machine``: several rings that move together, as ``Ring`` does one.
+    """A ``ring.Machine``: several rings that move together, as ``Ring`` does one. Tensors are summed end to end.
 
     Args:
         channels: of each ring.
         schedules: of each ring.
         piece_bytes: what has come of a chunk is looked at whenever it is so much; fewer looks leave the processor to
             training, more of them keep the links busy.
-        out, base: as of ``Ring``.
-        terms: as of ``Ring``.
+        outs: of each tensor, as ``out`` of ``Ring``.
+        terms: of each tensor, of one dtype, as of ``Ring``; none to add nothing.
+        base: as of ``Ring``.
         progress: of a single ring: a word that counts, from what it is given with, the chunks that are final.
         alone: whether nothing else has to be moved on meanwhile.
     """
 
     def __init__(
-        self, channels: Sequence[Channel], schedules: Sequence[Schedule], piece_bytes: int, out: Buffer,
-        terms: Terms | None, *, base: int = 0, scratch: Scratch = np.empty, progress: Word | None = None,
+        self, channels: Sequence[Channel], schedules: Sequence[Schedule], piece_bytes: int, outs: Sequence[Buffer],
+        terms: Sequence[Terms], *, base: int = 0, scratch: Scratch = np.empty, progress: Word | None = None,
         alone: bool = True,
     ) -> None:  # fmt: skip
         self._channels, self._schedules = channels, schedules
         self._idle_ms = _IDLE_MS if alone else min(_IDLE_MS, _BESIDE_MS)
         self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
-        self._sources = [] if terms is None else list(terms.sources)
-        sum_dtype = out.dtype if terms is None else terms.sum_dtype
-        sources = np.array([(source.address, source.pid) for source in self._sources], np.int64)
-        kind, scale = (0, 1.0) if terms is None else (KINDS[terms.dtype], terms.scale)
-        fetched = scratch(_BLOCK_COUNT if any(source.pid for source in self._sources) else 0, out.dtype)
-        wide = scratch(_BLOCK_COUNT if sum_dtype != out.dtype else 0, sum_dtype)
+        dtype = outs[0].dtype
+        sum_dtype = terms[0].sum_dtype if terms else dtype
+        sources = [list(each.sources) for each in terms] or [[] for _ in outs]
+        found = [source for of_part in sources for source in of_part]
+        listed, start = np.array(found or [Source(0)], np.int64), base
+        parts, place = list[tuple[int, ...]](), address_of(listed)
+        for out, of_part in zip(outs, sources, strict=True):
+            parts.append((start, start + out.size, address_of(out), len(of_part), place))
+            start += out.size
+            place += len(of_part) * listed.strides[0]
+        if len(parts) == 1:  # vectors of a reduce-scatter have more elements than it
+            parts[0] = (0, _ENDLESS, address_of(outs[0]) - base * dtype.itemsize, *parts[0][3:])
+        table = np.array(parts, np.int64)
+        kind, scale = (KINDS[terms[0].dtype], terms[0].scale) if terms else (0, 1.0)
+        as_they_are = sum_dtype == dtype and all(len(of_part) == 1 for of_part in sources)
+        fetched = scratch(_BLOCK_COUNT if any(source.pid for source in found) else 0, dtype)
+        wide = scratch(_BLOCK_COUNT if sum_dtype != dtype else 0, sum_dtype)
         head = [
-            *(kind, out.itemsize, sum_dtype.itemsize, address_of(out), base),
-            *(len(sources), address_of(sources), _BLOCK_COUNT, address_of(fetched), address_of(wide)),
+            *(kind, dtype.itemsize, sum_dtype.itemsize, len(parts), address_of(table), as_they_are),
+            *(_BLOCK_COUNT, address_of(fetched), address_of(wide)),
         ]
         self._terms = np.array([(*head, scale, 0, 0)], TERMS)
-        self._alive = [out, terms, sources, fetched, wide]
+        self._alive = [outs, terms, listed, table, fetched, wide]
         rows = list[tuple[int, ...]]()
         for channel, schedule in zip(channels, schedules, strict=True):
-            incoming = scratch(0 if terms is None else schedule.longest_chunk, sum_dtype)
+            incoming = scratch(schedule.longest_chunk if terms else 0, sum_dtype)
             partials = scratch(schedule.kept_count, sum_dtype)
             receives, sends = schedule.tables
             words = [
@@ -143,7 +157,7 @@ class NativeRings:
         self.done = result == _DONE
         if result == _FAILED:
             if error := int(self._terms["error"][0]):
-                raise refusal("read from", self._sources[int(self._terms["lost"][0])].pid, error)
+                raise refusal("read from", int(self._terms["lost"][0]), error)
             for ring, channel in zip(self._rings, self._channels, strict=True):
                 for peer, error in ((channel.left, int(ring["in_error"])), (channel.right, int(ring["out_error"]))):
                     if error:

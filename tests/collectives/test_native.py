@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
 from kvmpi.collectives.native import NativeRings, SlotSum
-from kvmpi.collectives.ring import Ring, drive
+from kvmpi.collectives.ring import Machine, Ring, drive
 from kvmpi.collectives.schedule import even_schedules, segment_bounds
 from kvmpi.collectives.terms import HostTerms
 from kvmpi.collectives.waiting import wait_all
@@ -74,11 +75,14 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
 ) -> None:
     """Any sizes, dtypes, vectors and hosts, with chunks of either kind's own; all ranks compiled, some, or none.
 
+    Several tensors are summed as one would be, some in one piece, with others or not, and some vector by vector.
+
     Ranks of one host read each other's vectors, in memory that is mapped or not, and copy results as they come.
     """
     seen, bits, ways = fast_links(monkeypatch), dict[Any, set[bytes]](), set[Any]()
     monkeypatch.setattr(native, "_MOST_MS", most_ms)
     monkeypatch.setattr(native, "_BLOCK_COUNT", 1000)
+    monkeypatch.setattr(rings, "PACKED_BYTES", 600)
 
     @settings(max_examples=40 if most_ms else 12, deadline=None)
     @given(
@@ -86,10 +90,11 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
         attach=st.booleans(), common=st.booleans(), count=st.one_of(st.integers(0, 40), st.integers(1000, 60_000)),
         num_vectors=st.integers(1, 4), in_place=st.booleans(), num_rings=st.integers(1, 8),
         num_chunks=st.integers(1, 9), scale=st.sampled_from([1.0, 0.37]), dtype=st.sampled_from(list(DTYPES)),
+        cuts=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 60_000)), max_size=30),
     )  # fmt: skip
     def check(
         hosts: str, attach: bool, common: bool, count: int, num_vectors: int, in_place: bool, num_rings: int,
-        num_chunks: int, scale: float, dtype: str,
+        num_chunks: int, scale: float, dtype: str, cuts: list[int],
     ) -> None:  # fmt: skip
         size, algorithm = len(hosts), "multi_ring" if len(set(hosts)) == len(hosts) else "hierarchical"
         by = scale if dtype.startswith(("float", "bfloat")) else 1.0
@@ -104,7 +109,14 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
                 np.copyto(place, own[-1])
                 own[-1] = place
             out = own[0] if in_place else np.empty_like(own[0])
-            collectives.allreduce_many([(on_host(own, dtype), out, ())], dtype, deadline, "sum", scale=by)
+            bounds = [0, *sorted(min(cut, count) for cut in cuts), count]
+            tensors = []
+            for first, last in pairwise(bounds):
+                # Apart from each other, but for the last vector.
+                apart = [vector[first:last].copy() for vector in own[:-1]] + [own[-1][first:last]]
+                target = apart[0] if in_place else np.empty_like(apart[0])
+                tensors.append((on_host(apart, dtype), target, (out[first:last],)))
+            collectives.allreduce_many(tensors, dtype, deadline, "sum", scale=by)
             start, stop = segment_bounds(count, size)[comm.rank]
             own = vectors(comm.rank, num_vectors, count, dtype)
             part = own[0][start:stop] if in_place else np.empty_like(own[0][start:stop])
@@ -153,7 +165,7 @@ def rings_of(
     channels = [links.channel(1 - links.rank, 1 - links.rank, ring.TAG_RING + number) for number in range(num_rings)]
     assert all(channels)
     schedules = even_schedules(vector.size, 2, links.rank, num_rings, 1 << 14)
-    return NativeRings(channels, schedules, 1 << 13, out, HostTerms([vector], dtype, scale))  # type: ignore[arg-type]
+    return NativeRings(channels, schedules, 1 << 13, [out], [HostTerms([vector], dtype, scale)])  # type: ignore[arg-type]
 
 
 @built
@@ -171,6 +183,58 @@ def test_all_values_of_half_types_are_summed_as_by_the_kernels(
     drive(machines, Deadline(TIMEOUT_S), lambda: "summing")
     host.sum_vectors(expected, ones, dtype, scale)
     assert {out.tobytes() for out in outs} == {expected.tobytes()}
+
+
+@built
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("most_vectors", [1, 2])
+def test_tensors_anywhere_in_memory_travel_in_bits_that_end_anywhere(
+    monkeypatch: pytest.MonkeyPatch, most_vectors: int, dtype: str
+) -> None:
+    """More pieces than one call of the system takes, and what comes ends in the middle of elements."""
+    monkeypatch.setattr(native, "_IDLE_MS", 0)
+    counts = [0, 1, 700, *np.random.default_rng(3).integers(1, 1200, 157).tolist(), 90_000, 0]
+    total = sum(counts)
+    with contextlib.ExitStack() as stack:
+        there, back = relayed_pair(stack), relayed_pair(stack)
+        channels = [
+            Channel(1, back[1].fileno(), 1, there[0].fileno()),
+            Channel(0, there[1].fileno(), 0, back[0].fileno()),
+        ]
+        machines, outs, given = list[Machine](), list[list[np.ndarray]](), list[list[list[np.ndarray]]]()
+        for rank, channel in enumerate(channels):
+            whole = vectors(rank, most_vectors, total, dtype)
+            starts = np.cumsum([0, *counts])
+            given.append([
+                [vector[start : start + count].copy() for vector in whole[: 1 + number % most_vectors]]
+                for number, (start, count) in enumerate(zip(starts, counts, strict=False))
+            ])  # fmt: skip
+            outs.append([np.empty(count, DTYPES[dtype]) for count in counts])
+            terms = [HostTerms(each, dtype) for each in given[-1]]
+            schedules = even_schedules(total, 2, rank, 1, 1 << 14)
+            machines.append(NativeRings([channel], schedules, 1 << 13, outs[-1], terms))
+        drive(machines, Deadline(TIMEOUT_S), lambda: "summing")
+    for number, pair in enumerate(zip(*outs, strict=True)):
+        for out in pair:
+            assert_is_sum(out, [vector for of_rank in given for vector in of_rank[number]], dtype)
+        assert pair[0].tobytes() == pair[1].tobytes()
+
+
+def relayed_pair(stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection that brings up to 1001 bytes at a time."""
+    (one, entry), (exit_, other) = socket.socketpair(), socket.socketpair()
+
+    def relay() -> None:
+        while data := entry.recv(1001):
+            exit_.sendall(data)
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    for sock in (entry, exit_, other):
+        stack.enter_context(sock)
+    stack.callback(thread.join)
+    stack.enter_context(one)
+    return one, other
 
 
 @built
@@ -262,7 +326,7 @@ class Neighbours:
             self.outgoing += (self.vector[start:stop] if first else values[number - schedule.num_chunks]).tobytes()
         channel = Channel((place - 1) % size, in_end.fileno(), (place + 1) % size, out_end.fileno())
         terms = HostTerms([self.vector], "float32")
-        self.rings = NativeRings([channel], [schedule], 512, self.out, terms)
+        self.rings = NativeRings([channel], [schedule], 512, [self.out], [terms])
 
     def close(self) -> None:
         for sock in (self.left, self.right, *self._ends):
@@ -286,7 +350,7 @@ def test_memory_of_a_process_that_has_ended_is_an_error(linked: list[Links]) -> 
     terms = Contribution([Source(address_of(vector)), Source(address_of(vector), ended.pid)])
     channel, schedules = linked[0].channel(1, 1, ring.TAG_RING), even_schedules(vector.size, 2, 0, 1, 100)
     assert channel is not None
-    rings = NativeRings([channel], schedules, 512, np.empty_like(vector), terms)
+    rings = NativeRings([channel], schedules, 512, [np.empty_like(vector)], [terms])
     with pytest.raises(PeerLostError, match=f"cannot read from process {ended.pid}: No such process; it has probably"):
         rings.advance()
 
@@ -478,10 +542,10 @@ def test_vectors_of_other_lengths_are_refused() -> None:
 @built
 def test_memory_that_is_not_of_rings_is_refused() -> None:
     assert native._native is not None
-    for rings, terms in (
+    for memory, terms in (
         (np.zeros(3, "u1"), np.zeros(1, native.TERMS)),
         (np.zeros(65, native.RING), np.zeros(1, native.TERMS)),
         (np.zeros(1, native.RING), np.zeros(5, "u1")),
     ):
         with pytest.raises(ValueError, match=r"not the memory of native\.RING"):
-            native._native.move_rings(rings, terms, 0, 0)
+            native._native.move_rings(memory, terms, 0, 0)

@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <stdint.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #ifndef MSG_NOSIGNAL
@@ -16,6 +17,7 @@
 #endif
 
 #define MAX_RINGS 64
+#define MAX_PIECES 16 /* of memory that one call of the system reads or writes */
 
 /* start, stop, place among partial sums; -1: the result. See schedule.Schedule. */
 typedef int64_t transfer[3];
@@ -52,10 +54,24 @@ static char *partial_of(const int64_t *transfer, const struct ring *ring, const 
     return transfer[2] < 0 ? NULL : (char *)ring->partials + transfer[2] * terms->sum_itemsize;
 }
 
-static char *place_of(const int64_t *transfer, const struct ring *ring, const struct terms *terms)
+/* Where elements from this one on lie, in the result or in the vectors, but for the first skipped bytes. */
+static int pieces_of(const struct terms *terms, int64_t element, int64_t skipped, int64_t nbytes, int in_result,
+                     struct iovec *found)
 {
-    char *partial = partial_of(transfer, ring, terms);
-    return partial ? partial : (char *)terms->out + (transfer[0] - terms->base) * terms->itemsize;
+    int number = 0;
+    element += skipped / terms->itemsize;
+    skipped %= terms->itemsize;
+    while (nbytes > 0 && number < MAX_PIECES) {
+        const struct part *part = part_with(terms, element);
+        char *base = (char *)(in_result ? part->out : ((const struct source *)part->sources)->address);
+        int64_t length = (part->stop - element) * terms->itemsize - skipped;
+        if (length > nbytes) length = nbytes;
+        found[number++] = (struct iovec){base + (element - part->start) * terms->itemsize + skipped, (size_t)length};
+        element = part->stop;
+        skipped = 0;
+        nbytes -= length;
+    }
+    return number;
 }
 
 /* Whether the next transfer may be received: the partial sums that it replaces have gone, as in ring.py. */
@@ -90,9 +106,12 @@ static int receive(struct ring *ring, struct terms *terms)
 {
     const int64_t *transfer = nth(ring->receives, ring->received);
     const int64_t itemsize = itemsize_of(ring->received, ring, terms), nbytes = count_of(transfer) * itemsize;
+    const int64_t left = nbytes - ring->received_bytes;
     const int sums = ring->received < ring->num_summed;
-    char *into = (sums ? (char *)ring->incoming : place_of(transfer, ring, terms)) + ring->received_bytes;
-    const ssize_t count = recv((int)ring->in_fd, into, (size_t)(nbytes - ring->received_bytes), MSG_DONTWAIT);
+    struct iovec pieces[MAX_PIECES] = {{(char *)ring->incoming + ring->received_bytes, (size_t)left}};
+    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = 1};
+    if (!sums) message.msg_iovlen = (size_t)pieces_of(terms, transfer[0], ring->received_bytes, left, 1, pieces);
+    const ssize_t count = recvmsg((int)ring->in_fd, &message, MSG_DONTWAIT);
     if (count <= 0) {
         if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
         ring->in_error = count ? errno : -1;
@@ -114,19 +133,20 @@ static int64_t at_hand(const struct ring *ring)
     return source == ring->received ? ring->ready : count_of(nth(ring->sends, ring->sent));
 }
 
-/* Where the next transfer to the right lies; NULL if a source could not be read. */
-static const char *outgoing(struct ring *ring, struct terms *terms)
+/* Where so many bytes of the next transfer to the right lie; 0 if a source could not be read. */
+static int outgoing(struct ring *ring, struct terms *terms, int64_t nbytes, struct iovec *found)
 {
     const int64_t *transfer = nth(ring->sends, ring->sent);
-    char *place = place_of(transfer, ring, terms);
-    if (ring->sent >= ring->num_chunks || transfer[2] < 0) return place;
-    if (terms->num_sources == 1 && !is_half((kind_t)terms->kind)) /* it is sent from where it is */
-        return (char *)((struct source *)terms->sources)->address + transfer[0] * terms->itemsize;
-    if (ring->own == ring->sent) {
-        if (!add_terms(terms, NULL, transfer[0], count_of(transfer), place)) return NULL;
+    char *partial = partial_of(transfer, ring, terms);
+    const int own = ring->sent < ring->num_chunks;
+    if (!partial || (own && terms->as_they_are))
+        return pieces_of(terms, transfer[0], ring->sent_bytes, nbytes, !partial, found);
+    if (own && ring->own == ring->sent) {
+        if (!add_terms(terms, NULL, transfer[0], count_of(transfer), partial)) return 0;
         ring->own++;
     }
-    return place;
+    *found = (struct iovec){partial + ring->sent_bytes, (size_t)nbytes};
+    return 1;
 }
 
 /* Send what is at hand; whether anything went. ``full``: the system takes no more for now. */
@@ -137,10 +157,13 @@ static int send_on(struct ring *ring, struct terms *terms, int *full)
         const int64_t itemsize = itemsize_of(ring->sent, ring, terms);
         const int64_t left = at_hand(ring) * itemsize - ring->sent_bytes;
         if (left > 0) {
-            const char *from = outgoing(ring, terms);
-            if (!from) return moved;
-            const ssize_t count =
-                send((int)ring->out_fd, from + ring->sent_bytes, (size_t)left, MSG_DONTWAIT | MSG_NOSIGNAL);
+            struct iovec pieces[MAX_PIECES];
+            const int number = outgoing(ring, terms, left, pieces);
+            struct msghdr message = {.msg_iov = pieces, .msg_iovlen = (size_t)number};
+            int64_t asked = 0;
+            for (int i = 0; i < number; i++) asked += (int64_t)pieces[i].iov_len;
+            if (!number) return moved;
+            const ssize_t count = sendmsg((int)ring->out_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
             if (count < 0) {
                 if (errno == EINTR) continue;
                 if (errno == EAGAIN || errno == EWOULDBLOCK) *full = 1;
@@ -149,10 +172,11 @@ static int send_on(struct ring *ring, struct terms *terms, int *full)
             }
             moved = 1;
             ring->sent_bytes += count;
-            if (count < left) {
+            if (count < asked) {
                 *full = 1;
                 return moved;
             }
+            if (count < left) continue;
         }
         if (ring->sent_bytes < count_of(nth(ring->sends, ring->sent)) * itemsize) return moved;
         ring->sent++;

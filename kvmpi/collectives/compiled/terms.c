@@ -10,7 +10,7 @@
 #endif
 
 /* Read from another process's memory; whether that went well. */
-static int fetch(struct terms *terms, int64_t number, const struct source *source, int64_t offset, int64_t nbytes)
+static int fetch(struct terms *terms, const struct source *source, int64_t offset, int64_t nbytes)
 {
 #ifdef __linux__
     for (int64_t done = 0; done < nbytes;) {
@@ -18,7 +18,7 @@ static int fetch(struct terms *terms, int64_t number, const struct source *sourc
         const struct iovec remote = {(char *)source->address + offset + done, (size_t)(nbytes - done)};
         const ssize_t count = process_vm_readv((pid_t)source->pid, &local, 1, &remote, 1, 0);
         if (count <= 0) {
-            terms->lost = number;
+            terms->lost = source->pid;
             terms->error = count ? errno : EFAULT;
             return 0;
         }
@@ -26,25 +26,39 @@ static int fetch(struct terms *terms, int64_t number, const struct source *sourc
     }
     return 1;
 #else
-    (void)source, (void)offset, (void)nbytes;
-    terms->lost = number;
+    (void)offset, (void)nbytes;
+    terms->lost = source->pid;
     terms->error = ENOSYS;
     return 0;
 #endif
 }
 
-/* What add_terms does, for a block. */
-static int add_block(struct terms *terms, const char *incoming, int64_t start, int64_t count, char *partial)
+const struct part *part_with(const struct terms *terms, int64_t element)
+{
+    const struct part *parts = (const struct part *)terms->parts;
+    int64_t first = 0, last = terms->num_parts - 1;
+    while (first < last) {
+        const int64_t middle = (first + last + 1) / 2;
+        if (parts[middle].start <= element) first = middle;
+        else last = middle - 1;
+    }
+    return parts + first;
+}
+
+/* What add_terms does, for a block that lies in a part. */
+static int add_block(struct terms *terms, const struct part *part, const char *incoming, int64_t start, int64_t count,
+                     char *partial)
 {
     const kind_t kind = (kind_t)terms->kind;
-    char *result = (char *)terms->out + (start - terms->base) * terms->itemsize;
+    const int64_t offset = (start - part->start) * terms->itemsize;
+    char *result = (char *)part->out + offset;
     char *into = partial ? partial : is_half(kind) ? (char *)terms->wide : result;
     const char *total = incoming;
-    for (int64_t i = 0; i < terms->num_sources; i++) {
-        const struct source *source = (struct source *)terms->sources + i;
-        const char *own = (char *)source->address + start * terms->itemsize;
+    for (int64_t i = 0; i < part->num_sources; i++) {
+        const struct source *source = (const struct source *)part->sources + i;
+        const char *own = (char *)source->address + offset;
         if (source->pid) {
-            if (!fetch(terms, i, source, start * terms->itemsize, count * terms->itemsize)) return 0;
+            if (!fetch(terms, source, offset, count * terms->itemsize)) return 0;
             own = (char *)terms->fetched;
         }
         if (total) add(kind, into, total, own, count);
@@ -59,11 +73,13 @@ static int add_block(struct terms *terms, const char *incoming, int64_t start, i
 
 int add_terms(struct terms *terms, const void *incoming, int64_t start, int64_t count, void *partial)
 {
-    for (int64_t first = 0; first < count; first += terms->block_count) {
-        const int64_t length = count - first < terms->block_count ? count - first : terms->block_count;
+    for (int64_t first = 0, length; first < count; first += length) {
+        const struct part *part = part_with(terms, start + first);
         const int64_t offset = first * terms->sum_itemsize;
         const char *before = incoming ? (const char *)incoming + offset : 0;
-        if (!add_block(terms, before, start + first, length, partial ? (char *)partial + offset : 0)) return 0;
+        length = count - first < terms->block_count ? count - first : terms->block_count;
+        if (length > part->stop - start - first) length = part->stop - start - first;
+        if (!add_block(terms, part, before, start + first, length, partial ? (char *)partial + offset : 0)) return 0;
     }
     return 1;
 }

@@ -13,15 +13,24 @@ struct source {
     int64_t pid; /* of the process whose memory that is; 0: it can be read here */
 };
 
+/* Elements that lie one behind the other, in the result and in every vector. */
+struct part {
+    int64_t start, stop; /* which of all elements; the next part begins where this one ends */
+    int64_t out; /* address of the result's first */
+    int64_t num_sources, sources; /* of vectors; address of so many struct source, the first of which has no pid */
+};
+
 struct terms {
     int64_t kind; /* see elements.h */
     int64_t itemsize, sum_itemsize; /* of the dtype, and of the type of partial sums */
-    int64_t out, base; /* address of the result, and which element it begins with */
-    int64_t num_sources, sources; /* of vectors; address of so many struct source, the first of which has no pid */
+    int64_t num_parts, parts; /* address of so many struct part */
+    int64_t as_they_are; /* whether every part's sum is its only source */
     int64_t block_count, fetched, wide; /* elements, and addresses, of a block: of another process, and of sums */
     double scale;
-    int64_t lost, error; /* the source that could not be read, and errno */
+    int64_t lost, error; /* the process whose memory could not be read, and errno */
 };
+
+const struct part *part_with(const struct terms *terms, int64_t element);
 
 /* Of the elements from start on: add incoming, if there is any, and all sources.
  *
