@@ -185,7 +185,8 @@ def test_a_client_that_was_left_out_comes_back(launch, layout, store, dies):
     assert len(set(re.findall(r"in from step (\d+)", job.stdout))) == 1, job.stdout
     assert "started again (1 of 2)" in job.stderr
     away = {int(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if " away for " in line}
-    assert min(away) >= 10, "the others have not gone on"
+    # They were 10 steps further. That the last of them is over, servers may not know before the next one begins.
+    assert min(away) >= 9, "the others have not gone on"
 
 
 def test_a_client_that_others_wait_for_repeats_what_is_missing_of_keys_that_are_pushed_in_some_steps(launch):
