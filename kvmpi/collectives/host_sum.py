@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +114,18 @@ class Posted:
             self._group.read(rank, place, part, out[part])
 
 
+def read_first(tensor: Tensor) -> Tensor:
+    """The same, with the sum where the first vector has just been read, if it goes there at all, and copied from there.
+
+    That is in the cache.
+    """
+    vector = address_of(tensor.vectors[0])
+    for i, copy in enumerate(tensor.copies):
+        if address_of(copy) == vector:
+            return Tensor(tensor.vectors, copy, [*tensor.copies[:i], tensor.out, *tensor.copies[i + 1 :]])
+    return tensor
+
+
 class Delivery:
     """Results of which each rank of a host makes a part, which it delivers to all: what has been posted, and where to.
 
@@ -122,14 +134,16 @@ class Delivery:
         parts: of each, what this rank makes of the result.
         stage_bytes: private memory of tensors up to this size is staged: scratch stands in for what others make and
             read. So it is with all private memory where ranks cannot attach.
+        copy_by: what copies to this rank's copies.
     Raises:
         KVTimeoutError: a rank did not begin this call.
     """
 
     def __init__(
-        self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0
-    ) -> None:
-        self._group, self._tensors = group, tensors
+        self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0,
+        copy_by: Callable[[Buffer, Buffer], None] = np.copyto,
+    ) -> None:  # fmt: skip
+        self._group, self._tensors, self._copy = group, tensors, copy_by
         self._staged: list[tuple[Buffer, Buffer, slice]] = []
         self._copies: list[list[Buffer]] = []  # by tensor: to which others deliver as well
         self._late: list[tuple[Buffer, Buffer]] = []
@@ -176,12 +190,12 @@ class Delivery:
     def deliver(self, tensor: int, part: slice) -> None:
         """This rank's part of a result is there: it goes to all that asked for it, on every rank."""
         group, done = self._group, self._tensors[tensor].out[part]
-        mine = self.places[group.index][tensor][0][0]
+        mine = self.places[group.index][tensor][0]
         for copy in self._copies[tensor]:
-            np.copyto(copy[part], done)
+            self._copy(copy[part], done)
         for peer in group.others:
             for place in self.places[peer][tensor][0]:
-                if not group.are_one(place, mine):
+                if not any(group.are_one(place, own) for own in mine):
                     group.deliver(peer, place, part, done)
 
     def settle(self) -> None:

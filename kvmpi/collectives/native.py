@@ -71,6 +71,11 @@ def is_built() -> bool:
     return _native is not None
 
 
+def copy_past(out: Buffer, source: Buffer) -> None:
+    """Copy ``source`` to ``out``, of as many bytes, which is not read soon: past the caches."""
+    _native.copy_past(out, source)
+
+
 class Terms(Protocol):
     """What a rank contributes to a sum, for compiled code; see ``ring.Terms`` for others.
 

@@ -37,6 +37,7 @@ from kvmpi.collectives.host_sum import (
     parts_of,
     pieces_of,
     places_of,
+    read_first,
 )
 from kvmpi.collectives.native import SlotSum
 from kvmpi.collectives.terms import HostTerms, times
@@ -49,6 +50,8 @@ Buffer = npt.NDArray[Any]
 #: Private memory up to this size is copied to and from where others have it mapped: these copies stay in the cache,
 #: while the system takes a quarter of a microsecond for each page of another process that it looks up.
 STAGE_BYTES = 4 << 20
+#: Copies of results from this size on go past the caches, which most of them would have left before anybody reads.
+_PAST_CACHES_BYTES = 4 << 20
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
 
@@ -248,9 +251,12 @@ class Shared:
         group = self._group
         block = block_for(dtype, self._block_bytes, act)
         nbytes = sum(tensor.out.nbytes for tensor in tensors)
+        tensors = [read_first(tensor) for tensor in tensors]
+        past_caches = nbytes >= _PAST_CACHES_BYTES and self._use_native and native.is_built()
+        copy = native.copy_past if past_caches else np.copyto
         with self._exposed(*tensors, act.scratch):
             pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)[group.index]
-            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes)
+            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes, copy)
             sums: dict[int, HostSum] = {}
             for number, start, stop in pieces:
                 if number not in sums:

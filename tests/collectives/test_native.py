@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, rings, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, shared, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
@@ -549,3 +549,72 @@ def test_memory_that_is_not_of_rings_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"not the memory of native\.RING"):
             native._native.move_rings(memory, terms, 0, 0)
+
+
+# ---- copies past the caches
+
+
+@built
+def test_copies_past_the_caches_are_those_bytes_and_no_others() -> None:
+    """Of any length, from any address to any other."""
+    source = np.random.default_rng(1).integers(0, 256, 70_000, "u1")
+    for length in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 4097, 65_536):
+        for first in range(18):
+            for start in (0, 1, 8, 33):
+                out = np.full(length + 64, 7, "u1")
+                expected = out.copy()
+                expected[first : first + length] = source[start : start + length]
+                native.copy_past(out[first : first + length], source[start : start + length])
+                np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="5 bytes cannot be copied to 4"):
+        native.copy_past(np.empty(4, "u1"), np.empty(5, "u1"))
+    with pytest.raises((BufferError, ValueError)):
+        native.copy_past(np.frombuffer(b"1234"), np.empty(4, "u1"))
+
+
+@built
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_ranks_of_both_kinds_copy_large_results_to_the_bit(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int, attach: bool
+) -> None:
+    """Sums in common memory, as a store keeps them; copies where the vectors were, mapped or private, or elsewhere."""
+    monkeypatch.setattr(shared, "_PAST_CACHES_BYTES", 1)
+    copied, original = list[int](), native.copy_past
+
+    def noting(out: np.ndarray, source: np.ndarray) -> None:
+        copied.append(out.nbytes)
+        original(out, source)
+
+    monkeypatch.setattr(native, "copy_past", noting)
+    counts, timeout_s = (70_001, 3, 130_000, 0, 65_537), TIMEOUT_S
+
+    def rank_main(compiled: Sequence[int], dtype: str, comm: MemoryComm) -> list[bytes]:
+        collectives = Collectives(comm, "shared", attach=attach, use_native=comm.rank in compiled)
+        deadline, tensors, results = Deadline(timeout_s), list[Any](), list[np.ndarray]()
+        for i, count in enumerate(counts):
+            own = vectors(comm.rank, 2, count, dtype)
+            if i % 2:
+                mapped = collectives.empty(count, dtype)
+                np.copyto(mapped, own[0])
+                own[0] = mapped
+            common = collectives.shared_empty(max(count, 1), dtype, deadline)[:count]
+            copies = [[own[1], own[0]], [own[0]], [np.empty_like(own[0])]][i % 3]
+            tensors.append((on_host(own, dtype), common, copies))
+            results += [common, *copies]
+        collectives.allreduce_many(tensors, dtype, deadline, "sum")
+        found = [result.tobytes() for result in results]
+        collectives.allreduce(on_host([np.ones(1, "f4")], "float32"), np.empty(1, "f4"), "float32", deadline, "")
+        return found
+
+    for dtype in ("float32", "int64", "bfloat16"):
+        kinds = [
+            run_ranks(size, partial(rank_main, compiled, dtype)) for compiled in (range(size), range(0, size, 2), ())
+        ]
+        assert all(found == kinds[0][0] for ranks in kinds for found in ranks)
+        results = iter(kinds[0][0])
+        for i, count in enumerate(counts):
+            for _ in range((3, 2, 2)[i % 3]):
+                result = np.frombuffer(next(results), DTYPES[dtype])
+                assert_is_sum(result, all_vectors(size, 2, count, dtype), dtype)
+    assert sum(copied) > 0, "nothing was copied that way"
