@@ -181,6 +181,8 @@ class Part:
         if deserted and self.snapshots is not None:
             self.snapshots.look()
         for store in deserted:
+            if self.snapshots is not None and self.answers:
+                self.snapshots.end(self.number, store)
             if self.shards.pop(store).clients.is_over:
                 self.over.add(store)
 

@@ -27,6 +27,13 @@ class Manifest:
 class _Pending:
     files: dict[int, m.PartFile] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
+    # By part: the stores that its server knew when it was copied.
+    stores: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether there is anything in it, and all of each store: none that some servers had forgotten by then."""
+        return bool(self.steps) and all(stores.issuperset(self.steps) for stores in self.stores.values())
 
 
 class SnapshotBook:
@@ -118,10 +125,13 @@ class SnapshotBook:
         for file in message.files:
             if 0 <= file.part < self.num_parts:
                 pending.files[file.part] = file
+                pending.stores[file.part] = frozenset(message.stores)
         for store, step in message.steps.items():
             pending.steps[store] = min(step, pending.steps.get(store, step))
         if len(pending.files) < self.num_parts:
             return None, None
+        if not pending.is_worth_it:  # the stores have ended meanwhile; what was complete before is to stay
+            return self._give_up(number, try_another=False), None
         del self._pending[number]
         self._whole.add(number)
         files = tuple((pending.files[part].nbytes, pending.files[part].checksum) for part in range(self.num_parts))

@@ -142,6 +142,11 @@ class Taking:
         return where in self.whole or (slot.key, slot.chunk) in self.chunks.get(where, ())
 
     @property
+    def stores(self) -> list[int]:
+        """The stores that were here, also those of which this server has no chunk."""
+        return sorted({number for stores in (self.parts or {}).values() for number in stores})
+
+    @property
     def steps(self) -> dict[int, int]:
         """How far each store is in it, in the parts of this server."""
         found: dict[int, int] = {}
@@ -224,6 +229,11 @@ class ServerSnapshots:
     def hear_end(self, store: int, done: int) -> None:
         """A client leaves a store, after that step."""
         self._furthest[store] = max(done, self._furthest.get(store, 0))
+
+    def end(self, part: int, store: int) -> None:
+        """A part forgets a store that all clients have left: of what is not copied by now nothing ever will be."""
+        if (current := self._copying) is not None and (part, store) not in current.whole:
+            self._drop(current)
 
     def _hear(self, store: int, done: int) -> None:
         before = self._done.get(store, 0)
@@ -383,10 +393,8 @@ class ServerSnapshots:
         self._current = None
         self._say(current.number, "dropped")
 
-    def _say(
-        self, number: int, stage: str, files: Iterable[m.PartFile] = (), steps: dict[int, int] | None = None
-    ) -> None:
-        self._outbox.append(m.SnapshotNews(number, stage, list(files), steps or {}))
+    def _say(self, number: int, stage: str) -> None:
+        self._outbox.append(m.SnapshotNews(number, stage))
 
     def round(self) -> int:
         """The number that the furthest chunk is at."""
@@ -412,4 +420,4 @@ class ServerSnapshots:
             self._say(taking.number, "dropped")
         else:
             self._unclear = 0
-            self._say(taking.number, "written", files, taking.steps)
+            self._outbox.append(m.SnapshotNews(taking.number, "written", files, taking.steps, taking.stores))

@@ -462,13 +462,15 @@ class SnapshotNews(Message, tag="snapshotnews"):
     """A server to the scheduler: its share of snapshot ``number`` is "begun", "written" (these files), "dropped" or
     "missed": some other number would do.
 
-    ``steps``: how far each store is in it.
+    ``steps``: how far each store is of which it has chunks. ``stores``: all that it knows, also without a chunk of
+    them; where one server knows a store and another does not, the snapshot is given up.
     """
 
     number: int
     stage: str
     files: list[PartFile] = []
     steps: dict[int, int] = {}
+    stores: list[int] = []
 
 
 class Extend(Message, tag="extend"):

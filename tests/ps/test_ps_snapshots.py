@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,6 +272,19 @@ def test_a_server_with_nothing_is_done_at_once() -> None:
     assert snapshots(machine).take_ready() is None
 
 
+def test_what_all_clients_have_left_before_it_was_copied_is_in_no_snapshot() -> None:
+    machine = begin(every=0, keys="a")
+    step(machine, 1, "a")
+    snapshots(machine).begin(3)  # ahead of all servers, as the scheduler chooses it
+    for client in range(CLIENTS):
+        machine.send(client, m.Bye, 1)
+    assert not machine.state.parts[0].shards
+    assert snapshots(machine).take_ready() is None
+    assert news(machine) == [(3, "begun"), (3, "dropped")]
+    snapshots(machine).begin(5)  # this server knows no store any more, and says so
+    assert taken(machine).stores == []
+
+
 def test_asynchronous_stores_are_copied_as_they_are() -> None:
     machine = begin(every=4, mode="async")
     for number in (1, 2):
@@ -323,7 +337,7 @@ def test_other_heads_end_what_is_half_copied() -> None:
 
 def written(number: int, *parts: int, step: int | None = None) -> m.SnapshotNews:
     made = [m.PartFile(part, 100 + part, 1000 * number + part) for part in parts]
-    return m.SnapshotNews(number, "written", made, {STORE: number if step is None else step})
+    return m.SnapshotNews(number, "written", made, {STORE: number if step is None else step}, [STORE])
 
 
 def begun(number: int, stage: str = "begun") -> m.SnapshotNews:
@@ -342,6 +356,40 @@ def test_a_snapshot_is_complete_with_its_last_part() -> None:
     manifest = Manifest(5, ((100, 5000), (101, 5001), (102, 5002)), {STORE: 3})
     assert book.hear(written(5, 1, step=4)) == (None, manifest)
     assert book.hear(written(5, 1)) == (None, None)  # once
+
+
+@pytest.mark.parametrize(
+    ("others", "complete"),
+    [
+        ({"steps": {STORE: 5}, "stores": [STORE]}, True),
+        ({"steps": {}, "stores": [STORE, STORE + 1]}, True),  # which holds no chunk of it
+        ({"steps": {}, "stores": []}, False),  # all clients have left it, as this server knows already
+        ({"steps": {STORE + 1: 5}, "stores": [STORE, STORE + 1]}, False),  # one that the other server has forgotten
+    ],
+    ids=str,
+)
+def test_what_some_servers_had_forgotten_is_not_completed(others: dict[str, Any], complete: bool) -> None:
+    for first_is_whole in (True, False):
+        book = SnapshotBook(2)
+        book.hear(begun(5))
+        both = [written(5, 0), m.SnapshotNews(5, "written", [m.PartFile(1, 10, 11)], **others)]
+        said = [book.hear(one)[1] for one in (both if first_is_whole else both[::-1])]
+        assert said[0] is None
+        assert (said[1] is not None) is complete
+        assert book.settled
+        assert book.hear(begun(10)) == (10, None)
+        assert book.take_stale() == ([] if complete else [5])
+
+
+def test_a_snapshot_of_nothing_is_not_completed() -> None:
+    """It would take the place of one that has a model in it."""
+    book = SnapshotBook(1, seconds=1.0)
+    book.heartbeat(0, 4)
+    book.tick(0.0)
+    number = book.tick(1.0)
+    assert number is not None
+    assert book.hear(m.SnapshotNews(number, "written", [m.PartFile(0, 10, 11)])) == (None, None)
+    assert book.complete == []
 
 
 def test_what_one_has_dropped_is_not_completed() -> None:

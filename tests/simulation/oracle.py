@@ -6,6 +6,7 @@ A push adds ``BASE ** client`` to every element, so that a value tells how often
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -220,6 +221,15 @@ class Oracle:
         fewest = min(done for part in written.values() for done, _ in part.values())
         step = self._resumed_step + fewest
         return Past(number, step=step, written=written, base=dict(self._base), before=self._past)
+
+    def check_whole(self, number: int, parts: Iterable[PartCopy]) -> None:
+        """A snapshot is complete: nothing is missing in it of any key. Nobody pushes before there are all keys."""
+        chunks = [chunk for stores in parts for store in stores.values() for chunk in store.chunks]
+        there = Counter(chunk.key for chunk in chunks)
+        all_of = {chunk.key: chunk.num_chunks for chunk in chunks}
+        for key in self._keys:
+            if there[key] != all_of.get(key, -1):
+                raise Violation(f"snapshot {number} lacks some of key {key!r}: {there[key]} chunks are there")
 
     def check_snapshot(self, number: int, parts: Iterable[PartCopy]) -> None:
         """A snapshot of a job in rounds is complete: it holds the pushes of the steps up to ``number``, and no others.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import barriers, client, consistency, part
+from kvmpi.ps import barriers, client, consistency, part, snapshot_book
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
@@ -199,6 +199,12 @@ def _writes_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "dump", dump)
 
 
+def _completes_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that all clients have left is forgotten, with what snapshots still lack of it."""
+    monkeypatch.setattr(ServerSnapshots, "end", lambda self, part, store: None)
+    monkeypatch.setattr(snapshot_book._Pending, "is_worth_it", True)
+
+
 def _enters_a_round_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Shard.enter
     monkeypatch.setattr(Shard, "enter", lambda self, client, step: real(self, client, step + 1))
@@ -279,6 +285,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "snapshot counted twice": (_counts_the_snapshot_twice, "enters after"),
     "steps of the job before": (_knows_pushes_of_the_job_before, "must be there"),
     "resumed too far": (_goes_on_where_the_furthest_is, "steps before"),
+    "snapshot of what has ended": (_completes_what_has_ended, "lacks some"),
     "snapshot not copied": (_writes_what_is_there_by_then, "were begun"),
     "barriers counted from 1": (_counts_barriers_from_1, "has not come to it|still waiting"),
     "met without who is back": (_meets_without_who_is_back, "has not come to it"),

@@ -107,7 +107,7 @@ class Job:
             self.cluster, KEYS, self._last_step, sync=self.mode == "sync", additive=self._rule == "test",
             past=past, pushes=self._pushes, overall=self._overall,
         )  # fmt: skip
-        if disk is not None and self.mode == "sync":
+        if disk is not None:
             disk.on_complete = self._check_snapshot
         # Whether programs count their iterations, which tells what belongs to one step.
         self._counts = random.Random(f"{seed} clock").random() < 0.3
@@ -143,7 +143,9 @@ class Job:
         }  # fmt: skip
 
     def _check_snapshot(self, number: int, parts: list[PartCopy]) -> None:
-        self.oracle.check_snapshot(number, parts)
+        self.oracle.check_whole(number, parts)
+        if self.mode == "sync":
+            self.oracle.check_snapshot(number, parts)
         self.network.faults.count("snapshot")
         if self._seldom:
             self.network.faults.count("seldom snapshot")

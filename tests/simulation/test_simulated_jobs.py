@@ -61,6 +61,7 @@ FOUND_BY = {
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 80, "snapshot of several rounds": 7, "lost acknowledgement": 10,
     "returned client left out": 24, "rounds pass who enters": 84, "snapshot counted twice": 131, "resumed too far": 17,
+    "snapshot of what has ended": 33,
     "snapshot not copied": 66, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 91, "steps of the job before": 17,
     "steps taken for rounds": 85, "round of others joined": 84,

@@ -83,7 +83,7 @@ EXAMPLES = [
         {1: 40, 2: 7},
     ),
     m.TakeSnapshot(45),
-    m.SnapshotNews(45, "written", [m.PartFile(0, 1 << 40, (1 << 32) - 1)], {1: 45}),
+    m.SnapshotNews(45, "written", [m.PartFile(0, 1 << 40, (1 << 32) - 1)], {1: 45}, [1, 2]),
     m.CaughtUp(3, 1),
     m.Drained(3, 1),
     m.Accepted(7),
