@@ -170,8 +170,8 @@ def test_wrong_magic_and_version_say_so() -> None:
     header = encode(m.Bye(1))
     with pytest.raises(ProtocolError, match="magic"):
         decode(b"KVX" + header[3:])
-    with pytest.raises(OtherVersionError, match=f"version 07, this process speaks {PROTOCOL_VERSION:02x}"):
-        decode(header[:3] + b"\x07" + header[4:])
+    with pytest.raises(OtherVersionError, match=f"version ee, this process speaks {PROTOCOL_VERSION:02x}"):
+        decode(header[:3] + b"\xee" + header[4:])
     with pytest.raises(ProtocolError, match="before its protocol version") as raised:
         decode(header[:3])
     assert not isinstance(raised.value, OtherVersionError), "nobody is to be told to install another version"
