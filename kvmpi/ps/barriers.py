@@ -96,8 +96,12 @@ class Barriers:
         return max(others) if others else min(arrivals.values(), default=0)
 
     def _is_before_entry(self, rank: int) -> bool:
-        """Whether the open barrier is one that ``rank``, which is back, is not at."""
-        return self._step <= self.returning.get(rank, -1)
+        """Whether the open barrier is one that ``rank``, which is back, is not at.
+
+        Where only those wait that have joined, nobody can say: as it is not over, whoever has entered comes to it yet.
+        """
+        before = self.returning.get(rank, -1)
+        return before == _NEVER or (self._step <= before and not self.finished.issuperset(self.waiting))
 
     def _ends(self, rank: int, why: str) -> bool:
         """Whether nobody has to wait for a client that is gone, since it will never come."""

@@ -162,6 +162,20 @@ def test_a_client_that_has_joined_is_told_which_barrier_it_is_at_and_not_which_a
     assert meeting.come(1, 7, LAST + 1) == {1: 7}
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_has_joined_waits_at_the_open_barrier_for_those_that_are_back(restarts: bool) -> None:
+    """It has pushed no more for long: that the others enter at a later step does not mean that they skip it."""
+    meeting = Meeting(restarts=restarts)
+    assert meeting.passed(meeting.barriers.finish(0)) == {}
+    assert meeting.come(0, 4, 1) == {}
+    meeting.lose_and_bring_back()
+    assert meeting.passed(meeting.barriers.enter(1, LAST)) == {}
+    assert meeting.come(1, 1, LAST) == {1: 3}, "that of the beginning is over"
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1) == {0: 4, 1: 4}
+    assert meeting.come(0, 5, 1) == {}
+    assert meeting.come(1, 5, LAST + 2) == {0: 5, 1: 5}
+
+
 def test_clients_that_are_back_may_be_at_different_barriers() -> None:
     meeting = Meeting()
     for client in (0, 1):
