@@ -56,6 +56,7 @@ class Rule:
     name: ClassVar[str] = ""
     averages: ClassVar[bool] = False  #: is sent the mean over a client's workers instead of the sum
     replies_old: ClassVar[bool] = False  #: a fused pushpull returns the value that the push met
+    of_weights: ClassVar[bool] = False  #: is sent weights, not gradients or differences of weights
     integers: ClassVar[bool] = False  #: can update integer vectors
     multi_precision: bool = False  #: keeps a float32 master copy of values of a half type
 

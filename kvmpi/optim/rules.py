@@ -220,6 +220,7 @@ class Elastic(_Checked):
 
     averages: ClassVar[bool] = True
     replies_old: ClassVar[bool] = True
+    of_weights: ClassVar[bool] = True
 
     def _validate(self) -> None:
         self._require(self.alpha <= 1.0, "alpha", "must be between 0 and 1")

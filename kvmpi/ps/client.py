@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError
-from kvmpi.kernels import host
+from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
 from kvmpi.ps.asks import SCHEDULER, Ask
+from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.layout import KeyLayout
 from kvmpi.ps.link import Link
@@ -201,9 +202,15 @@ class PsClient(Participant):
         if not turn.begun:
             self._steps.end(self._layouts[key].track, turn, used=False)
 
-    def set_codec(self, name: str) -> None:
-        """How pushes travel from now on."""
-        self._codec = codec.get(name)
+    def set_codec(self, chosen: codec.Codec) -> None:
+        """How pushes travel from now on. To be called when no push is under way."""
+        self._codec = chosen
+        self.forget_errors(self._layouts)
+
+    def forget_errors(self, keys: Iterable[Key]) -> None:
+        """What quantized pushes of ``keys`` have not said so far is of no use any more."""
+        for key in keys:
+            self._layouts[key].feedback = None
 
     def push(self, key: Key, value: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None) -> Work:
         """Contribute ``value`` (shape ``(count,)``, storage dtype) to the key; done when every server has it.
@@ -233,28 +240,45 @@ class PsClient(Participant):
         turn: Turn | None, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         layout = self._layouts[key]
-        encode, dtype = self._codec.encode, layout.dtype
-        itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
+        chosen, dtype = self._codec, layout.dtype
+        feedback = self._feedback(key, value)
+
+        def payloads(where: slice, piece: Buffer) -> Callable[[], Sequence[Buffer]]:
+            return (lambda: (chosen.encode(piece, dtype),)) if feedback is None else feedback.payloads(where, piece)
+
         pieces = []
         for i, chunk in enumerate(layout.chunks):
-            piece = value[chunk.start : chunk.stop]
-            pieces.append(
-                _Piece(
-                    -1,
-                    piece.nbytes,
-                    piece.size * itemsize,
-                    lambda piece=piece: (encode(piece, dtype),),  # type: ignore[misc]
-                    self._on_value(key, layout, i, out, pushed=True),
-                )
-            )
+            where = slice(chunk.start, chunk.stop)
+            piece = value[where]
+            sent_bytes = chosen.wire_bytes(piece.size, dtype)
+            on_reply = self._on_value(key, layout, i, out, pushed=True)
+            pieces.append(_Piece(-1, piece.nbytes, sent_bytes, payloads(where, piece), on_reply))
         op = "pushpull" if isinstance(out, np.ndarray) else "push"
         return self._push_pieces(
-            key, op, pieces, deadline, priority, turn, fused=out is not None, on_accepted=on_accepted
+            key, op, pieces, chosen, deadline, priority, turn, fused=out is not None, on_accepted=on_accepted
         )
 
+    def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
+        """What earlier pushes of the key have left out, if the codec keeps it.
+
+        Raises:
+            KVError: ``value`` has something that would be left for ever.
+        """
+        layout = self._layouts[key]
+        if not isinstance(self._codec, codec.Quantizer) or layout.dtype != "float32":
+            return None
+        if not quantize.all_finite(value):
+            raise KVError(
+                f"push of key {key!r} on client {self._client}, clock {self.clock}: the values have infinities or "
+                f"not-a-numbers, which compression {self._codec.text} cannot carry; nothing was pushed"
+            )
+        if layout.feedback is None:
+            layout.feedback = Feedback(self._codec, value.size)
+        return layout.feedback
+
     def _push_pieces(
-        self, key: Key, op: str, pieces: Sequence[_Piece], deadline: Deadline, priority: int, turn: Turn | None, *,
-        fused: bool, on_accepted: Callable[[], None] | None = None,
+        self, key: Key, op: str, pieces: Sequence[_Piece], encoded: codec.Codec, deadline: Deadline, priority: int,
+        turn: Turn | None, *, fused: bool, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         """Push what there is for each chunk, as one step of the key."""
         layout = self._layouts[key]
@@ -270,11 +294,11 @@ class PsClient(Participant):
         acknowledge = on_accepted is not None and not self._link.shares
         # Nobody waits for that word, unless it is to be seen in a timeline; in an asynchronous store none is said.
         may_be_quiet = fused and on_accepted is None and self._mode == "sync" and not timeline.on
-        step, codec_name, done = layout.steps + 1, self._codec.name, self._steps.done()
+        step, codec_text, done = layout.steps + 1, encoded.text, self._steps.done()
         asks = [
             about(
                 part := layout.part(i), m.Push,
-                (key, i, step, codec_name, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span),
+                (key, i, step, codec_text, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span),
                 cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads, on_reply=piece.on_reply,
             )
             for i, piece in enumerate(pieces)
@@ -288,6 +312,8 @@ class PsClient(Participant):
                 self._goes_on = False  # it is said again, though it may have been heard
             if used := error is None or any(ask.used for ask in asks):
                 layout.steps = step
+            if layout.feedback is not None:
+                layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
             self._steps.end(layout.track, turn, used=used)
 
         label, nbytes = self._label(op, key, step), sum(piece.sent_bytes for piece in pieces)
@@ -315,20 +341,21 @@ class PsClient(Participant):
         With ``changed``, that gets all rows which the update has changed, with their new values, and then it is done.
         """
         layout, chunks = self._layouts[key], self.rows_of(key)
-        encode, dtype = self._codec.encode, layout.dtype
-        itemsize = DTYPES[self._codec.wire_dtype(dtype)].itemsize
+        # Errors are kept of whole keys only: rows are few enough as they are.
+        chosen = codec.get("none") if isinstance(self._codec, codec.Quantizer) else self._codec
+        dtype = layout.dtype
         pieces = []
         for i, (where, ids) in enumerate(chunks.split(rows.ids)):
             piece = rows.values[where].reshape(-1)
 
             def payloads(ids: Buffer = ids, piece: Buffer = piece) -> Sequence[Buffer]:
-                return ids, encode(piece, dtype)
+                return ids, chosen.encode(piece, dtype)
 
             on_reply = self._on_changed(layout, i, changed)
-            sent_bytes = ids.nbytes + piece.size * itemsize
+            sent_bytes = ids.nbytes + chosen.wire_bytes(piece.size, dtype)
             pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
         op = "push of rows" if changed is None else "pushpull of rows"
-        return self._push_pieces(key, op, pieces, deadline, priority, turn, fused=changed is not None)
+        return self._push_pieces(key, op, pieces, chosen, deadline, priority, turn, fused=changed is not None)
 
     def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:

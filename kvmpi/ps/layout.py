@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmpi.ps import placement
 from kvmpi.ps.chains import part_of
+from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.row_chunks import RowChunks
 from kvmpi.ps.steps import Found, Track
 from kvmpi.trace import timeline
@@ -27,6 +28,7 @@ class KeyLayout:
     pushing: bool = False
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
+    feedback: Feedback | None = None  # with a codec that keeps what it does not send
 
     def part(self, chunk: int) -> int:
         """The part of the values to which a chunk belongs."""

@@ -10,10 +10,9 @@ from kvmpi.arrays import DTYPES
 from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import codec
+from kvmpi.ps import codec, requests
 from kvmpi.ps.membership import CLOSED, Membership
 from kvmpi.ps.order import Span
-from kvmpi.ps.placement import width_of
 from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
@@ -58,10 +57,9 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Partial():
             _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry)
         case entries.Single():
-            slot = _slot(shard, entry)
-            wire_dtype = codec.get(entry.codec).wire_dtype(slot.dtype)
+            slot, encoding = _slot(shard, entry), codec.get(entry.codec)
             try:
-                slot.apply_alone(_pushed(shard, slot, payloads, wire_dtype, entry.rows), wire_dtype)
+                slot.apply_alone(requests.pushed(slot, entry.rows, payloads, encoding), encoding.wire_dtype(slot.dtype))
             except Exception:  # as at the head, whose client was told
                 return
             slot.steps[entry.client] = entry.step
@@ -128,15 +126,6 @@ def _create(shard: Shard, entry: entries.Created | entries.SlotState, value: Buf
     return shard.create(layout, value.copy() if keep else value)
 
 
-def _pushed(shard: Shard, slot: Slot, payloads: list[memoryview], dtype: str, rows: int) -> Buffer | Rows:
-    """A push, or a sum of pushes, of a whole chunk or of some rows."""
-    values = as_array(payloads[-1], DTYPES[dtype])
-    if rows < 0:
-        return values
-    width = width_of(shard.layouts[slot.key].shape)
-    return Rows(as_array(payloads[0], WIRE_ID), values.reshape(rows, width))
-
-
 def _set_open(
     shard: Shard, slot: Slot, payloads: list[memoryview], cursor: int, clients: list[int],
     entry: entries.Round | entries.Partial,
@@ -144,7 +133,9 @@ def _set_open(
     """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
-    slot.add(_pushed(shard, slot, payloads, dtype, entry.rows), dtype)
+    total = as_array(payloads[-1], DTYPES[dtype])
+    rows = Rows(as_array(payloads[0], WIRE_ID), total.reshape(entry.rows, slot.width)) if entry.rows >= 0 else None
+    slot.add(total if rows is None else rows, dtype)
     slot.open_steps.clear()
     slot.open_spans[:] = [Span(entry.earliest, entry.latest)]
     for i, client in enumerate(clients):

@@ -11,6 +11,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.errors import ConfigError, DTypeMismatchError, ProtocolError, ShapeMismatchError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
+from kvmpi.ps.codec import Codec
 from kvmpi.ps.row_chunks import check_ids
 from kvmpi.ps.slot import Slot
 from kvmpi.wire import as_array
@@ -70,17 +71,26 @@ def chunk_array(key: Key, payloads: list[memoryview], dtype: str, count: int, wh
     return array
 
 
-def pushed_rows(slot: Slot, count: int, payloads: list[memoryview], wire_dtype: str) -> Rows:
-    """What a push of ``count`` rows brings.
+def pushed(slot: Slot, rows: int, payloads: list[memoryview], encoding: Codec) -> Buffer | Rows:
+    """What a push brings, of ``encoding.wire_dtype``: all of the chunk, or, unless -1, some ``rows``.
 
     Raises:
-        ProtocolError: no such rows can be in this chunk.
+        ProtocolError: it is something else, or no such rows can be in this chunk.
     """
-    if len(payloads) != 2:
-        raise ProtocolError(f"push of rows of key {slot.key!r}: {len(payloads)} payload frames, expected 2")
-    ids = row_ids(slot, payloads[0], count, "push")
-    values = chunk_array(slot.key, payloads[1:], wire_dtype, ids.size * slot.width, "push of rows")
-    return Rows(ids, values.reshape(ids.size, slot.width))
+    what = "push" if rows < 0 else "push of rows"
+    frames = 1 + (rows >= 0)
+    if len(payloads) != frames:
+        raise ProtocolError(f"{what} of key {slot.key!r}: {len(payloads)} payload frames, expected {frames}")
+    ids = None if rows < 0 else row_ids(slot, payloads[0], rows, "push")
+    payload, count = payloads[-1], slot.count if ids is None else ids.size * slot.width
+    nbytes = encoding.wire_bytes(count, slot.dtype)
+    if payload.nbytes != nbytes:
+        raise ProtocolError(
+            f"{what} of key {slot.key!r}: {payload.nbytes} bytes came, expected {nbytes} for {count} elements of "
+            f"{slot.dtype} with codec {encoding.text!r}"
+        )
+    values = encoding.decode(payload, count, slot.dtype)
+    return values if ids is None else Rows(ids, values.reshape(ids.size, slot.width))
 
 
 def row_ids(slot: Slot, payload: memoryview, count: int, what: str) -> Buffer:

@@ -37,7 +37,7 @@ from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
 from kvmpi.trace import timeline
-from kvmpi.wire import Message, entries
+from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
@@ -318,12 +318,9 @@ class Shard:
 
     def _push(self, client: int, route: bytes, message: m.Push, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
-        wire_dtype = codec.get(message.codec).wire_dtype(slot.dtype)
-        wire: Buffer | Rows
-        if message.rows >= 0:
-            wire = requests.pushed_rows(slot, message.rows, payloads, wire_dtype)
-        else:
-            wire = requests.chunk_array(message.key, payloads, wire_dtype, slot.count, "push")
+        encoding = codec.get(message.codec)
+        wire_dtype = encoding.wire_dtype(slot.dtype)
+        wire = requests.pushed(slot, message.rows, payloads, encoding)
         done = slot.pushes_before(client, message.step)
         if message.step <= done:
             return self._answer_again(client, slot, message, route, wire)
@@ -357,7 +354,7 @@ class Shard:
                 "call kv.set_optimizer(...) on all workers first"
             )
         single = entries.Single(message.key, message.chunk, client, message.step, message.codec, message.rows)
-        self._log(single, frames(wire))
+        self._log(single, tuple(as_array(payload, DTYPES["uint8"]) for payload in payloads))
         start_ns = timeline.now() if timeline.on else 0
         answer = slot.apply_alone(wire, wire_dtype)
         if start_ns:

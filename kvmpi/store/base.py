@@ -305,14 +305,24 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         )
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
-        """Send pushes in fewer bytes: ``{"type": "fp16"}`` or ``"bf16"``; ``{"type": "none"}`` turns it off.
+        """Send pushes in fewer bytes: ``{"type": "fp16"}``, ``bf16``, ``2bit`` or ``1bit``; ``none`` turns it off.
 
         What a client pushes to a float32 key is rounded to float16 or bfloat16 once, after the sum over its workers;
         servers add in float32. bfloat16 keeps float32's range and 8 bits of precision, float16 has 11 bits and ends
-        at 65504. Collective over the workers of a client; returns when all clients have called it.
+        at 65504. Values of other dtypes, rows, ``init`` and what is pulled travel as they are.
+
+        ``{"type": "2bit", "threshold": 0.5}`` and ``1bit`` are MXNet's: of each element there goes ``threshold``, its
+        negative or nothing; or 1 if it is above ``threshold``, else -1. What an element has more or less than that is
+        added to it in the next push. That error is forgotten when values are loaded or assigned, when compression
+        changes, and with the process. (Seide et al., INTERSPEECH 2014; Strom, INTERSPEECH 2015.)
+
+        Collective over the workers of a client; returns when all clients have called it. A push of not-a-numbers or
+        infinities is a ``KVError`` under ``2bit`` and ``1bit``.
 
         Raises:
-            UnsupportedError: a type that is not available, or a store that sends nothing to servers.
+            UnsupportedError: a type or parameter that there is not; a store that sends nothing to servers; ``2bit`` or
+                ``1bit`` where ``Elastic`` is sent weights.
+            ConfigError: a threshold that makes no sense.
         """
         raise UnsupportedError(f"a {self._type} store sends nothing to servers, so there is nothing to compress")
 

@@ -9,7 +9,7 @@ from kvmpi import optim
 from kvmpi.collectives import Entry
 from kvmpi.engine import Work
 from kvmpi.errors import UnsupportedError
-from kvmpi.ps import PsClient
+from kvmpi.ps import PsClient, codec
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation
 
@@ -18,6 +18,8 @@ class Commanding(KVStore):
     """The part of a store on servers that is about all of its keys."""
 
     _ps: PsClient | None
+    #: How pushes travel; the same on all workers.
+    _codec: codec.Codec = codec.get("none")
 
     def _command(
         self, run: Callable[[PsClient], Work | None], call: Invocation, result: list[str] | None = None
@@ -35,6 +37,7 @@ class Commanding(KVStore):
         return work
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
+        _check_fit(rule, self._codec)
         self._settle(call.deadline)
         return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
 
@@ -43,21 +46,17 @@ class Commanding(KVStore):
         return self._command(lambda ps: ps.set_hyperparams(changed, call.deadline), call)
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
-        def prepare() -> str:
-            unknown = set(params) - {"type"}
-            name = str(params.get("type", ""))
-            if unknown or name not in ("none", "fp16", "bf16"):
-                raise UnsupportedError(
-                    f"set_gradient_compression({params}): available are {{'type': 'fp16'}}, {{'type': 'bf16'}} and "
-                    "{'type': 'none'}"
-                )
-            return name
+        def prepare() -> codec.Codec:
+            chosen = codec.of(params)
+            _check_fit(self._rule, chosen)
+            return chosen
 
         with self._meeting("set_gradient_compression") as call:
-            name = self._enter(call, prepare, lambda name: [Entry(name)], lambda name: name)
+            chosen = self._enter(call, prepare, lambda chosen: [Entry(chosen.text)], lambda chosen: chosen.params())
             self._settle(call.deadline)
+        self._codec = chosen
         if self._ps is not None:
-            self._ps.set_codec(name)
+            self._ps.set_codec(chosen)
 
     def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
         if failure is not None:  # which all workers of this client know
@@ -93,3 +92,11 @@ class Commanding(KVStore):
 
     def _imbalance(self) -> float:
         return 1.0 if self._ps is None else self._ps.imbalance()
+
+
+def _check_fit(rule: optim.Rule | None, chosen: codec.Codec) -> None:
+    if rule is not None and rule.of_weights and isinstance(chosen, codec.Quantizer):
+        raise UnsupportedError(
+            f"gradient compression {chosen.text} is for gradients, and {rule.name} is sent weights, of which too "
+            "little would be left; use fp16, bf16 or none"
+        )

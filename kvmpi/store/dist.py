@@ -402,6 +402,8 @@ class DistStore(Commanding):
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         self._answers |= dict.fromkeys(key.key for key in saved)
+        if self._ps is not None:
+            self._ps.forget_errors([key.key for key in saved])
         if self._is_first and self._ps is not None:
             for key in saved:
                 self._ps.put_state(key.key, key.updates, key.arrays, deadline).wait()

@@ -173,6 +173,22 @@ def asynchronous():
         kv.close()
 
 
+def compressed():
+    """MXNet's 2bit: what each worker has left out so far is in its next push."""
+    kv = mx.kv.create("kvmpi_dist_sync")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    value, out, left = mx.nd.zeros((3, 5)), mx.nd.zeros((3, 5)), np.zeros((WORKERS, 3, 5))
+    kv.broadcast("w", value, value)
+    for step in range(4):
+        gradients = [np.random.default_rng([step, worker]).integers(-4, 5, (3, 5)) / 4 for worker in range(WORKERS)]
+        left += gradients
+        sent = np.where(left >= 0.5, 0.5, np.where(left <= -0.5, -0.5, 0))
+        left -= sent
+        kv.pushpull("w", mx.nd.array(gradients[RANK]), out=out)
+        np.testing.assert_array_equal(out.asnumpy(), sent.sum(axis=0))
+    kv.close()
+
+
 def sparse_training():
     """Embeddings with sparse gradients, and with sparse weights, equal MXNet's own updater on all workers' rows."""
 
@@ -352,7 +368,7 @@ def mistakes():
     fails(errors.UnsupportedError, "no NDArray of storage type row_sparse", kv.row_sparse_pull, 0, mx.nd.ones(3))
     fails(errors.DTypeMismatchError, "dtype bool", kv.push, 0, mx.nd.ones(3).astype("bool"))
     fails(errors.DTypeMismatchError, "dtype float64, the key has float32", kv.push, 0, mx.nd.ones(3, dtype="float64"))
-    fails(errors.UnsupportedError, "fp16", kv.set_gradient_compression, {"type": "2bit", "threshold": 0.5})
+    fails(errors.UnsupportedError, "fp16", kv.set_gradient_compression, {"type": "3bit", "threshold": 0.5})
     fails(ValueError, "unknown capability", kv.is_capable, "flying")
     assert kv.is_capable("optimizer")
     out = mx.nd.zeros(3)
@@ -376,6 +392,7 @@ def main():
     rules()
     asynchronous()
     sparse_training()
+    compressed()
     values()
     copies()
     states(Path(sys.argv[1]))

@@ -28,7 +28,7 @@ from kvmpi.errors import (
     ServerLostError,
     ShapeMismatchError,
 )
-from kvmpi.ps import PsClient, scheduler_file
+from kvmpi.ps import PsClient, codec, scheduler_file
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.trace import Recorder
 from kvmpi.wire import Watch
@@ -116,7 +116,7 @@ def test_a_push_may_follow_the_end_of_the_last_at_once(start_job: StartJob, monk
 def test_compression_halves_the_bytes_of_pushes_only(start_job: StartJob) -> None:
     (ps,) = start_job(2).connect(1)
     initialise([ps], {"k": 200_000})
-    ps.set_codec("fp16")
+    ps.set_codec(codec.of({"type": "fp16"}))
     out, value = np.empty(200_000, "f4"), random_floats(200_000)
     ps.pushpull("k", value, out, deadline()).wait()
     np.testing.assert_array_equal(out, value.astype("f2").astype("f4"))

@@ -45,7 +45,8 @@ to_server = st.one_of(
         st.sampled_from(["float32", "float16", "int8"]),
     ),
     st.builds(
-        m.Push, request, key, st.just(0), few, st.sampled_from(["none", "fp16", "bf16"]), st.booleans(), st.booleans()
+        m.Push, request, key, st.just(0), few, st.sampled_from(["none", "fp16", "bf16", "2bit:0.5", "1bit:0"]),
+        st.booleans(), st.booleans(),
     ),
     *[st.builds(m.Push, request, st.just("k"), st.just(0), few, st.just("none"), st.booleans(), st.booleans())] * 4,
     st.builds(m.Pull, request, key, st.just(0), few),

@@ -290,7 +290,7 @@ def test_capabilities_tell_the_truth():
             np.testing.assert_array_equal(pulled(kv, "w", array(0)), expected)
             assert kv.stats()["phases"]["push"]["bytes"] == 2 * (array(1).nbytes // 2)
             with pytest.raises(errors.UnsupportedError, match="fp16"):
-                kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+                kv.set_gradient_compression({"type": "3bit", "threshold": 0.5})
 
 
 def test_closed_stores(any_store):

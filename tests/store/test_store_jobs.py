@@ -27,13 +27,13 @@ SHAPES = {
     "-n 2 -c 2 -s 1": ["empty.py dist_sync_mpi", "lists.py FOLDER dist_sync"],
     "-n 2 -c 2 -s 2": ["averaging.py alone"],
     "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi"],
-    "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved"],
+    "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync"],
     "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
     "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
     "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
     "-n 4 -c 2 -s 2": [
         f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
-        "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi",
+        "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi", f"compressed.py FOLDER {BOTH}",
         "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async",
     ],
     "-n 4 -c 2 -s 7": [f"sums.py {BOTH}"],
@@ -137,6 +137,12 @@ def test_what_a_client_has_summed_is_pushed_once_and_all_hear_what_any_says(opti
 @of("ahead")
 def test_a_push_fetches_the_value_for_the_pull_behind_it(options, program):
     assert said(options, program) == [["ahead dist_sync right", "ahead dist_sync_mpi right"]] * shape(options)[0]
+
+
+@of("compressed")
+def test_pushes_of_few_bits_add_up_to_what_they_stand_for(options, program):
+    expected = [f"compressed {name} right" for name in program.partition("FOLDER ")[2].split()]
+    assert said(options, program) == [expected] * shape(options)[0]
 
 
 @of("training")

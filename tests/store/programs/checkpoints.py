@@ -90,8 +90,8 @@ for odd in (0, n - 1):
         kv._engine.push(lambda: [][1], writes=[kv._engine.variable("odd")], lane="cpu", name="odd")
     expect("barrier", kv.barrier, IndexError if r == odd else KVError, "list index out of range")
     if name != "mpi":
-        kind = {"type": "2bit" if r == odd else "fp16"}
-        expect("compression", lambda kind=kind: kv.set_gradient_compression(kind), UnsupportedError, "2bit")
+        kind = {"type": "3bit" if r == odd else "fp16"}
+        expect("compression", lambda kind=kind: kv.set_gradient_compression(kind), UnsupportedError, "3bit")
 
 if kv.mpi_size > 1:  # some workers of a client make another call: the others are told, and nobody waits for anybody
     for call in (lambda: kv.save(folder / "mixed"), lambda: kv.load(good)):
