@@ -68,7 +68,16 @@ from kvmpi.horovod.operations import (
     sparse_allreduce_async,
 )
 from kvmpi.horovod.optimizer import DistributedOptimizer
-from kvmpi.horovod.unsupported import elastic, start_timeline, stop_timeline
+from kvmpi.horovod.unsupported import (
+    ProcessSet,
+    add_process_set,
+    elastic,
+    global_process_set,
+    remove_process_set,
+    run,
+    start_timeline,
+    stop_timeline,
+)
 
 #: What Horovod calls an operation that failed. Here that is every error of kvmpi.
 HorovodInternalError = KVError
@@ -81,8 +90,10 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -108,6 +119,7 @@ __all__ = [
     "elastic",
     "gloo_built",
     "gloo_enabled",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -130,7 +142,9 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

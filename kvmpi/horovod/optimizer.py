@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
@@ -47,8 +49,13 @@ class _Distributed:
         self._hvd.set_passes(passes)
 
     def step(self, closure: Any = None) -> Any:
-        """As of the optimizer, on gradients that are reduced over all ranks."""
-        if self._hvd.steps_synchronize:
+        """As of the optimizer, on gradients that are reduced over all ranks: those that ``closure`` computes, each time
+        that it is called, if there is one."""
+        if closure is not None and self._hvd.steps_synchronize:
+            if self._hvd.under_way():
+                self._hvd.synchronize()
+            closure = self._hvd.reducing(closure)
+        elif self._hvd.steps_synchronize:
             if self._hvd.synchronized:
                 warnings.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; "
@@ -81,29 +88,76 @@ class _Distributed:
         return super().zero_grad(*arguments, **options)  # type: ignore[misc]
 
 
+#: By parameter: what reduces its gradients, the last that was made.
+_reductions: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
 class _Reduction:
-    """Gradients leave in buckets, in one order on all ranks: the reverse of that of the parameters."""
+    """Gradients leave in buckets, in one order on all ranks: the reverse of that of the parameters.
+
+    Which parameters there are, and which of them are trained, is looked at after each step: those that are new by then
+    leave when it is over, and with the others from the next one on.
+
+    Args:
+        optimizer: whose ``param_groups`` they are in. It refers to this object, and not the other way round: who trains
+            in turn with several optimizers leaves nothing behind.
+        names: of parameters, by identity.
+    """
 
     def __init__(
-        self, params: list[tuple[str, torch.nn.Parameter]], compression: Any, passes: int, op: Operation,
-        predivide: float, sparse_as_dense: bool,
+        self, optimizer: Any, names: Mapping[int, str], compression: Any, passes: int, op: Operation, predivide: float,
+        sparse_as_dense: bool,
     ) -> None:  # fmt: skip
+        self._optimizer, self._names = weakref.ref(optimizer), names
         self._compression, self._op, self._predivide, self._dense = compression, op, predivide, sparse_as_dense
-        trained = [(name, p) for name, p in params if p.requires_grad]
-        self._names, self._params = [name for name, _ in trained], [p for _, p in trained]
-        nbytes = [p.numel() * p.element_size() for p in self._params]
-        self._buckets = plan(range(len(nbytes))[::-1], nbytes, Config.from_env().bucket_bytes)
+        self._bucket_bytes = Config.from_env().bucket_bytes
+        self._params: list[torch.nn.Parameter] = []
+        self._hooks: dict[int, Any] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._handles: list[Handle] = []
         self._left_as: list[tuple[int, torch.Tensor, int]] = []  # gradients that are on their way, and their versions
         self.steps_synchronize, self.synchronized = True, False
         #: What somebody has put over the optimizer's own ``step`` before, and the optimizer that it refers to.
         self.patched_step: Any = None
         self.patched: Any = None
-        self.set_passes(passes)
+        self._passes = passes
         self._alone = basics.size() == 1
-        if not self._alone:
-            for index, param in enumerate(self._params):
-                param.register_post_accumulate_grad_hook(lambda _, index=index: self._has_gradient(index))  # type: ignore[misc]
+        self._plan(self._trained())
+        self.set_passes(passes)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that need gradients, in an order that does not change."""
+        optimizer = self._optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        own = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+        named = [own.pop(identity) for identity in self._names if identity in own]
+        return [*named, *own.values()]
+
+    def _plan(self, params: list[torch.nn.Parameter]) -> None:
+        """Reduce the gradients of these from now on."""
+        for identity in self._hooks.keys() - {id(p) for p in params}:
+            self._hooks.pop(identity).remove()
+        self._params = params
+        self._index = {id(p): index for index, p in enumerate(params)}
+        nbytes = [p.numel() * p.element_size() for p in params]
+        self._buckets = plan(range(len(nbytes))[::-1], nbytes, self._bucket_bytes)
+        for param in params if not self._alone else ():
+            if id(param) in self._hooks:
+                continue
+            earlier = _reductions.get(param)
+            if earlier is not None and (other := earlier()) is not None:
+                other.give_way(param)
+            _reductions[param] = weakref.ref(self)
+            self._hooks[id(param)] = param.register_post_accumulate_grad_hook(
+                functools.partial(_has_gradient, weakref.ref(self), id(param))
+            )
+
+    def give_way(self, param: torch.nn.Parameter) -> None:
+        """Another optimizer reduces the gradients of ``param`` from now on."""
+        self._hooks.pop(id(param)).remove()
+
+    def _name(self, index: int) -> str:
+        return self._names.get(id(self._params[index]), f"parameter {index}")
 
     def set_passes(self, passes: int) -> None:
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
@@ -112,14 +166,27 @@ class _Reduction:
         self._left = [passes] * len(self._params)
         self._progress = Progress(self._buckets)
 
+    def reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, after which its gradients are those of all ranks."""
+
+        def reduced() -> Any:
+            with torch.enable_grad():  # not all optimizers do so
+                loss = closure()
+            self.synchronize()
+            return loss
+
+        return reduced
+
     def under_way(self) -> bool:
         return bool(self._progress.arrived)
 
-    def _has_gradient(self, index: int) -> None:
+    def has_gradient(self, identity: int) -> None:
+        """A backward pass has computed the gradient of a parameter."""
+        index = self._index[identity]
         self._left[index] -= 1
         if self._left[index] < 0:
             raise KVError(
-                f"the gradient of {self._names[index]} was computed more than backward_passes_per_step="
+                f"the gradient of {self._name(index)} was computed more than backward_passes_per_step="
                 f"{self._passes} times before a step; give the number of backward passes of a step"
             )
         if self._left[index] == 0:
@@ -127,7 +194,10 @@ class _Reduction:
                 self._launch(self._buckets[number])
 
     def _launch(self, bucket: Sequence[int]) -> None:
-        """Start to reduce; a parameter without a gradient here may have one elsewhere."""
+        """Start to reduce; a parameter without a gradient here may have one elsewhere, unless it is frozen by now."""
+        bucket = [index for index in bucket if self._params[index].requires_grad]
+        if not bucket:
+            return
         gradients = []
         for index in bucket:
             param = self._params[index]
@@ -136,7 +206,7 @@ class _Reduction:
             elif param.grad.layout is not torch.strided:
                 if not self._dense:
                     raise UnsupportedError(
-                        f"the gradient of {self._names[index]} is sparse; pass sparse_as_dense=True, or make it dense"
+                        f"the gradient of {self._name(index)} is sparse; pass sparse_as_dense=True, or make it dense"
                     )
                 param.grad = param.grad.to_dense()
             gradients.append(param.grad)
@@ -144,7 +214,7 @@ class _Reduction:
         if self._predivide != 1.0:
             op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
         self._left_as += [(index, grad, grad._version) for index, grad in zip(bucket, gradients, strict=True)]
-        title = f"gradients from {self._names[bucket[0]]} on"
+        title = f"gradients from {self._name(bucket[0])} on"
         self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
 
     def _check_unchanged(self) -> None:
@@ -153,21 +223,50 @@ class _Reduction:
         self._left_as.clear()
         if changed:
             raise KVError(
-                f"the gradient of {self._names[changed[0]]} was changed after loss.backward() (clipped, added to, "
+                f"the gradient of {self._name(changed[0])} was changed after loss.backward() (clipped, added to, "
                 f"unscaled), on its way to other ranks: {_FIRST}"
+            )
+
+    def _check_own(self) -> None:
+        """Raise if another optimizer reduces these gradients, so that this one would do it a second time."""
+        taken = [index for index, param in enumerate(self._params) if id(param) not in self._hooks]
+        if taken:
+            raise KVError(
+                f"another hvd.DistributedOptimizer was made for {self._name(taken[0])} since, and reduces its "
+                "gradients: of several for one parameter only the last can be used"
             )
 
     def synchronize(self) -> None:
         if not self._alone:
             self._check_unchanged()
+            self._check_own()
             for number in self._progress.finish():
                 self._launch(self._buckets[number])
+            trained = self._trained()
+            if {id(p) for p in trained} != self._index.keys():
+                before = self._index.keys()
+                self._plan(trained)
+                # What no hook knew of is still as this rank has computed it.
+                for bucket in self._buckets:
+                    self._launch([index for index in bucket if id(trained[index]) not in before])
             self._left_as.clear()
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.wait()
         self.set_passes(self._passes)
         self.synchronized = True
+
+
+def _remove(hooks: dict[int, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _has_gradient(of: weakref.ref[_Reduction], identity: int, _: torch.Tensor) -> None:
+    """The hook of a parameter."""
+    reduction = of()
+    if reduction is not None:
+        reduction.has_gradient(identity)
 
 
 def DistributedOptimizer(
@@ -180,7 +279,9 @@ def DistributedOptimizer(
 
     It is an instance of the optimizer's own class, with the same parameter groups and state. Gradients leave during the
     last of ``backward_passes_per_step`` backward passes, several together, in one order on all ranks; ``step`` waits
-    for them. The gradients of several passes add up. A parameter without a gradient counts as zeros.
+    for them. The gradients of several passes add up. A parameter without a gradient counts as zeros, if it needs one.
+    Parameters may be added, frozen and unfrozen between steps, on all ranks alike. Of several such optimizers for one
+    parameter the last reduces its gradient; to use an earlier one then is an error.
 
     Args:
         named_parameters: names for messages; all parameters of the optimizer that need gradients must be among them.
@@ -223,7 +324,8 @@ def DistributedOptimizer(
     found = kind.__new__(kind)
     found.__dict__ = optimizer.__dict__
     found._hvd = _Reduction(
-        named, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense
+        found, {id(p): name for name, p in named}, compression, backward_passes_per_step, op,
+        gradient_predivide_factor, sparse_as_dense,
     )  # fmt: skip
     if "step" in optimizer.__dict__:
         _go_round(optimizer, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from kvmpi.errors import UnsupportedError
+from kvmpi.horovod import basics
 
 
 class _Elastic:
@@ -34,9 +35,60 @@ def stop_timeline() -> None:
     """Does nothing: there is no timeline that ``start_timeline`` has started."""
 
 
-def check_process_set(process_set: Any) -> None:
-    """Raise unless the operation is over all ranks."""
-    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
+class ProcessSet:
+    """Some of the ranks, as Horovod has them; here there is only the set of all, ``global_process_set``."""
+
+    process_set_id = 0
+
+    def __init__(self, ranks: Any = None) -> None:
+        self._refuse()
+
+    @staticmethod
+    def _refuse() -> NoReturn:
         raise UnsupportedError(
             "process sets are not supported; use torch.distributed.new_group with the backend kvmpi (kvmpi.torch.c10d)"
         )
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks."""
+        return list(range(basics.size()))
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return basics.size()
+
+    def rank(self) -> int:
+        """This rank."""
+        return basics.rank()
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
+        return True
+
+
+global_process_set: ProcessSet = object.__new__(ProcessSet)
+
+
+def add_process_set(process_set: Any) -> NoReturn:
+    """Raises UnsupportedError: there is no process set but ``global_process_set``."""
+    ProcessSet._refuse()
+
+
+def remove_process_set(process_set: Any) -> NoReturn:
+    """Raises UnsupportedError: there is no process set but ``global_process_set``."""
+    ProcessSet._refuse()
+
+
+def run(func: Any, *arguments: Any, **options: Any) -> NoReturn:
+    """Raises UnsupportedError: jobs are started from the command line, ``kvmpi run -n 4 PROGRAM``."""
+    raise UnsupportedError(
+        "hvd.run: functions are not sent to other processes; put it into a program and start that with "
+        "'kvmpi run -n NP PROGRAM' (docs/running.md)"
+    )
+
+
+def check_process_set(process_set: Any) -> None:
+    """Raise unless the operation is over all ranks."""
+    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
+        ProcessSet._refuse()

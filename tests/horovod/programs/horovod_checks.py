@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import enum
+import gc
 import os
 import re
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -364,6 +366,76 @@ def optimizers(rank: int, size: int) -> None:
         hvd.DistributedOptimizer(start(net), op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
+def changing(rank: int, size: int) -> None:
+    """Parameters come and go, or a closure computes gradients; against one process that does the same."""
+
+    def train(net: nn.Module, optimizer: Any, ranks: list[int], what: str, passes: int = 1) -> None:
+        def loss(part: int) -> torch.Tensor:
+            dtype = net[0].weight.dtype
+            return sum(net(batch(10 * step + part, r).to(dtype)).square().mean() for r in ranks) / len(ranks)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            total = loss(0)
+            total.backward()
+            return total
+
+        for step in range(5):
+            if what == "unfrozen" and step == 2:
+                net[3].requires_grad_(True)
+            if what == "frozen" and step == 2:
+                net[0].requires_grad_(False)
+                optimizer.zero_grad()
+            if what == "added" and step == 2:
+                net[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.05})
+            if "closure" in what:
+                optimizer.step(closure)
+                continue
+            optimizer.zero_grad()
+            for part in range(passes):
+                loss(part).backward()
+            optimizer.step()
+
+    def begin(net: nn.Module, what: str) -> torch.optim.Optimizer:
+        if what == "unfrozen":
+            net[3].requires_grad_(False)
+        if what == "added":
+            net[0].requires_grad_(False)
+            return torch.optim.SGD([*net[1].parameters(), *net[3].parameters()], lr=0.1, momentum=0.9)
+        if what == "closure of L-BFGS":
+            return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    variants = [(what, passes) for what in ("unfrozen", "frozen") for passes in (1, 2)]
+    for what, passes in [*variants, ("added", 1), ("closure", 1), ("closure of L-BFGS", 1)]:
+        alone, net = model().double(), model()
+        train(alone, begin(alone, what), list(range(size)), what, passes)
+        optimizer = hvd.DistributedOptimizer(begin(net, what), net.named_parameters(), backward_passes_per_step=passes)
+        train(net, optimizer, [rank], what, passes)
+        same_weights(net, alone, f"{what}, {passes} passes", 1e-5)
+    # One after the other for the same model, as where learning rates are tried; the first has gone, or must not go on.
+    for keep in (False, True):
+        net, kept = model(), None
+        for _ in range(2):
+            net.load_state_dict(model().state_dict())
+            first, kept = kept, None
+            kept = hvd.DistributedOptimizer(start(net), net.named_parameters())
+            for step in range(3):
+                kept.zero_grad()
+                net(batch(10 * step, rank)).square().mean().backward()
+                kept.step()
+            if not keep:
+                gone, kept = weakref.ref(kept), None
+                gc.collect()
+                assert gone() is None
+                assert not net[0].weight._post_accumulate_grad_hooks or size == 1
+        same_weights(net, one_process(size), "the second optimizer of a model")
+        if keep and size > 1:
+            with raises(KVError, "another hvd.DistributedOptimizer was made for 0.weight since"):
+                first.step()
+
+
 def schedulers(rank: int, size: int) -> None:
     """Made before or after the optimizer is distributed; torch warns if it thinks that there was no step."""
     alone = model().double()
@@ -442,13 +514,25 @@ def main() -> None:
     with raises(UnsupportedError, "kvmpi run --timeline FILE"):
         hvd.start_timeline("timeline.json")
     hvd.stop_timeline()
+    every = hvd.global_process_set
+    assert (every.process_set_id, every.ranks, every.size(), every.rank()) == (0, list(range(size)), size, rank)
+    close(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=every), torch.tensor([float(size)]))
+    for refused in (
+        lambda: hvd.ProcessSet([0]),
+        lambda: hvd.add_process_set([0]),
+        lambda: hvd.remove_process_set(every),
+    ):
+        with raises(UnsupportedError, "torch.distributed.new_group"):
+            refused()
+    with raises(UnsupportedError, "kvmpi run -n NP"):
+        hvd.run(main, np=2)
     assert not any(built() for built in (hvd.rocm_built, hvd.ddl_built, hvd.ccl_built))
     with raises(hvd.HorovodInternalError, "ranks go from 0"):
         hvd.broadcast(torch.ones(1), size)
     if size > 1:
         with pytest.warns(RuntimeWarning, match="this process speaks MPI and is being forked"):
             fork()
-    for check in (allreduces, moves, groups_of_tensors, objects, optimizers, schedulers, uneven):
+    for check in (allreduces, moves, groups_of_tensors, objects, optimizers, changing, schedulers, uneven):
         check(rank, size)
     hvd.shutdown()
     assert not hvd.is_initialized()
