@@ -94,7 +94,7 @@ def dump(shard: Shard) -> list[Record]:
         if slot.touched is not None:
             names, arrays = [*names, slot.TOUCHED], [*arrays, slot.touched.copy()]
         layout = shard.layouts[slot.key]
-        steps = {client: slot.lasting_steps(client) for client in slot.steps if client not in slot.entering}
+        steps = {client: slot.lasting_steps(client) for client in sorted(slot.steps.keys() - slot.entering.keys())}
         records.append((
             entries.SlotState(
                 slot.key, slot.chunk, layout.num_chunks, slot.count, layout.shape, slot.dtype, slot.rounds,

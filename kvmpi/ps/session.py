@@ -35,6 +35,8 @@ _FIRST = 1 << 62
 #: The window of quiet pushes, as a part of that of payloads: for large ones a word costs little beside the rest,
 #: and each keeps its sender's memory until its round is over.
 _QUIET_SHARE = 0.125
+#: So many windows full are under way before what is older than a request that waits has to stay behind it, too.
+_OLDER_WINDOWS = 2
 #: Where a Hello says who its client is.
 _CLIENT = 2
 #: Answers that end a request; anything else in their place is a mistake of the peer.
@@ -156,6 +158,27 @@ class ClientSession:
         self._in_flight[window] = in_flight + cost_bytes
         return True
 
+    def _let_older_go(self, waiting: Ask) -> None:
+        """What was asked for before a request that waits at its server need not stay behind it for lack of room.
+
+        Other clients may wait for just that, and this one for them: priorities, and parts that move from server to
+        server one by one, change the order in which requests leave.
+        """
+        queue = self._queues.get(waiting.where, [])
+        for entry in sorted((entry for entry in queue if entry[1] < waiting.number), key=lambda entry: entry[1]):
+            ask = entry[2]
+            if ask.operation.finished or ask.ended or not self._can_send(ask):
+                continue
+            ask.quiet = False
+            in_flight = self._in_flight.get(ask.window, 0)
+            if in_flight > _OLDER_WINDOWS * self._window_bytes:
+                break
+            self._in_flight[ask.window] = in_flight + ask.cost_bytes
+            queue.remove(entry)
+            heapq.heapify(queue)
+            self._outstanding[ask.number], ask.sent_s = ask, waiting.sent_s
+            self._repeats.append(ask)
+
     def _emit(self, ask: Ask) -> Outgoing | None:
         if ask.accepted:  # the push is in; only the end of its round is missing
             key, chunk, step = ask.fields[:3]
@@ -206,6 +229,8 @@ class ClientSession:
                 if ask.withheld is not None and self._hello is not None and self._hello[_CLIENT] in message.clients:
                     self._send_again(ask)
                     (ask.payloads, ask.cost_bytes), ask.withheld = ask.withheld, None
+                elif not ask.accepted:
+                    self._let_older_go(ask)
             case m.Moved():
                 self._astray.append(ask)
             case m.Accepted():

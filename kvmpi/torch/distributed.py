@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rules.check_empty(kv)
         given = rules.given_rule(kv)
         if given is None:
-            if self._inner.state:
+            if rules.has_stepped(self._inner.state.values()):
                 raise ConfigError(
                     "the optimizer has stepped already, and the store would not get its state: pass a new one"
                 )
@@ -442,7 +442,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: there is state in it, and the store updates.
         """
-        if self._update_on_kvstore and state_dict.get("state"):
+        if self._update_on_kvstore and rules.has_stepped(state_dict.get("state", {}).values()):
             raise ConfigError(
                 "load_state_dict: the store updates weights, and keeps its optimizer's state to itself; "
                 "save and load that with kv.save_optimizer_states and kv.load_optimizer_states"

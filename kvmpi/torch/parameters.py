@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from kvmpi.arrays import DTYPES
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, DTypeMismatchError
 from kvmpi.store import KVStore
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -85,6 +86,9 @@ class KeyedParameters:
         Args:
             as_they_lie: the keys get the shapes of ``as_it_lies``.
         """
+        for name, dtype in zip(self.names, self.dtypes, strict=True):
+            if str(dtype).removeprefix("torch.") not in DTYPES:
+                raise DTypeMismatchError(f"{name} is of {dtype}; stores carry {', '.join(DTYPES)}")
         values = [self.as_it_lies(i) for i in range(len(self))] if as_they_lie else self.data
         kv.broadcast(self.keys, values, values)
 
@@ -102,10 +106,11 @@ def start_alike(kv: KVStore, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that stores carry."""
-    if tensor.dtype == torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """The same memory in a dtype that stores carry; it is only copied."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    known = str(tensor.dtype).removeprefix("torch.") in DTYPES
+    return tensor if known else tensor[..., None].view(torch.uint8)
 
 
 def summing(kv: KVStore) -> Callable[..., Work | None]:

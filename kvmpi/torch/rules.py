@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +61,11 @@ def keep_own(kv: KVStore, rescale_grad: float) -> None:
         if getattr(kv.optimizer, "rescale_grad", rescale_grad) != rescale_grad:
             kv.set_hyperparams(rescale_grad=rescale_grad)
         _MADE[kv] = kv.optimizer
+
+
+def has_stepped(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the states of an optimizer's parameters are of steps that were done: Adagrad's are there before."""
+    return any(state and float(state.get("step", 1)) != 0 for state in states)
 
 
 def keys_of_groups(optimizer: torch.optim.Optimizer, params: KeyedParameters) -> list[list[int]]:

@@ -16,7 +16,7 @@ from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
-from kvmpi.torch.rules import keys_of_groups
+from kvmpi.torch.rules import has_stepped, keys_of_groups
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
 BIG_PARAMETER = 16 * 1024 * 1024
@@ -154,7 +154,7 @@ class Trainer:
             return "it takes no optimizer (kv.is_capable('optimizer') is False)"
         if self._torch is None:
             return None
-        if self._torch.state:
+        if has_stepped(self._torch.state.values()):
             return "the torch optimizer has stepped already, and its state would be lost; pass a new one"
         try:
             self._own_rule()

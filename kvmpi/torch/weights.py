@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -43,9 +44,13 @@ class Weights:
         self._flights: dict[int, _Flight] = {}
         #: Of which parameters the store is still to take the weights: they were loaded into the model.
         self.loaded: set[int] = set()
+        # How often each was written to when the store's weights came, to see what else writes there.
+        self._versions: dict[int, int] = {}
+        self._note_versions(range(len(params)))
         # Nobody waits for a gradient that no worker of the client has: neither other clients nor a round.
         self._leaves_out = kv.is_capable("async") or kv.num_clients == 1
         self._planned: tuple[list[int], list[tuple[int, ...]]] = ([], [])
+        self._warned = False
 
     # ---- there
 
@@ -59,6 +64,7 @@ class Weights:
         """
         kv, keys = self._kv, self._params.keys
         with self._lock:
+            self._warn_of_changes(indices)
             some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
             left = [i for i, gradient in zip(indices, gradients, strict=True) if gradient is None]
             works: list[Work | None] = []
@@ -136,6 +142,7 @@ class Weights:
                 "weights were loaded into the model, for the store to go on from, which all workers do before one step"
             )
             raise rebuild(type(error).__name__, f"{what}: {error}") from error
+        self._note_versions(found)
         self.loaded.clear()
 
     # ---- and back
@@ -164,3 +171,24 @@ class Weights:
     def _note_change(self, flight: _Flight) -> None:
         """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
         torch.autograd.graph.increment_version([self._params.tensors[i] for i in flight.indices])
+        self._note_versions(flight.indices)
+
+    def _note_versions(self, indices: Iterable[int]) -> None:
+        self._versions.update((i, self._params.tensors[i]._version) for i in indices)
+
+    def _warn_of_changes(self, indices: Iterable[int]) -> None:
+        """Something else than the store has written to weights, which come back as the store has them: say so once."""
+        if self._warned:
+            return
+        tensors = self._params.tensors
+        changed = [i for i in indices if self._versions.get(i, tensors[i]._version) != tensors[i]._version]
+        if changed:
+            self._warned = True
+            warnings.warn(
+                f"{self._params.names[changed[0]]} was written to between two steps (clipped, masked, initialised?), "
+                "of which the store that updates it does not know: what it sends back replaces that. If it was to "
+                "last, call model.load_state_dict(model.state_dict()) on all workers, which hands weights over, or "
+                "step in the workers (update_on_kvstore=False)",
+                UserWarning,
+                stacklevel=2,
+            )

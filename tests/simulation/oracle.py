@@ -155,7 +155,12 @@ class Oracle:
 
     def enter(self, client: int, step: int, position: int) -> None:
         """A client that was left out goes on after ``position``, and is in the rounds after ``step`` of all keys."""
-        furthest = max(0, *(self.last_begun(other) for other in range(self.num_clients)))
+        furthest = max(
+            (self._overall(key, at) for (other, key), begun in self._begun.items()
+             for at in range(1, self._last_steps[other] + 1)
+             if self._pushes(key, at - 1) < self._pushes(key, at) and begun >> self._pushes(key, at) & 1),
+            default=0,
+        )  # fmt: skip
         if step > furthest:
             raise Violation(f"client {client} enters after step {step}, nobody has begun more than {furthest}")
         if position > step:

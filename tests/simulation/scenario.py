@@ -98,7 +98,8 @@ class Job:
         # With rounds all would be slow.
         self._slow = {client for client in range(self.num_clients) if self.mode == "async" and choose.random() < 0.5}
         self._rule = choose.choice(["test", "test", "adam"]) if self.mode == "sync" else "test"
-        self._seldom, self._phases = self._choose_seldom(with_snapshots=disk is not None)
+        self._seldom, self._phases = self._choose_seldom()
+        self._resumed = 0 if past is None else past.number
         # Whether each key has an init of its own.
         self._one_by_one = random.Random(f"{seed} one by one").random() < 0.5
         # Whether nobody waits for these before they are pushed again.
@@ -150,12 +151,12 @@ class Job:
         if self._seldom:
             self.network.faults.count("seldom snapshot")
 
-    def _choose_seldom(self, *, with_snapshots: bool) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
+    def _choose_seldom(self) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
         """Keys that are pushed in every n-th step only, from which on, or never; and the order of keys in a step,
-        where one group is over before the next begins. Snapshots of what goes on without a client are left out."""
+        where one group is over before the next begins."""
         choose = random.Random(f"{self.seed} seldom")
         keys = list(KEYS)
-        if self.mode != "sync" or (with_snapshots and self.policy == "shrink") or choose.random() < 0.25:
+        if self.mode != "sync" or choose.random() < 0.25:
             return {}, [keys]
         choose.shuffle(keys)
         found = {}
@@ -174,10 +175,14 @@ class Job:
         return max(0, (step - 1 - first) // every + 1)
 
     def _overall(self, key: Any, step: int) -> int:
-        """The most pushes of any key by the time when the program has pushed this one in a step."""
+        """The most pushes of any key by the time when the program has pushed this one in a step; of those before the
+        job went on from a snapshot, its number."""
         order = [key for phase in self._phases for key in phase]
         pushed = order.index(key) + 1
-        return max(self._pushes(other, step - (i >= pushed)) for i, other in enumerate(order))
+        return self._resumed + max(
+            self._pushes(other, step - (i >= pushed)) - self._pushes(other, self._resumed)
+            for i, other in enumerate(order)
+        )
 
     def run(self) -> Outcome:
         """Run it to the end.
@@ -251,7 +256,14 @@ class Job:
     def _come_back(self, rank: int) -> None:
         self._incarnations[rank] += 1
         pause_s = self.network.random.choice([0.1, 0.4, 2.5])
-        self.network.start_later(self.network.now_s + pause_s, lambda: self._start_client(rank))
+
+        def start() -> None:
+            if self.policy == "wait" and rank in self._closing:
+                self.network.faults.count("ended well after all")  # nobody takes the place of such a process
+            else:
+                self._start_client(rank)
+
+        self.network.start_later(self.network.now_s + pause_s, start)
 
     def _start_client(self, rank: int) -> None:
         incarnation = self._incarnations[rank]

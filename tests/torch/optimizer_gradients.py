@@ -31,7 +31,7 @@ from torch import nn
 
 import kvmpi
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, DTypeMismatchError
 from kvmpi.torch import DistributedOptimizer
 
 
@@ -158,6 +158,31 @@ def images(kv: kvmpi.KVStore) -> None:
     kv.init(kv.keys[-1] + 1, mean)
     kv.pushpull(kv.keys[-1], mean)
     assert not torch.allclose(mean / kv.num_workers, flat(model.buffers()))
+
+
+def odd_buffers(kv: kvmpi.KVStore) -> None:
+    """Buffers of dtypes in which nobody computes are alike everywhere too; parameters of such are refused by name."""
+    model = mlp(kv.rank)
+    kinds = (torch.uint16, torch.uint64, torch.float8_e5m2, torch.complex64, torch.bool)
+
+    def bits(table: torch.Tensor) -> torch.Tensor:
+        return table.view(torch.uint8)
+
+    for i, dtype in enumerate(kinds):
+        table = (torch.arange(12.0).reshape(3, 4) + i + 20 * kv.rank).to(dtype)
+        model.register_buffer(f"table{i}", table.T if i % 2 else table)
+    model.register_buffer("number", torch.tensor(7 + kv.rank, dtype=torch.uint32))
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+    for i, dtype in enumerate(kinds):
+        table = (torch.arange(12.0).reshape(3, 4) + i).to(dtype)
+        found = model.get_buffer(f"table{i}").contiguous()
+        assert torch.equal(bits(found), bits((table.T if i % 2 else table).contiguous())), dtype
+    assert model.number.item() == 7
+    optimizer.detach()
+    odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([odd], lr=0.1)
+    refused = "phase is of torch.complex64"
+    expect(DTypeMismatchError, refused, lambda: DistributedOptimizer(optimizer, kv, [("phase", odd)]))
 
 
 def no_copies(kv: kvmpi.KVStore) -> None:
@@ -447,6 +472,6 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
 DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
-    images, no_copies, compiled, nothing_leaves_without_sync,
+    images, odd_buffers, no_copies, compiled, nothing_leaves_without_sync,
     order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error, forks, uneven_batches,
 )  # fmt: skip

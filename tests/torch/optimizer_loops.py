@@ -49,6 +49,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Which has states of its parameters before it steps."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1)
+
+
 def expect(error: type[BaseException], text: str, call: Callable[[], Any]) -> None:
     """``call`` must raise ``error`` with ``text`` in it."""
     said = None

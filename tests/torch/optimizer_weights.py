@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def loops_of_people(store: str) -> None:
             same_in_all(kv, loop, update_on_kvstore=True)
     with kvmpi.create(store) as kv:
         same_in_all(kv, plain_steps, optimizer=adamw, update_on_kvstore=True, parameters_only=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, plain_steps, optimizer=loops.adagrad, update_on_kvstore=True)
     with kvmpi.create(store) as kv:
         same_in_all(kv, plain_steps, make=convolutions, get=image_shard, update_on_kvstore=True)
 
@@ -392,6 +395,38 @@ def loaded(store: str) -> None:
         assert torch.equal(flat(model.parameters()), flat(mlp(5).parameters())), "worker 0's weights count"
 
 
+def written_to(store: str) -> None:
+    """Who clips weights between steps is told, once, that the store does not know; and may hand them over."""
+
+    def clamped(model: Any, optimizer: Any, shards: Any) -> None:
+        for step in range(STEPS):
+            plain_steps(model, optimizer, lambda _, step=step: shards(step), 1)
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            with torch.no_grad():
+                model[2].weight.clamp_(-0.05, 0.05)
+            model.load_state_dict(model.state_dict())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parts in (1, 1 << 20):
+            with kvmpi.create(store) as kv:
+                model, _ = same_in_all(kv, clamped, update_on_kvstore=True, bucket_bytes=parts)
+                assert model[2].weight.abs().max() <= 0.05
+    with training(store) as (kv, model, optimizer):
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                plain_steps(model, optimizer, lambda _, step=step: [shard(step, kv.rank)], 1)
+            said = [str(warning.message) for warning in told]
+            assert len(said) == (step == 1), said
+            if said:
+                assert "2.weight was written to between two steps" in said[0], said
+            optimizer.synchronize()
+            with torch.no_grad():
+                model[2].weight.clamp_(-0.05, 0.05)
+
+
 def loaded_by_one(store: str) -> None:
     """Nobody waits for ever for those who have loaded nothing."""
     with kvmpi.create(store, timeout_s=4) as kv:
@@ -452,6 +487,6 @@ def asynchronous(store: str) -> None:
 
 CHECKS = (
     loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
-    layers_wait_for_their_own, first_layers_first, compiled, too_late, resumed, loaded, uneven_batches, asynchronous,
-    loaded_by_one,
+    layers_wait_for_their_own, first_layers_first, compiled, too_late, resumed, loaded, written_to,
+    uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

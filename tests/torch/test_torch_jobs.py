@@ -18,7 +18,7 @@ JOBS = {
         "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
-        "first_layers_first,compiled,too_late,loaded,"
+        "first_layers_first,compiled,too_late,loaded,written_to,"
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks",
@@ -38,7 +38,7 @@ JOBS = {
         "order_of_the_first_worker,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
-        "loaded,uneven_batches",
+        "loaded,written_to,uneven_batches",
         "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,first_layers_first,loaded,loaded_by_one",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",

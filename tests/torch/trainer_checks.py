@@ -144,8 +144,8 @@ def sparse_training(store: str, update: bool) -> None:
 
     with kvmpi.create(store) as kv:
         plain, model = make(), make()
-        optimizer = kvmpi.optim.Adagrad(0.2) if update else torch.optim.Adagrad(model.parameters(), lr=0.2)
-        trainer = Trainer(model.parameters(), optimizer, kv, update)
+        trainer = Trainer(model.parameters(), torch.optim.Adagrad(model.parameters(), lr=0.2), kv, update)
+        assert trainer.update_on_kvstore == update
         reference = torch.optim.Adagrad(plain.parameters(), lr=0.2)
         for step in range(STEPS):
             workers = [rank for rank in range(NUM_WORKERS) if (rank, step) != (1, 2)]
