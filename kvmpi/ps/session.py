@@ -35,8 +35,6 @@ _FIRST = 1 << 62
 #: The window of quiet pushes, as a part of that of payloads: for large ones a word costs little beside the rest,
 #: and each keeps its sender's memory until its round is over.
 _QUIET_SHARE = 0.125
-#: So many windows full are under way before what is older than a request that waits has to stay behind it, too.
-_OLDER_WINDOWS = 2
 #: Where a Hello says who its client is.
 _CLIENT = 2
 #: Answers that end a request; anything else in their place is a mistake of the peer.
@@ -159,7 +157,8 @@ class ClientSession:
         return True
 
     def _let_older_go(self, waiting: Ask) -> None:
-        """What was asked for before a request that waits at its server need not stay behind it for lack of room.
+        """What was asked for before a request that waits at its server need not stay behind it for lack of room, as
+        long as there would be room in a second window.
 
         Other clients may wait for just that, and this one for them: priorities, and parts that move from server to
         server one by one, change the order in which requests leave.
@@ -171,8 +170,8 @@ class ClientSession:
                 continue
             ask.quiet = False
             in_flight = self._in_flight.get(ask.window, 0)
-            if in_flight > _OLDER_WINDOWS * self._window_bytes:
-                break
+            if in_flight - waiting.cost_bytes > self._window_bytes:
+                break  # the second window is full
             self._in_flight[ask.window] = in_flight + ask.cost_bytes
             queue.remove(entry)
             heapq.heapify(queue)

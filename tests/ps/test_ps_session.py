@@ -281,6 +281,56 @@ def test_an_answer_that_cannot_be_taken_in_fails_its_operation_only(error: Excep
     assert bench.ended["good"] is None
 
 
+def test_what_is_older_than_a_request_that_waits_need_not_stay_behind_it() -> None:
+    """Others may wait for it, and the one that waits for them; there is a second window for that, and no third."""
+    bench = Bench(100)
+    for number in range(4):
+        bench.start(f"old {number}", push(0, 40, f"old {number}"))
+    bench.start("first", push(0, 90, "first"), priority=1)
+    bench.start("other reads", pull(0, 90, "other reads"), priority=1)
+    bench.start("new", push(0, 1, "new"))
+    first, reads = bench.flush()
+    assert keys([first, reads]) == ["first", "other reads"]
+    assert not bench.after(0.1)
+    bench.answer(reads, m.Waiting, [1], [])
+    assert not bench.flush(), "what has another window is not in its way"
+    bench.answer(first, m.Waiting, [1], [])
+    older = bench.flush()
+    assert keys(older) == ["old 0", "old 1", "old 2"], "in their order, into a second window"
+    for message in (first, *older):
+        bench.answer(message, m.Waiting, [1], [])
+    assert not bench.flush(), "there is no third"
+    bench.answer(first, m.Waiting, [1], [])
+    assert not bench.flush()
+    bench.answer(older[0])
+    assert not bench.flush()
+    bench.answer(first, m.Waiting, [1], [])
+    assert keys(bench.flush()) == ["old 3"], "and nothing newer"
+    for message in (first, *older[1:]):
+        bench.answer(message)
+    assert keys(bench.flush()) == ["new"]
+    assert bench.session._in_flight[0, False] == 41
+
+
+def test_a_request_that_has_left_out_of_turn_is_repeated_and_sent_once() -> None:
+    bench = Bench(10)
+    bench.start("old", push(0, 10, "old"))
+    bench.start("first", push(0, 10, "first"), priority=1)
+    (first,) = bench.flush()
+    (again,) = bench.after(RETRY_S + 0.1)
+    bench.answer(again, m.Waiting, [2], [])
+    bench.answer(first, m.Waiting, [2], [])
+    (old,) = bench.flush()
+    assert keys([old]) == ["old"]
+    assert sorted(keys(bench.after(RETRY_S + 0.1))) == ["first", "old"]
+    bench.answer(old)
+    assert not bench.flush()
+    bench.answer(first)
+    assert not bench.flush()
+    assert bench.ended == {"old": None, "first": None}
+    assert bench.session._in_flight[0, False] == 0
+
+
 def test_a_request_that_cannot_be_made_or_sent_fails_and_frees_its_window() -> None:
     bench = Bench(10)
 
