@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.errors import DTypeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, DTypeMismatchError, UnsupportedError
 
 #: What kvmpi carries, and the NumPy dtype that holds it (bfloat16 as its raw bits).
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -248,15 +249,21 @@ def write(array: Any, flat: Buffer) -> None:
 
 
 def empty(
-    shape: tuple[int, ...], dtype: Any, device: str | None = None, allocate: Callable[[int, str], Buffer] | None = None
+    shape: int | Sequence[int],
+    dtype: Any,
+    device: str | None = None,
+    allocate: Callable[[int, str], Buffer] | None = None,
 ) -> Any:
     """An uninitialised array: a torch tensor for a torch dtype or bfloat16, a CuPy array on a device, else NumPy.
 
     ``allocate(count, dtype)`` gives the memory where that is the host's.
 
     Raises:
+        ConfigError: ``shape`` is none.
         DTypeMismatchError: a dtype that kvmpi does not carry.
+        UnsupportedError: ``device`` is a GPU, and CuPy is not there.
     """
+    shape = _shape(shape)
     torch = sys.modules.get("torch")
     of_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)
@@ -270,11 +277,24 @@ def empty(
 
         return installed.empty(shape, dtype=getattr(installed, name), device=device or "cpu")
     if device not in (None, "cpu"):
-        import cupy
+        try:
+            import cupy
+        except ImportError:
+            raise UnsupportedError(f"empty on {device}: arrays on a GPU need CuPy, which is not installed") from None
 
         with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
             return cupy.empty(shape, dtype=DTYPES[name])
     return np.empty(shape, dtype=DTYPES[name])
+
+
+def _shape(given: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        shape = tuple(map(operator.index, given)) if isinstance(given, Iterable) else (operator.index(given),)
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ConfigError(f"empty: shape {given!r}, expected a length, or a sequence of lengths, from 0 on")
+    return shape
 
 
 def is_sparse(array: Any) -> bool:

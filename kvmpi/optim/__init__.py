@@ -4,7 +4,7 @@ A rule is an immutable set of plain numbers. It travels as its registered name a
 belong to a key (stored value, state, master copy) are the caller's.
 """
 
-from kvmpi.optim.apply import check_by_rows, make_master, update, update_rows
+from kvmpi.optim.apply import check_by_rows, fitting_master, make_master, update, update_rows
 from kvmpi.optim.convert import from_any
 from kvmpi.optim.registry import create, known, register
 from kvmpi.optim.rule import Block, Rule
@@ -22,6 +22,7 @@ __all__ = [
     "Test",
     "check_by_rows",
     "create",
+    "fitting_master",
     "from_any",
     "known",
     "make_master",

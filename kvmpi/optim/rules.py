@@ -55,12 +55,19 @@ def _number(rule: Rule, name: str, kind: str) -> Any:
         if kind == "float":
             if isinstance(value, str):
                 raise ValueError
-            return float(value)
+            return _finite(value)
         first, second = value
-        return (float(first), float(second))
+        return (_finite(first), _finite(second))
     except (TypeError, ValueError):
-        wanted = {"bool": "True or False", "float": "a number"}.get(kind, "a pair of numbers")
+        wanted = {"bool": "True or False", "float": "a finite number"}.get(kind, "a pair of finite numbers")
         raise ConfigError(f"{type(rule).__name__}({name}={value!r}): expected {wanted}") from None
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _gradient(b: Block, rescale_grad: float, weight_decay: float) -> Array:

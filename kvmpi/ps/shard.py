@@ -102,8 +102,8 @@ class Shard:
                 return self._set_rule(client, route, message)
             case m.GetState():
                 slot = self._slot(message.key, message.chunk, client)
-                names, arrays = slot.dump()
-                return [Reply(route, m.State(message.request, slot.updates, names), tuple(arrays))]
+                updates, names, arrays = slot.remembered()
+                return [Reply(route, m.State(message.request, updates, names), tuple(arrays))]
             case m.PutState():
                 return self._put_state(client, route, message, payloads)
             case m.Finish():

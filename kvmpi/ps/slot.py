@@ -13,10 +13,12 @@ import numpy.typing as npt
 
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
+from kvmpi.errors import rebuild
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.order import UNSAID, Span, common
+from kvmpi.ps.reply import name_and_text
 from kvmpi.ps.steps import Mark
 from kvmpi.wire.entries import Key
 
@@ -283,11 +285,15 @@ class Slot:
     def _update(self, pushed: Buffer | Rows, count: int, recycle: Buffer | None) -> Buffer:
         """Apply ``pushed``; ``recycle`` is the same memory if it may be overwritten."""
         rule = self._rule_of_round(self.rounds + 1)
-        if isinstance(pushed, Rows):
-            self._apply_rows(rule, pushed, count)
-            answer, self.touched = self.value, pushed.ids
-        else:
-            answer, self.touched = self._apply(rule, pushed, count, recycle), None
+        try:
+            if isinstance(pushed, Rows):
+                self._apply_rows(rule, pushed, count)
+                answer, self.touched = self.value, pushed.ids
+            else:
+                answer, self.touched = self._apply(rule, pushed, count, recycle), None
+        except Exception as error:  # a rule that does not fit this key, or a user's own
+            name, text = name_and_text(error)
+            raise rebuild(name, f"update {self.updates + 1} of key {self.key!r}, chunk {self.chunk}: {text}") from error
         self.rounds += 1
         self.failed = None
         self.met = answer if answer is not self.value else None
@@ -459,6 +465,15 @@ class Slot:
             arrays["master"] = self.master
         arrays.update(self.state)
         return list(arrays), [array.copy() for array in arrays.values()]
+
+    def remembered(self) -> tuple[int, list[str], list[Buffer]]:
+        """Updates, and names and arrays of ``dump``, as the rule of the next push finds them: one that was put in force
+        since the last begins without a memory."""
+        names, arrays = self.dump()
+        if self.next_rule.generation == self.generation:
+            return self.updates, names, arrays
+        kept = {name: array for name, array in zip(names, arrays, strict=True) if name not in self.state}
+        return 0, list(kept), list(kept.values())
 
     def restore(self, updates: int, arrays: dict[str, Buffer]) -> None:
         """The inverse of ``dump``; a value is only replaced if it is there."""

@@ -249,9 +249,14 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         same. After a call has failed, as when its time was over, others may be reading still: leave such an array
         unchanged until the store is closed, unless the same call is made again with the same contents. What a failed
         call was to fill, wherever it lies, may still be written to, since MPI goes on with what has begun.
+
+        Raises:
+            ConfigError: ``shape`` is none.
+            DTypeMismatchError: a dtype that kvmpi does not carry.
+            UnsupportedError: ``device`` is a GPU, and CuPy is not there.
         """
         allocate = self._reduce.empty if self.mpi_size > 1 else self._empty
-        return arrays.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype, device, allocate)
+        return arrays.empty(shape, dtype, device, allocate)
 
     # ---- update rules
 

@@ -34,11 +34,14 @@ class SavedKey:
     dtype: str
     updates: int
     arrays: dict[str, Buffer] = field(default_factory=dict)
+    library: str = "numpy"  #: whose arrays the key was made of
 
     @classmethod
-    def of_chunks(cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any]) -> SavedKey:
+    def of_chunks(
+        cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any], library: str = "numpy"
+    ) -> SavedKey:
         """One key of ``ps.client.SavedChunk``, which cover it."""
-        found = cls(key, shape, dtype, chunks[0].updates)
+        found = cls(key, shape, dtype, chunks[0].updates, library=library)
         for name, first in chunks[0].arrays.items():
             whole = found.arrays[name] = np.empty(math.prod(shape), first.dtype)
             for chunk in chunks:
@@ -77,6 +80,7 @@ def write(
         "rule": None if rule is None else [rule.name, rule.hyperparams()],
         "keys": entries,
         "crc32": checksums,
+        "libraries": [saved.library for saved in keys],
     }
     try:
         with replacing(path) as temporary:
@@ -104,7 +108,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
             keys, checksums = [], manifest.get("crc32")
             for i, (key, shape, dtype, updates, names) in enumerate(manifest["keys"]):
                 found = {name: file.get_tensor(f"{i}/{name}") for name in names}
-                keys.append(SavedKey(key, tuple(shape), dtype, updates, found))
+                library = manifest["libraries"][i] if "libraries" in manifest else "numpy"
+                keys.append(SavedKey(key, tuple(shape), dtype, updates, found, library))
                 if checksums is not None and [_checksum(found[name]) for name in names] != checksums[i]:
                     raise KVError(f"load of {path}: the file is damaged: key {key!r} is not what was saved")
     except KVError:
@@ -125,7 +130,7 @@ def _check(path: str, saved: SavedKey, existing: Collection[Key], *, with_values
     if with_values and "value" not in saved.arrays:
         raise ConfigError(f"load of {path}: it holds optimizer states only; use load_optimizer_states")
     if not with_values:
-        saved.arrays.pop("value", None)
+        saved.arrays.pop("value", None)  # a master, which weights had, is for the store to compare
         if saved.key not in existing:
             raise KeyNotInitializedError(f"load_optimizer_states of {path}: key {saved.key!r} is not in the store")
     count = int(np.prod(saved.shape, dtype=np.int64))

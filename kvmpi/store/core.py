@@ -12,6 +12,8 @@ one rank knows. What all ranks know is the agreement of the call.
 from __future__ import annotations
 
 import json
+import math
+import numbers
 import os
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
 from kvmpi.errors import (
+    ConfigError,
     DTypeMismatchError,
     KeyKindError,
     KeyNotInitializedError,
@@ -249,6 +252,8 @@ class StoreCore:
             raise KVError(f"{call.op} of key {key!r} on worker {self.rank}: it has called join, and pushes no more")
 
         def prepare() -> list[Part]:
+            if not isinstance(call.priority, numbers.Real) or math.isnan(call.priority):
+                raise ConfigError(f"{call.op} of key {key!r}: priority={call.priority!r}, expected a number")
             parts: dict[Key, Part] = {}
             for group in groups(key, value, call.op, by_rows=True) if pushes else []:
                 state = self._match(group, call.op)
@@ -366,6 +371,14 @@ class StoreCore:
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         """Raise if ``op`` cannot push to this key now."""
+        rule = self._rule
+        if rule is None or op == "allreduce" or rule.integers or not (rule.in_blocks or rule.averages):
+            return
+        if host.ACCUMULATE[state.dtype] not in ("float32", "float64"):
+            raise DTypeMismatchError(
+                f"{op} of key {state.key!r} on worker {self.rank}: {rule!r} cannot compute in {state.dtype}; use a key "
+                "of a float type, or no optimizer, for values of this kind"
+            )
 
     def _part_of_rows(self, group: Group, state: KeyState, call: Invocation, in_place: bool) -> Part:
         """What a call pushes to a key of which it has some rows; see ``row_sparse``."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmpi import optim
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds
@@ -398,7 +399,7 @@ class DistStore(Commanding):
         assert self._ps is not None
         work, chunks = self._ps.get_state(state.key, deadline)
         work.wait()
-        return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks)
+        return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks, state.library)
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         self._answers |= dict.fromkeys(key.key for key in saved)
@@ -406,6 +407,9 @@ class DistStore(Commanding):
             self._ps.forget_errors([key.key for key in saved])
         if self._is_first and self._ps is not None:
             for key in saved:
+                if not with_values and (master := key.arrays.get("master")) is not None:
+                    value = self._dump(self._keys[key.key], deadline).arrays["value"]
+                    key.arrays["master"] = optim.fitting_master(master, value, key.dtype)
                 self._ps.put_state(key.key, key.updates, key.arrays, deadline).wait()
 
     # ---- the end

@@ -68,14 +68,17 @@ def create(name: str = "local", **settings: Any) -> KVStore:
         ConfigError: unknown type (the message lists the known ones), or a job of a shape that the type cannot use.
         NotLaunchedError: the type needs servers, and this process is one of several that ``mpirun`` started without.
     """
-    if not isinstance(name, str) or _ALIASES.get(name, name) not in _FACTORIES:
+    factory = (_FACTORIES.get(name) or _FACTORIES.get(_ALIASES.get(name, ""))) if isinstance(name, str) else None
+    if factory is None:
         known = ", ".join([*_FACTORIES, *_ALIASES])
         raise ConfigError(f"unknown store type {name!r}; known: {known}")
     try:
         config = Config.from_env(**settings)
     except TypeError as error:
         raise ConfigError(f"create({name!r}): {error}") from None
-    store = _FACTORIES[_ALIASES.get(name, name)](config)
+    store = factory(config)
+    if not isinstance(store, KVStore):
+        raise ConfigError(f"create({name!r}): its factory returned {store!r}, expected a KVStore")
     close_at_exit(store)
     activity.begin(store._observe)
     begin_reports(config, store.client_rank)
@@ -89,7 +92,13 @@ def close_at_exit(thing: Closing) -> None:
 
 
 def register_store(name: str, factory: Factory) -> None:
-    """Make ``create(name)`` call ``factory(config)``, which returns a ``KVStore``."""
+    """Make ``create(name)`` call ``factory(config)``, which returns a ``KVStore``; also for a name that is there.
+
+    Raises:
+        ConfigError: a name that is no text, or a factory that cannot be called.
+    """
+    if not isinstance(name, str) or not name or not callable(factory):
+        raise ConfigError(f"register_store({name!r}, {factory!r}): expected a name and a function")
     _FACTORIES[name] = factory
 
 

@@ -16,7 +16,7 @@ from kvmpi.collectives import Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import KeyNotInitializedError, UnsupportedError
+from kvmpi.errors import ConfigError, KeyNotInitializedError, KVError, UnsupportedError, rebuild
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
@@ -64,6 +64,8 @@ class ReplicatedStore(KVStore):
         return self.mpi_size
 
     def set_updater(self, fn: Updater) -> None:
+        if not callable(fn):
+            raise ConfigError(f"set_updater({fn!r}): expected a function fn(key, pushed, stored)")
         self._settle(Deadline(self._config.timeout_s))
         self._update_by(None, fn)
 
@@ -197,10 +199,14 @@ class ReplicatedStore(KVStore):
             rule = self._rule.of_key(state.key)
             replica.updates += 1
             self._prepare_master(state, replica, rule)
-            optim.update(
-                rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state, replica.updates,
-                master=replica.master,
-            )  # fmt: skip
+            try:
+                optim.update(
+                    rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state,
+                    replica.updates, master=replica.master,
+                )  # fmt: skip
+            except KVError as error:
+                what = f"update {replica.updates} of key {state.key!r} on worker {self.rank}"
+                raise rebuild(type(error).__name__, f"{what}: {error}") from error
         else:
             replica.value, state.buffer = pushed, replica.value
 
@@ -335,15 +341,18 @@ class ReplicatedStore(KVStore):
         found = {"value": replica.value, **replica.state}
         if replica.master is not None:
             found["master"] = replica.master
-        return SavedKey(state.key, state.shape, state.dtype, replica.updates, found)
+        return SavedKey(state.key, state.shape, state.dtype, replica.updates, found, state.library)
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         for key in saved:
             replica = self._replicas[key.key]
             found = dict(key.arrays)
+            master = found.pop("master", None)
             if with_values:
                 np.copyto(replica.value, found.pop("value"))
-            replica.master = found.pop("master", None)
+                replica.master = master
+            elif master is not None:
+                replica.master = optim.fitting_master(master, replica.value, key.dtype)
             replica.state, replica.updates = found, key.updates
 
 

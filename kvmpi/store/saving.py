@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +11,7 @@ from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ShapeMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
 from kvmpi.store import checkpoint
 from kvmpi.store.call import Invocation, KeyState
 from kvmpi.store.grammar import Group, groups
@@ -62,7 +64,7 @@ class Saving(Meeting):
         Raises:
             KVError: it could not be written, on every worker; what was there before is unchanged.
         """
-        self._save(str(path), with_values=True)
+        self._save(path, with_values=True)
 
     def load(self, path: Any) -> None:
         """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created.
@@ -72,21 +74,25 @@ class Saving(Meeting):
         Raises:
             KVError: the file is missing or damaged.
             ConfigError: it is no checkpoint of kvmpi, or holds optimizer states only.
-            KeyKindError, ShapeMismatchError: a key of it does not fit the store's.
+            KeyKindError, ShapeMismatchError, DTypeMismatchError: a key of it does not fit the store's.
         """
-        self._load(str(path), with_values=True)
+        self._load(path, with_values=True)
 
     def save_optimizer_states(self, path: Any) -> None:
         """Like ``save``, without the values."""
-        self._save(str(path), with_values=False)
+        self._save(path, with_values=False)
 
     def load_optimizer_states(self, path: Any) -> None:
         """Restore what ``save_optimizer_states`` or ``save`` wrote, without touching values. Keys must exist."""
-        self._load(str(path), with_values=False)
+        self._load(path, with_values=False)
 
-    def _save(self, path: str, *, with_values: bool) -> None:
+    def _save(self, path: Any, *, with_values: bool) -> None:
+        def prepare() -> str:
+            self._settle(call.deadline)
+            return _file(path)
+
         with self._meeting("save") as call:
-            self._enter(call, lambda: self._settle(call.deadline), details=lambda _: [path, with_values])
+            name = self._enter(call, prepare, details=lambda name: [name, with_values])
             self._settle(call.deadline)
 
         def write() -> None:
@@ -94,15 +100,15 @@ class Saving(Meeting):
                 return
             states = sorted(self._keys.values(), key=lambda state: state.index)
             saved = [self._dump(state, call.deadline) for state in states]
-            checkpoint.write(path, self._type, self._clock, self._rule, saved, with_values=with_values)
+            checkpoint.write(name, self._type, self._clock, self._rule, saved, with_values=with_values)
 
         with self._meeting("save"):  # when save returns, the file is there for the workers of every client
             self._together("save", write)
 
-    def _load(self, path: str, *, with_values: bool) -> None:
+    def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
             self._settle(call.deadline)
-            found = checkpoint.read(path, self._keys, with_values=with_values)
+            found = checkpoint.read(_file(path), self._keys, with_values=with_values)
             self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
             for saved in found.keys:
                 self._check_fits(saved, path)
@@ -110,7 +116,10 @@ class Saving(Meeting):
 
         with self._meeting("load") as call:  # nothing is changed before every worker of every client has read it
             found = self._enter(
-                call, prepare, lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys], lambda _: [path, with_values]
+                call,
+                prepare,
+                lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys],
+                lambda _: [_file(path), with_values],
             )
             self._settle(call.deadline)
         with self._meeting("load") as call:
@@ -121,17 +130,18 @@ class Saving(Meeting):
         store = cast("KVStore", self)
         missing = [saved for saved in found.keys if saved.key not in self._keys]
         if missing:
-            values = [arrays.wrap(s.arrays["value"], s.shape, s.dtype, "numpy") for s in missing]
+            values = [arrays.wrap(s.arrays["value"], s.shape, s.dtype, _library_of(s)) for s in missing]
             store.init([saved.key for saved in missing], values)
         if found.rule is not None and found.rule != self._rule:
             store.set_optimizer(found.rule)
         self._together("load", lambda: self._restore(found.keys, with_values, deadline))
-        self._clock = found.clock
+        store._set_clock(found.clock)
 
-    def _check_fits(self, saved: checkpoint.SavedKey, path: str) -> None:
+    def _check_fits(self, saved: checkpoint.SavedKey, path: Any) -> None:
         state = self._keys.get(saved.key)
         if state is not None and (saved.shape, saved.dtype) != (state.shape, state.dtype):
-            raise ShapeMismatchError(
+            wrong = ShapeMismatchError if saved.shape != state.shape else DTypeMismatchError
+            raise wrong(
                 f"load of {path}: key {saved.key!r} has shape {saved.shape} and dtype {saved.dtype} there, and "
                 f"{state.shape} and {state.dtype} in the store"
             )
@@ -147,3 +157,16 @@ class Saving(Meeting):
     @abstractmethod
     def _restore(self, saved: list[checkpoint.SavedKey], with_values: bool, deadline: Deadline) -> None:
         """The inverse of ``_dump``."""
+
+
+def _file(path: Any) -> str:
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise ConfigError(f"path is {path!r}: expected the name of a file") from None
+
+
+def _library_of(saved: checkpoint.SavedKey) -> str:
+    """What a key was made of, where that is there."""
+    has_torch = saved.library == "torch" and importlib.util.find_spec("torch") is not None
+    return "torch" if has_torch else "numpy"

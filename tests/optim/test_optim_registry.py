@@ -90,9 +90,9 @@ def test_repr_and_equality():
     [
         (lambda: optim.SGD(lr=-0.1), r"SGD\(lr=-0.1\): must not be negative"),
         (lambda: optim.SGD(lr=math.nan), "lr"),
-        (lambda: optim.SGD(lr="fast"), "expected a number"),
-        (lambda: optim.SGD(lr="0.1"), "expected a number"),
-        (lambda: optim.SGD(lr=None), "expected a number"),
+        (lambda: optim.SGD(lr="fast"), "expected a finite number"),
+        (lambda: optim.SGD(lr="0.1"), "expected a finite number"),
+        (lambda: optim.SGD(lr=None), "expected a finite number"),
         (lambda: optim.SGD(lr=0.1, momentum=-1), "momentum"),
         (lambda: optim.SGD(lr=0.1, weight_decay=-1), "weight_decay"),
         (lambda: optim.SGD(lr=0.1, nesterov=True), "nesterov.*momentum"),

@@ -33,6 +33,8 @@ def make(runner: Runner, names: list[Any]) -> None:
         return
     if kind in ("other key", "other call") and not grouped:
         return
+    if kind != "twice" and not all(map(model.takes, names)):
+        return  # what others do right is an error then, too
 
     def good() -> Any:
         return runner.array(name, runner.numbers(key.count, "mistake")).array

@@ -39,6 +39,8 @@ def test_mistakes_in_clients_of_two(job):
         "list": (r"ShapeMismatchError: .*'v'", r"ShapeMismatchError: .*'v'"),
         "keys": (r"OrderMismatchError: .*'w'.*'v'",) * 2,
         "order": (r"OrderMismatchError: .*position 1.*'v'.*no key",) * 2,
+        "priority": (r"ConfigError: .*'high'", r"ConfigError: MPI rank 1 .*'high'"),
+        "path": (r"ConfigError: path is None", r"ConfigError: MPI rank 1 .*path is None"),
         "call": (r"OrderMismatchError: .*push\('w'\).*pull\('w'\)",) * 2,
     }
     everywhere |= dict.fromkeys(("fork", "fork all"), "KVError: KVError: this dist_sync_mpi store belongs to process")

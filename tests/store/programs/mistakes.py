@@ -70,6 +70,8 @@ if grouped:
     in_the_client("call", lambda: kv.pull("w", out) if odd else kv.push("w", good))
     expect("init shape", lambda: kv.init("new", np.ones(3 if r % 2 else 2, "f4")))
     expect("init dtype", lambda: kv.init("new", np.ones(2, "f8" if r % 2 else "f4")))
+    in_the_client("priority", lambda: kv.push("w", good, priority="high" if odd else 0))
+    expect("path", lambda: kv.save(None if odd else "unused"))
     expect("optimizer", lambda: kv.set_optimizer(kvmpi.optim.SGD(lr=0.1 if r % 2 else 0.2)))
 else:
     # Every worker is a client of its own: a mistake of one is an error there alone.
