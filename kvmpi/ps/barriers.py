@@ -128,7 +128,15 @@ class Barriers:
         if before is not None and self._on_loss == "shrink":
             # It does not know how many barriers there were; those before it enters are over for it.
             return self.done + (message.step > before)
-        return self.first.get(client, self.done + 1) if message.ordinal == m.NEXT_BARRIER else message.ordinal
+        if message.ordinal != m.NEXT_BARRIER:
+            return message.ordinal
+        # That it has entered may be heard only after this.
+        over = self._over_after(message.step - 1) if self.returning.get(client) == -1 else None
+        return self.first.get(client, over or self.done + 1)
+
+    def _over_after(self, step: int) -> int | None:
+        """The first barrier after a step, if one is over."""
+        return min((number for passed, number in self.passed.items() if passed > step), default=None)
 
     def arrive(self, client: int, route: bytes, message: m.Barrier, now_s: float, silence_of: SilenceOf) -> list[Reply]:
         """A client has come to a barrier.
@@ -225,9 +233,9 @@ class Barriers:
             else:
                 self.returning[rank] = step
                 # The process before it may have been further than it goes on, where it could not know that all is done.
-                later = [number for passed, number in self.passed.items() if passed > step]
-                if later and self._on_loss == "wait":
-                    self.first.setdefault(rank, min(later))
+                later = self._over_after(step)
+                if later is not None and self._on_loss == "wait":
+                    self.first.setdefault(rank, later)
             self._changed()
         return self._complete()
 

@@ -62,6 +62,24 @@ def test_a_client_that_skips_what_is_done_meets_the_others_at_the_next_barrier(r
 
 
 @pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("at", "met"), [(LAST + 1, 4), (LAST + 2, 5)])
+def test_a_barrier_that_overtakes_the_word_of_its_client_s_entry(at: int, met: int, restarts: bool) -> None:
+    """Sent again, that word comes later: the client is at a barrier that is over, and not at the open one."""
+    meeting = Meeting(restarts=restarts)
+    for ordinal, step in ((4, LAST + 1), (5, LAST + 3)):
+        meeting.come(0, ordinal, step)
+        assert meeting.come(1, ordinal, step) == {0: ordinal, 1: ordinal}
+    meeting.lose_and_bring_back()
+    assert meeting.come(0, 6, LAST + 3) == {}, "there are two after the last step"
+    assert meeting.come(1, NEXT_BARRIER, at) == {1: met}
+    assert meeting.passed(meeting.barriers.enter(1, at - 1)) == {}
+    assert meeting.come(1, NEXT_BARRIER, at, meeting.request) == {1: met}, "the answer was lost"
+    for ordinal in range(met + 1, 6):
+        assert meeting.come(1, ordinal, LAST + 3) == {1: 5}
+    assert meeting.come(1, 6, LAST + 3) == {0: 6, 1: 6}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
 def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_again(restarts: bool) -> None:
     def come(client: int, ordinal: int, error: str = "", text: str = "") -> dict[int, tuple[int, str, str]]:
         message = m.Barrier(ordinal, ordinal, LAST, error, text)
