@@ -231,6 +231,14 @@ def check_writable(array: Any) -> None:
         raise UnsupportedError("out is an expanded torch tensor, whose elements share memory; pass a clone() of it")
 
 
+def note_writes(written: Iterable[Any]) -> None:
+    """Tell autograd that the torch tensors among these change: a backward pass that needs what was there fails then, as
+    after any operation in place."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (found := [t for t in written if isinstance(t, torch.Tensor) and not t.is_inference()]):
+        torch.autograd.graph.increment_version(found)
+
+
 def write(array: Any, flat: Buffer) -> None:
     """Copy ``flat``, a host buffer in the storage dtype of ``array``, into the array, whatever its layout or device."""
     library = _library(array)

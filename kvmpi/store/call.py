@@ -247,13 +247,16 @@ def dtype_in(array: Any, where: str) -> str:
 
 
 def check_writable(parts: Iterable[Part], op: str, rank: int) -> None:
-    """Raise ``UnsupportedError`` unless results can be written where ``parts`` want them."""
+    """Raise ``UnsupportedError`` unless results can be written where ``parts`` want them, which will happen now."""
+    written = []
     for part in parts:
         for array in (*part.outs, *(out.target for out in part.row_outs if out.ids is not None)):
             try:
                 arrays.check_writable(array)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{op} of key {part.state.key!r} on worker {rank}: {error}") from None
+            written.append(array)
+    arrays.note_writes(written)
 
 
 def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:

@@ -128,6 +128,7 @@ def read_wanted(pairs: Sequence[tuple[Any, Any]], shape: tuple[int, ...], dtype:
         except UnsupportedError as error:
             raise UnsupportedError(f"{where}: {error}") from None
         found.append(RowOut(out, ids))
+    arrays.note_writes([out for out, _ in pairs])
     return found
 
 

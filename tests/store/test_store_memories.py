@@ -147,6 +147,30 @@ def test_arguments_that_make_no_sense(any_store: Any) -> None:
     np.testing.assert_array_equal(out, array(1))
 
 
+def test_a_backward_that_needs_what_was_overwritten_fails(any_store: Any) -> None:
+    kv, ones = any_store, torch.ones(4, 3)
+    kv.init("k", ones)
+    calls = {
+        "pull": lambda w: kv.pull("k", w),
+        "pushpull": lambda w: kv.pushpull("k", ones, w),
+        "in place": lambda w: kv.pushpull("k", w.detach()),
+        "rows": lambda w: kv.row_sparse_pull("k", w, torch.arange(4)),
+        "later": lambda w: kv.pull("k", w, async_op=True).wait(),
+    }
+    for name, call in calls.items():
+        w = torch.ones(4, 3, requires_grad=True)
+        loss = (w * w).sum()
+        call(w)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        (w * w).sum().backward()
+        assert torch.equal(w.grad, 2 * w), name
+    kv.push("k", w := torch.ones(4, 3, requires_grad=True) * 2)  # what is only read stays as it is
+    (w * w).sum().backward()
+    with torch.inference_mode():
+        kv.pull("k", torch.ones(4, 3))
+
+
 def test_plug_in_types(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvmpi.store import factory
 
