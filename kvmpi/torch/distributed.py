@@ -88,7 +88,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 worker; "mean" over workers; "own". Where weights come back, the workers are those of the client.
             bucket_bytes: gradients leave together up to this size.
             overlap: they leave during the backward pass; else at its end. By default, unless all workers are on one
-                host and compute on all of its cores: what is exchanged meanwhile would take them from that.
+                host and compute on all of its cores: what is exchanged meanwhile would take them from that. Nor where
+                there are no servers and all gradients fit into one bucket.
         Raises:
             ConfigError: (a ``ValueError``) the arguments do not go together, or with the optimizer that the store has.
         """
@@ -241,8 +242,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             return self._overlap
         servers = self._kv.num_servers and not self._in_step
-        if servers or self._kv.num_hosts != 1 or any(t.is_cuda for t in self._params.tensors):
+        if servers or any(t.is_cuda for t in self._params.tensors):
             return True  # what is exchanged is mostly waited for
+        if sum(t.numel() * t.element_size() for t in self._params.tensors) <= self._bucket_bytes:
+            return False  # nearly all of it is there at the end only, and one call costs less than two
+        if self._kv.num_hosts != 1:
+            return True
         return self._kv.num_workers * torch.get_num_threads() < num_cores()
 
     # ---- the rule of the store

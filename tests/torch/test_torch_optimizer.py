@@ -249,6 +249,20 @@ def test_where_nothing_can_run_beside_a_backward_buckets_leave_at_its_end(monkey
                 assert left[6 * step :] == ([6] * 6 if waits else list(range(1, 7))), (cores, store, overlap)
 
 
+@pytest.mark.parametrize(("store", "num_hosts"), [("local", 1), ("local", 2), ("dist_sync", 1)])
+def test_what_fits_into_one_bucket_leaves_at_the_end_unless_servers_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, store: str, num_hosts: int
+) -> None:
+    monkeypatch.setattr(kvmpi.KVStore, "num_hosts", num_hosts)
+    monkeypatch.setattr("kvmpi.torch.distributed.num_cores", lambda: torch.get_num_threads() + 1)
+    nbytes = sum(8 * p.numel() for p in mlp().parameters())
+    for bucket_bytes in (nbytes - 1, nbytes):
+        with kvmpi.create(store) as kv:
+            model = mlp()
+            optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=bucket_bytes)
+            assert optimizer._exchange._overlap == (bucket_bytes < nbytes or store == "dist_sync")
+
+
 @pytest.mark.parametrize("update", [True, False])
 def test_buckets_leave_as_soon_as_they_are_full_the_first_layers_first_at_the_servers(
     monkeypatch: pytest.MonkeyPatch, update: bool
