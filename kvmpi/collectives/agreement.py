@@ -393,7 +393,8 @@ def _entry_difference(
     where = f"{op}: the first difference between workers of one client is at position {index}: "
     first, rank = ranks
     if mine is None or theirs is None or mine[0] != theirs[0]:
-        names = [("no key" if entry is None else f"key {entry[0]!r}") for entry in (mine, theirs)]
+        what = "" if op.startswith("set_") else "key "  # those are about all keys
+        names = ["no key" if entry is None else f"{what}{entry[0]!r}" for entry in (mine, theirs)]
         return OrderMismatchError(f"{where}MPI rank {first} has {names[0]}, MPI rank {rank} has {names[1]}")
     if mine[1] != theirs[1]:
         shapes = tuple(mine[1]), tuple(theirs[1])

@@ -31,7 +31,7 @@ def test_mistakes_in_clients_of_two(job):
         "compression": r"UnsupportedError: .*fp16",
         "init shape": r"ShapeMismatchError: .*'new'",
         "init dtype": r"DTypeMismatchError: .*'new'",
-        "optimizer": r"OrderMismatchError: .*SGD",
+        "optimizer": r"OrderMismatchError: .*has 'SGD\(lr=0\.1\)'",
     }
     in_the_client = {  # worker 3 errs; worker 2 is its partner
         "shape": (r"ShapeMismatchError: .*'w'.*\(3, 2\)", r"ShapeMismatchError: MPI rank 1 .*'w'.*\(3, 2\)"),
