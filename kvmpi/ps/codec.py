@@ -75,9 +75,18 @@ class Quantizer(Codec):
     def encode(self, chunk: Buffer, dtype: str) -> Buffer:
         return chunk if dtype != "float32" else self.quantize(chunk, (left := np.zeros_like(chunk)), left)
 
+    def decode(self, payload: memoryview, count: int, dtype: str) -> Buffer:
+        if dtype != "float32":
+            return super().decode(payload, count, dtype)
+        return self.values(as_array(payload, DTYPES["uint8"]), count)
+
     @abstractmethod
     def quantize(self, chunk: Buffer, residual: Buffer, left: Buffer) -> Buffer:
         """The payload for float32 ``chunk + residual``; ``left``, which may be ``residual``, gets what it lacks."""
+
+    @abstractmethod
+    def values(self, codes: Buffer, count: int) -> Buffer:
+        """The ``count`` float32 values for which a payload stands."""
 
 
 _CODECS: dict[str, type[Codec]] = {}
@@ -193,10 +202,8 @@ class TwoBit(Quantizer):
     def quantize(self, chunk: Buffer, residual: Buffer, left: Buffer) -> Buffer:
         return quantize.two_bit(chunk, residual, left, self.threshold)
 
-    def decode(self, payload: memoryview, count: int, dtype: str) -> Buffer:
-        if dtype != "float32":
-            return super().decode(payload, count, dtype)
-        return quantize.two_bit_values(as_array(payload, np.dtype(np.uint8)), count, self.threshold)
+    def values(self, codes: Buffer, count: int) -> Buffer:
+        return quantize.two_bit_values(codes, count, self.threshold)
 
 
 @register
@@ -211,7 +218,5 @@ class OneBit(Quantizer):
     def quantize(self, chunk: Buffer, residual: Buffer, left: Buffer) -> Buffer:
         return quantize.one_bit(chunk, residual, left, self.threshold)
 
-    def decode(self, payload: memoryview, count: int, dtype: str) -> Buffer:
-        if dtype != "float32":
-            return super().decode(payload, count, dtype)
-        return quantize.one_bit_values(as_array(payload, np.dtype(np.uint8)), count)
+    def values(self, codes: Buffer, count: int) -> Buffer:
+        return quantize.one_bit_values(codes, count)
