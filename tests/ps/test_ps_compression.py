@@ -131,6 +131,8 @@ def test_a_codec_is_what_its_text_says() -> None:
         assert (type(again), again.params()) == (type(chosen), chosen.params())
         assert codec.of(chosen.params()).text == chosen.text
     assert codec.of({"type": "2bit"}).text == "2bit:0.5"
+    with pytest.raises(ConfigError, match="must be above 0"):
+        codec.get("2bit:-1")
     for text in ("2bit:", "2bit:x", "2bit:nan", "2bit:-1", "zip:1", "fp16:1", ":", ""):
         with pytest.raises((UnsupportedError, ConfigError)):
             codec.get(text)
