@@ -178,7 +178,7 @@ class _Reduction:
         return reduced
 
     def under_way(self) -> bool:
-        return bool(self._progress.arrived)
+        return 0 in self._left
 
     def has_gradient(self, identity: int) -> None:
         """A backward pass has computed the gradient of a parameter."""

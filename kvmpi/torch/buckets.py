@@ -10,6 +10,8 @@ from kvmpi.errors import KVError
 BUCKET_BYTES = 2 << 20
 #: Of the first bucket, with which exchanging begins, and of the last, which nothing is left to hide.
 EDGE_BYTES = 1 << 20
+#: So few travel together: a call costs more than their way.
+SMALL_BYTES = 256 << 10
 
 
 def complete_order(seen: Iterable[int], count: int) -> list[int]:
@@ -27,14 +29,18 @@ def plan(
     """Cut ``order`` into buckets, each a stretch of it.
 
     A bucket has at most ``bucket_bytes``, the first and the last at most ``edge_bytes``, or a single member. The last
-    is filled from behind, the others from the front.
+    is filled from behind, the others from the front; it has at most a quarter of all bytes, so that there is something
+    to send before a small model's backward is over.
 
     Args:
         order: indices in the order in which their gradients are expected.
         nbytes: by index.
     """
     edge_bytes = min(edge_bytes, bucket_bytes)
+    all_bytes = sum(nbytes[index] for index in order)
     start, room = len(order), edge_bytes
+    if all_bytes > min(edge_bytes, SMALL_BYTES):
+        room = min(room, all_bytes // 4)
     while start and (start == len(order) or nbytes[order[start - 1]] <= room):
         start -= 1
         room -= nbytes[order[start]]
@@ -81,11 +87,11 @@ class Progress:
     def __init__(self, buckets: Sequence[Sequence[int]], order: Sequence[int] | None = None) -> None:
         self._buckets = buckets
         self._order = list(range(len(buckets)) if order is None else order)
-        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
-        self._missing = [len(bucket) for bucket in buckets]
+        self._absent = [set(bucket) for bucket in buckets]
         self._next = 0
-        #: What has arrived, in its order.
-        self.arrived: dict[int, None] = {}
+        #: By gradient, what its bucket waits for: one set for all of a bucket. Who is called for every gradient may
+        #: take it out there himself, and ask ``leaving`` when nothing is left.
+        self.missing = {index: absent for bucket, absent in zip(buckets, self._absent, strict=True) for index in bucket}
 
     def arrive(self, index: int) -> list[int]:
         """The buckets that may leave now that the gradient ``index`` is there.
@@ -93,18 +99,23 @@ class Progress:
         Raises:
             KVError: it is there already.
         """
-        if index in self.arrived:
+        missing = self.missing[index]
+        if index not in missing:
             raise KVError(f"gradient {index} arrives twice in one pass")
-        self.arrived[index] = None
-        self._missing[self._bucket_of[index]] -= 1
+        missing.remove(index)
+        return self.leaving()
+
+    def leaving(self) -> list[int]:
+        """The buckets that may leave now, and were not named before."""
         first = self._next
-        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
+        while self._next < len(self._order) and not self._absent[self._order[self._next]]:
             self._next += 1
         return self._order[first : self._next]
 
     def absent(self, number: int) -> list[int]:
         """What of bucket ``number`` has not arrived."""
-        return [index for index in self._buckets[number] if index not in self.arrived]
+        missing = self._absent[number]
+        return [index for index in self._buckets[number] if index in missing] if missing else []
 
     def finish(self) -> list[int]:
         """No more will arrive: the buckets that have not left."""

@@ -14,8 +14,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
-from kvmpi.torch import gradients, rules
-from kvmpi.torch.buckets import BUCKET_BYTES
+from kvmpi.torch import buckets, gradients, rules
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
@@ -72,7 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         update_on_kvstore: bool | None = None,
         push: str = "backward",
         norm_buffers: str = "first",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = buckets.BUCKET_BYTES,
         overlap: bool | None = None,
     ) -> None:
         """Create the keys, broadcast weights and buffers, put hooks on parameters.
@@ -89,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket_bytes: gradients leave together up to this size.
             overlap: they leave during the backward pass; else at its end. By default, unless all workers are on one
                 host and compute on all of its cores: what is exchanged meanwhile would take them from that. Nor where
-                there are no servers and all gradients fit into one bucket.
+                there are no servers and all gradients fit into one bucket, or between hosts into 256 KiB.
         Raises:
             ConfigError: (a ``ValueError``) the arguments do not go together, or with the optimizer that the store has.
         """
@@ -244,9 +243,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         servers = self._kv.num_servers and not self._in_step
         if servers or any(t.is_cuda for t in self._params.tensors):
             return True  # what is exchanged is mostly waited for
-        if sum(t.numel() * t.element_size() for t in self._params.tensors) <= self._bucket_bytes:
-            return False  # nearly all of it is there at the end only, and one call costs less than two
-        if self._kv.num_hosts != 1:
+        hosts = self._kv.num_hosts
+        all_bytes = sum(t.numel() * t.element_size() for t in self._params.tensors)
+        one_call_bytes = self._bucket_bytes if hosts == 1 else min(self._bucket_bytes, buckets.SMALL_BYTES)
+        if all_bytes <= one_call_bytes:
+            return False  # one call costs less than two
+        if hosts != 1:
             return True
         return self._kv.num_workers * torch.get_num_threads() < num_cores()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,6 +88,9 @@ class Exchange:
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
         self._hooks: dict[int, Any] = {}
+        #: What hooks take their gradients out of, if there is nothing else to do for them.
+        self._listening: dict[int, set[int]] = {}
+        self._seen: list[int] = []  # the order of the first pass
         self._paused = self._open = False
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
@@ -161,13 +163,29 @@ class Exchange:
                 self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        return functools.partial(self._arrived, index)
+        def hook(_: torch.Tensor) -> None:  # called so often that every look at an attribute counts
+            try:
+                missing = self._listening[index]
+                missing.remove(index)
+            except KeyError:
+                self._arrived(index)
+                return
+            if not missing:
+                self._full()
 
-    def _learn(self, arrived: Iterable[int]) -> None:
+        return hook
+
+    def _listen(self) -> None:
+        """Whether hooks do no more than to take their gradients out of what is missing."""
+        usual = self._open and not self._paused and self._passes and self._timing is None
+        self._listening = self._progress.missing if usual else {}
+
+    def _learn(self) -> None:
         """Plan by what has been seen, at the end of a pass; all that plan alike do so in the same passes."""
         self._passes += 1
         if self._passes == 1:
-            order = self._agreed(buckets.complete_order(arrived, len(self._tensors)))
+            order = self._agreed(buckets.complete_order(self._seen, len(self._tensors)))
+            self._seen.clear()
             if order and order != self._order:
                 self._order = order
                 self._plan()
@@ -191,8 +209,13 @@ class Exchange:
 
     # ---- a pass
 
-    def _arrived(self, index: int, _: torch.Tensor) -> None:
-        """The hook of a parameter: its ``grad`` has got all that this backward gives."""
+    def _full(self) -> None:
+        """A bucket has got its last gradient."""
+        with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            self._leave(self._progress.leaving())
+
+    def _arrived(self, index: int) -> None:
+        """The ``grad`` of a parameter has got all that this backward gives."""
         # Entering no_grad is a third of what a hook takes, and only a backward that makes a graph needs it.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self._paused:
@@ -203,12 +226,14 @@ class Exchange:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
             if not self._trained[index]:
                 return
-            if index in self._progress.arrived:
+            if index not in self._progress.missing[index]:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
                     "backward before this one has failed; call optimizer.synchronize() where you catch that error"
                 )
             self._note_filled(index)
+            if not self._passes:
+                self._seen.append(index)
             self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
@@ -235,6 +260,7 @@ class Exchange:
         for i in self._bucket_of:
             if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
                 self._leave(self._progress.arrive(i))
+        self._listen()
 
     def _leave(self, full: list[int]) -> None:
         """Buckets are full."""
@@ -347,12 +373,13 @@ class Exchange:
         with self._lock, torch.no_grad():
             if not self._open:
                 self._begin(None)
-            arrived = list(self._progress.arrived)
-            for number in range(len(self._buckets)):
-                for i in self._progress.absent(number):
-                    self._note_filled(i)
+            if self._timing is not None:
+                for number in range(len(self._buckets)):
+                    for i in self._progress.absent(number):
+                        self._note_filled(i)
             self._send([*self._held, *self._progress.finish()])
             self._open, self.fresh = False, True
+            self._listen()
             if self.norms is not None:
                 self.norms.start()
             if self._weights is None:
@@ -360,7 +387,7 @@ class Exchange:
             if self.norms is not None:
                 self.norms.finish()
             if self._passes < _TIMED[-1] + _PLANNED_AFTER:
-                self._learn(arrived)
+                self._learn()
 
     def _receive(self) -> None:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
@@ -405,7 +432,9 @@ class Exchange:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to ``grad`` and exchange nothing."""
         before, self._paused = self._paused, True
+        self._listen()
         try:
             yield
         finally:
             self._paused = before
+            self._listen()

@@ -10,13 +10,15 @@ import torch
 
 from kvmpi.torch.parameters import memory_order
 
-#: From here on, to copy a gradient costs more than that the store handles one more array.
-DIRECT_BYTES = 64 << 10
+#: From here on, to copy a gradient costs more than that the store handles one more array: between hosts a thread wakes
+#: up for that several times.
+DIRECT_BYTES, DIRECT_BYTES_BETWEEN_HOSTS = 64 << 10, 256 << 10
 
 
-def may_be_direct(tensor: torch.Tensor) -> bool:
+def may_be_direct(tensor: torch.Tensor, *, between_hosts: bool = False) -> bool:
     """Whether gradients of such a parameter are summed where autograd has made them, if the store allows it."""
-    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= DIRECT_BYTES
+    least = DIRECT_BYTES_BETWEEN_HOSTS if between_hosts else DIRECT_BYTES
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= least
 
 
 class Bucket:

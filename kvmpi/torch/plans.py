@@ -81,7 +81,7 @@ class Plans:
         tensor = self._params.tensors[index]
         if not self._with_keys or not self._kv.is_capable("allreduce") or tensor.dtype != self._params.dtypes[index]:
             return False
-        return gradients.may_be_direct(tensor)
+        return gradients.may_be_direct(tensor, between_hosts=self._kv.num_hosts > 1)
 
     def _make_keys(self, new: Sequence[Bucket]) -> None:
         """A key for each block of gradients that come back: one array costs less than its many parts."""
