@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from kvmpi.store.rows import RowOut
 
 Buffer = npt.NDArray[Any]
 
+_making = threading.Lock()
 #: Forms of a push: rows, for which rows come back if anything does, and rows, for which the whole value comes back.
 ROWS, WHOLE = "rows", "rows, whole value"
 
@@ -63,10 +65,12 @@ class KeyState:
         return math.prod(self.shape[1:])
 
     def host_buffer(self) -> Buffer:
-        """The key's own host memory, made at first use; shape ``(count,)``, storage dtype."""
-        if self.buffer is None:
-            self.buffer = self.empty(self.count, self.dtype)
-        return self.buffer
+        """The key's own host memory, made at first use; shape ``(count,)``, storage dtype. In any thread."""
+        buffer = self.buffer
+        if buffer is None:
+            with _making:  # two that find none at once must not sum into one, and send another
+                buffer = self.buffer = self.empty(self.count, self.dtype) if self.buffer is None else self.buffer
+        return buffer
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import pytest
@@ -380,3 +381,25 @@ assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the proc
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert os.listdir(folder) == []
+
+
+def test_the_memory_of_a_sum_is_made_once_however_long_that_takes(store):
+    """The first push after a pull is summed in one thread, and its answer awaited in another: in the same memory."""
+    count = 1_100_000  # two of them are too much to be summed in the thread that calls
+    index, out = np.arange(count, dtype="f4") % 1000, np.empty(count, "f4")
+    store.init("w", np.zeros(count, "f4"))
+    store.pull("w", out)
+    state, made = store._keys["w"], []
+
+    def slow(count, dtype, empty=state.empty):
+        time.sleep(0.2)
+        made.append(empty(count, dtype))
+        made[-1][:] = 0
+        return made[-1]
+
+    state.buffer, state.empty = None, slow
+    for step in (1, 2):
+        store.push("w", [index, index * step])
+        store.pull("w", out)
+        assert np.array_equal(out, index * (1 + step)), out[:4]
+    assert len(made) == 1
