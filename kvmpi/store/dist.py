@@ -427,8 +427,7 @@ class DistStore(Commanding):
 
     def abort(self, failure: BaseException | None = None) -> None:
         if self._ps is not None:
-            # Others that go on without this client, or wait for the next, need not wait until it counts as lost.
-            if failure is not None and self._config.on_client_loss != "fail":
+            if failure is not None:  # nobody need wait until this client counts as lost
                 self._ps.close(Deadline(10.0), failure)
             self._ps.abort()
         super().abort(failure)
