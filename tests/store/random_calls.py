@@ -148,22 +148,28 @@ class Caller:
         self.seen.clear()
         self.least.clear()
 
+    def forget_values(self) -> None:
+        """Others are in their place. What was pulled before may be waited for, and checked, later."""
+        self.seen = {}
+        self.least.clear()
+
     def expected(self, name: Any, met: Flat | None = None) -> tuple[Any, ...]:
         key = self.model.keys[name]
         if self.model.exact:
             return name, "is", (key.value if met is None else met), key.tolerance
-        return name, "at least", self.least.get(name, key.value), 0.0
+        return name, "at least", self.least.get(name, key.value), self.seen
 
     def check(self, found: Flat, expected: tuple[Any, ...], what: str, part: Any = slice(None)) -> None:
-        name, relation, value, tolerance = expected
+        name, relation, value, tolerance_or_seen = expected
         value = value[part]
         assert found.shape == value.shape, (what, name, found.shape, value.shape)
         if relation == "at least":
             right = found >= value
             if isinstance(part, slice):
-                self.seen[name] = np.maximum(self.seen.get(name, found), found)
+                seen = tolerance_or_seen
+                seen[name] = np.maximum(seen.get(name, found), found)
         else:
-            right = np.abs(found - value) <= tolerance
+            right = np.abs(found - value) <= tolerance_or_seen
         if not right.all():
             wrong = np.flatnonzero(~right)
             at = wrong[:4]

@@ -323,8 +323,7 @@ class Runner(Caller):
         self.kv.assign(list(step["keys"]), [a.array for a in arrays])
         for array in arrays:
             array.fill(66)
-        self.seen.clear()
-        self.least.clear()
+        self.forget_values()
 
     def rule_of(self, words: Sequence[Any]) -> Rule:
         kind, lr, momentum, weight_decay = words if self.model.exact else ("test", -1.0, 0.0, 0.0)
@@ -391,8 +390,7 @@ class Runner(Caller):
         if "all" in self.files:
             self.kv.load(self.path("all"))
             self.model.load(self.files["all"], True)
-            self.seen.clear()
-            self.least.clear()
+            self.forget_values()
 
     def do_load_states(self, step: dict[str, Any]) -> None:
         name = self.rng(self.number).choice(["states", "all"])
