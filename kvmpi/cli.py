@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvmpi SUBCOMMAND ARG...``; the exit status. A subcommand parses its own arguments."""
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="kvmpi", description="A key-value store for data-parallel training over MPI and parameter servers."
@@ -31,6 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[command][0])
     status: int = module.main(words[1:])
     return status
+
+
+def _open_standard_streams() -> None:
+    """Whoever starts this without them, as daemons do: the next pipe must not get their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "w", closefd=False))
 
 
 if __name__ == "__main__":

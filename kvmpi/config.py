@@ -20,6 +20,10 @@ def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"meaning": meaning, "choices": choices})
 
 
+#: A system's clock ends somewhere: longer than a human life is for ever.
+MOST_SECONDS = 4e9
+
+
 @dataclass(frozen=True)
 class Config:
     """The settings of one process. An argument beats the environment, the environment beats the default."""
@@ -132,6 +136,10 @@ class Config:
             value = getattr(self, f.name)
             if choices and value not in choices:
                 raise ConfigError(f"{env_name(f.name)}={value!r}: expected one of {', '.join(map(repr, choices))}")
+            if isinstance(f.default, float) and not value <= MOST_SECONDS:
+                raise ConfigError(f"{env_name(f.name)}={value}: expected seconds, at most {MOST_SECONDS:.0e}")
+            if isinstance(f.default, int) and value >= 1 << 62:
+                raise ConfigError(f"{env_name(f.name)}={value}: expected less than 2^62")
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s", "handshake_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
@@ -152,6 +160,8 @@ class Config:
         for name in ("metrics_port", "dashboard_port"):
             if not -1 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: expected a port, 0 or -1")
+        if not 0 <= self.scheduler_port <= 65535:
+            raise ConfigError(f"KVMPI_SCHEDULER_PORT={self.scheduler_port}: expected a port, or 0")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
         if self.replicas < 0:

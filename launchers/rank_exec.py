@@ -168,8 +168,8 @@ def main(argv: list[str]) -> None:
     if child == 0:
         os.setpgid(0, 0)  # a signal to mpirun's group reaches the program once, through us
         die_with_parent(parent)
-        if folders:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # PRRTE never says that its own input has ended: who reads, as a debugger does, would wait for ever.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for target, fd in outputs.items():
             if fd >= 0:
                 os.dup2(fd, target)

@@ -24,6 +24,7 @@ from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.showing import Showing
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
+from kvmpi.ps.snapshot_files import Claim
 from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import parts, stall, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
@@ -84,8 +85,13 @@ class SchedulerDaemon(Daemon):
         # Where its state is kept, in the job's folder, which goes with the job.
         self._path = os.path.join(config.job_dir, "scheduler-state") if config.job_dir else ""
         self._before = scheduler_file.read(self._path) if self._path else None
+        self._claim = Claim(config.snapshot_dir) if config.snapshot_dir else None
         if self._before is None:
-            resumed = resumed_manifest(config, _log.error)
+            try:
+                resumed = resumed_manifest(config, _log.error)
+            except BaseException:
+                self._release()
+                raise
         else:  # there may be newer snapshots by now
             resumed = Manifest(self._before.snapshot, (), self._before.steps) if self._before.snapshot else None
         book = SnapshotBook(config.num_servers * PARTS_PER_SERVER, config.snapshot_seconds, resumed)
@@ -104,6 +110,10 @@ class SchedulerDaemon(Daemon):
         # Changes that are in the file, and those that could not be put there.
         self._saved = self._unsaved = 0
         self._save_again_s = self._complain_s = 0.0
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
     def run(self, context: Context[Any], on_listening: Callable[[str], None]) -> None:
         """Serve until stopped. ``on_listening`` gets the endpoint at which members join.
@@ -148,6 +158,7 @@ class SchedulerDaemon(Daemon):
             listener.close()
             self._keeper.close()
             self._waker.close()
+            self._release()
 
     def waits(self) -> list[stall.Wait]:
         """Whom members wait for here."""

@@ -6,6 +6,7 @@ which stand in the manifest: 2.7 GB/s on the machine of the project's benchmarks
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
@@ -262,6 +263,41 @@ def choose(directory: str, num_parts: int, parts_per_server: int, complain: Call
     if not os.path.isdir(directory):
         found = ["there is no such folder"]
     raise ConfigError(f"resume from {directory}: no usable snapshot; " + ("; ".join(found) or "the folder has none"))
+
+
+class Claim:
+    """While it is held, no other job writes snapshots to ``directory``, which is made if need be. It ends with its
+    process, and leaves no file; where the file system cannot lock folders nobody is kept out.
+
+    Raises:
+        ConfigError: another job writes there, or nobody can.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._fd = -1
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"snapshots cannot be written to {directory}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"another job, which still runs, writes its snapshots to {directory}; wait for its end, or name "
+                "another folder"
+            ) from None
+        except OSError:
+            pass
+
+    def release(self) -> None:
+        """Let others write there. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = release
 
 
 def prepare(directory: str, resumed_from: str, resumed: int) -> None:

@@ -330,7 +330,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             finally:
                 for name in told:
                     delattr(self._inner, name)
-            self._exchange.fresh = False
+            self._exchange.stepped()
             return result
         # With the hooks of the optimizer, and of all optimizers, around it.
         step = torch.optim.Optimizer.profile_hook_step(self._step_in_store)
@@ -347,7 +347,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._push()
         else:
             self._exchange.check_unchanged()
-        self._exchange.fresh = False
+        self._exchange.stepped()
         assert self._weights is not None
         if self._layers is None or self._inner._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             self._weights.wait()  # a hook may read weights
@@ -388,14 +388,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange.release()
         self._inner.zero_grad(set_to_none)
         if not self._update_on_kvstore or self._in_step:
-            self._exchange.fresh = False
+            self._exchange.zeroed()
 
-    def synchronize(self) -> None:
+    def synchronize(self, broken: bool = False) -> None:
         """Return when nothing is under way: gradients that have come back, or weights, are those of all workers.
 
-        To be called by all workers alike where a backward pass was broken off; else it waits, and nothing more.
+        To be called by all workers alike where a backward pass was broken off on any of them, else by whom it pleases:
+        it waits, and nothing more.
+
+        Args:
+            broken: it was on this one, by an error that the program goes on after. The others' gradients are summed
+                with what there is of this worker's, be it nothing; so call ``zero_grad`` then.
         """
-        if self._exchange.is_open:
+        if self._exchange.is_open or broken:
             self._exchange.finish()
         self._wait()
 

@@ -23,6 +23,8 @@ from kvmpi.torch.weights import Weights
 #: How many passes are through when one is timed: not the first, which is slow, and again when buckets leave in the
 #: order that was found, since that changes what they wait for. So many passes later the order is planned.
 _TIMED, _PLANNED_AFTER = (1, 4, 7), 2
+#: Workers tell each other where they are modulo this: their sums are exact, and who goes astray is not so far off.
+_PLACES = 61
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
@@ -91,7 +93,8 @@ class Exchange:
         #: What hooks take their gradients out of, if there is nothing else to do for them.
         self._listening: dict[int, set[int]] = {}
         self._seen: list[int] = []  # the order of the first pass
-        self._paused = self._open = False
+        self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has zeroed gradients
+        self._paused = self._open = self._has_backward = False
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
@@ -118,7 +121,8 @@ class Exchange:
         # A client of one worker pushes when it likes, and only what it has.
         self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
-        self._all_used = torch.zeros(len(self._tensors))
+        # So does where they are in their loops: how many say it, and the sums of two numbers.
+        self._all_used = torch.zeros(len(self._tensors) + 3)
         self._all_used_key = next_key(kv)
         if weights is None:
             kv.init(self._all_used_key, self._all_used)
@@ -229,7 +233,7 @@ class Exchange:
             if index not in self._progress.missing[index]:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
-                    "backward before this one has failed; call optimizer.synchronize() where you catch that error"
+                    "backward before this one has failed; call optimizer.synchronize(broken=True) where you catch that error"
                 )
             self._note_filled(index)
             if not self._passes:
@@ -256,7 +260,7 @@ class Exchange:
         self._sent, self._held, self._flying = [], [], []
         self.release()
         self._taken.clear()
-        self._open = True
+        self._open, self._has_backward = True, index is not None
         for i in self._bucket_of:
             if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
                 self._leave(self._progress.arrive(i))
@@ -349,7 +353,8 @@ class Exchange:
             keys += [*bucket.keys, *(self._keys[i] for i in bucket.direct)]
             arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
         if len(self._buckets) - 1 in numbers:
-            self._all_used.copy_(torch.tensor(self._used))
+            place = (1.0, self._steps % _PLACES, self._zeroed % _PLACES) if self._has_backward else (0.0,) * 3
+            self._all_used.copy_(torch.tensor([*self._used, *place]))
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
@@ -397,10 +402,36 @@ class Exchange:
         if not self._bucket_of:
             return
         used = self._all_used.tolist()
+        self._check_place(*used[-3:])
         for i, bucket in self._bucket_of.items():
             if not self._trained[i]:
                 continue
             self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+
+    def stepped(self) -> None:
+        """The loop has made a step."""
+        self._steps, self._zeroed, self.fresh = self._steps + 1, 0, False
+
+    def zeroed(self) -> None:
+        """The loop begins anew with its gradients."""
+        self._zeroed, self.fresh = self._zeroed + 1, False
+
+    def _check_place(self, count: float, steps: float, zeroed: float) -> None:
+        """Raise if the workers whose backward this is are not all at the same place of their loops.
+
+        Args:
+            count, steps, zeroed: sums over these, all multiplied by the same.
+        """
+        if not self._has_backward or self._kv is None:
+            return
+        off = max(abs(steps / count - self._steps % _PLACES), abs(zeroed / count - self._zeroed % _PLACES))
+        if off > 0.25 / self._kv.num_workers:
+            raise KVError(
+                f"worker {self._kv.rank}: the gradients of this backward pass, in step {self._steps + 1}, were summed "
+                "with those of another pass of other workers, and are wrong. All workers make the same number of "
+                "backward passes outside of no_sync() in a step; and where one fails, its worker calls "
+                "optimizer.synchronize(broken=True)"
+            )
 
     def leave(self) -> None:
         """No pass will follow: take part in the first one, if there was none, since the others plan after it."""

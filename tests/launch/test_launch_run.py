@@ -282,3 +282,29 @@ def test_the_command_lists_what_exists():
     asked = subprocess.run([sys.executable, "-m", "kvmpi", "--help"], capture_output=True, text=True, check=True)
     assert " run " in asked.stdout
     assert Path(sys.executable).with_name("kvmpi").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_job_that_is_started_without_standard_streams_ends(write, tmp_path, closed):
+    """As daemons start programs: the numbers of what is closed are those of the next files that are opened."""
+    program = write("leave.py", f"import pathlib; pathlib.Path({str(tmp_path / 'done')!r}).touch(); print('said')")
+    command = [sys.executable, "-m", "kvmpi", "run", "-n", "1", "-s", "1", "--", program]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").exists()
+    assert done.stdout == ("" if closed.startswith(">") else "[worker 0] said\n")
+
+
+@needs_mpi
+@pytest.mark.parametrize("shape", ["-n 2 -c 1", "-n 2 -c 2"])
+def test_who_reads_standard_input_finds_its_end(write, tmp_path, shape):
+    program = write("read.py", "import sys; print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmpi", "run", *shape.split(), "--", program], input="hello\n", capture_output=True,
+        text=True, timeout=60, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[worker 0] ''", "[worker 1] ''"]

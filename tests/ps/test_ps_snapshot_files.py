@@ -144,6 +144,23 @@ def test_a_folder_that_cannot_be_written_or_is_anothers(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "deep").iterdir()) == []
 
 
+def test_two_jobs_at_once_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    """Neither has snapshots when the other begins, and each would delete those of the other."""
+    config = Config(num_servers=1, snapshot_dir=str(tmp_path / "new" / "deep"), snapshot_every=3)
+    first = SchedulerDaemon(config)
+    with pytest.raises(ConfigError, match=r"another job, which still runs, writes its snapshots to .*deep; wait"):
+        SchedulerDaemon(config)
+    with pytest.raises(ConfigError, match="another job"):
+        files.Claim(config.snapshot_dir)
+    del first
+    files.Claim(config.snapshot_dir).release()
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    write(tmp_path / "new" / "deep", 5)
+    for _ in range(2):  # who is refused keeps nothing
+        with pytest.raises(ConfigError, match="snapshots of another job"):
+            SchedulerDaemon(config)
+
+
 def test_numbers_that_come_again_are_free(tmp_path: Path) -> None:
     """A job of an asynchronous store goes on from the last usable snapshot, and gets to other values."""
     for number in (5, 10, 15, 20):

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
+from kvmpi import errors
+from kvmpi.config import Config
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -128,3 +131,18 @@ def test_an_unknown_setting_is_a_clear_error():
     done = run_job("-n 1", PROGRAMS / "sums.py", "mpi", timeout_s=30, settings={"time_out": 3})
     assert done.returncode != 0
     assert "KVMPI_TIME_OUT" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e20"])
+@pytest.mark.parametrize("name", ["KVMPI_TIMEOUT_S", "KVMPI_REPORT_S", "KVMPI_STALL_S", "KVMPI_SNAPSHOT_SECONDS"])
+def test_seconds_that_no_clock_has_are_clear_errors(name, text):
+    with pytest.raises(errors.ConfigError, match=f"{name}=.*expected seconds"):
+        Config.from_env({name: text, "KVMPI_SNAPSHOT_DIR": "somewhere"})
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("KVMPI_MAX_MESSAGE_BYTES", str(10**20)), ("KVMPI_SCHEDULER_PORT", "-7"), ("KVMPI_SCHEDULER_PORT", "65536"),
+])  # fmt: skip
+def test_numbers_that_no_system_has_are_clear_errors(name, text):
+    with pytest.raises(errors.ConfigError, match=f"{name}={text}"):
+        Config.from_env({name: text})

@@ -31,7 +31,7 @@ from torch import nn
 
 import kvmpi
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, DTypeMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, KVError
 from kvmpi.torch import DistributedOptimizer
 
 
@@ -428,6 +428,66 @@ def after_an_error(kv: kvmpi.KVStore) -> None:
     optimizer.detach()
 
 
+def before_any_gradient(kv: kvmpi.KVStore) -> None:
+    """A backward that fails at the loss has come to no parameter: who says so takes part, who does not is found out."""
+
+    def fails(grad: torch.Tensor) -> None:
+        raise MemoryError("no room")
+
+    model, plain = mlp(kv.rank), mlp(0)
+    optimizer, plain_optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1), sgd(plain)
+    for step, failing in ((0, ()), (1, (1,)), (2, range(kv.num_workers)), (3, ())):
+        optimizer.zero_grad()
+        loss, failed = loss_of(model, [shard(step, kv.rank)]), False
+        if kv.rank in failing:
+            loss.register_hook(fails)
+        try:
+            loss.backward()
+        except MemoryError:
+            failed = True
+        if failing:
+            optimizer.synchronize(broken=failed)
+            continue
+        optimizer.step()
+        plain_steps(plain, plain_optimizer, lambda at, s=step: [shard(s, r) for r in range(kv.num_workers)], 1)  # type: ignore[misc]
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    optimizer.detach()
+
+
+def summed_with_other_passes(kv: kvmpi.KVStore) -> None:
+    """Workers that make different numbers of passes in a step would go on with sums of different steps."""
+    model = mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, [shard(step, kv.rank)]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, [shard(2, kv.rank)]).backward()
+    if kv.rank == 0:
+        expect(KVError, "in step 3, were summed", lambda: loss_of(model, [shard(2, kv.rank)]).backward())
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+        expect(KVError, "in step 4, were summed", lambda: loss_of(model, [shard(3, kv.rank)]).backward())
+    optimizer.synchronize()
+    # A worker that zeroes once more has left out a pass.
+    model = mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+    for _ in range(1 + (kv.rank == 0)):
+        optimizer.zero_grad()
+    expect(KVError, "synchronize(broken=True)", lambda: loss_of(model, [shard(2, kv.rank)]).backward())
+    # Who has no batch, and only steps, need not have zeroed anything.
+    model = mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+    for step in range(4):
+        if step % 2 == 0 or kv.rank == 0:
+            optimizer.zero_grad()
+            loss_of(model, [shard(step, kv.rank)]).backward()
+        optimizer.step()
+    optimizer.detach()
+
+
 def forks(kv: kvmpi.KVStore) -> None:
     """A DataLoader that forks is a warning, once, where the loop asks for it; only if there is MPI."""
     model = mlp(0)
@@ -473,5 +533,6 @@ DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
     images, odd_buffers, no_copies, compiled, nothing_leaves_without_sync,
-    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error, forks, uneven_batches,
+    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error,
+    before_any_gradient, summed_with_other_passes, forks, uneven_batches,
 )  # fmt: skip

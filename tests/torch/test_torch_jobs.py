@@ -16,7 +16,8 @@ JOBS = {
     "-n 2": [
         "mpi/gradients",
         "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
-        "converted,images,two_optimizers,sums,after_an_error,uneven_batches",
+        "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
+        "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
         "first_layers_first,compiled,too_late,loaded,written_to,"
         "uneven_batches,loaded_by_one",
