@@ -233,7 +233,7 @@ class Exchange:
             if index not in self._progress.missing[index]:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
-                    "backward before this one has failed; call optimizer.synchronize(broken=True) where you catch that error"
+                    "backward before this one has failed; where you catch that, call optimizer.synchronize(broken=True)"
                 )
             self._note_filled(index)
             if not self._passes:
