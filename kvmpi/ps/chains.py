@@ -65,12 +65,15 @@ class Chains:
             self._repair()
 
     def drained(self, part: int, version: int, server: int) -> None:
-        """All servers of a chain have what its draining head has accepted: the one that is wanted takes over."""
+        """All servers of a chain have what its draining head has accepted: the one that is wanted takes over.
+
+        If that is another by now, which holds nothing yet, the head goes on until it has caught up.
+        """
         chain, head = self.chains[part], self.wanted_heads[part]
         if chain.draining and chain.version == version and chain.members[0] == server:
-            chain.version += 1
-            chain.members = [head, *(member for member in chain.members if member != head)]
-            chain.draining = False
+            chain.version, chain.draining = chain.version + 1, False
+            if head in chain.members:
+                chain.members = [head, *(member for member in chain.members if member != head)]
             self._repair()
 
     @classmethod

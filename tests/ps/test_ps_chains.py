@@ -115,6 +115,25 @@ def test_old_news_change_nothing() -> None:
     assert str(chains.chains) == before
 
 
+def test_a_server_that_is_added_while_another_takes_over_has_to_catch_up_first() -> None:
+    chains = Chains(3, 2)
+    chains.lose(0, "was lost")
+    chains.join(0)
+    while not any(chain.draining for chain in chains.chains):
+        for part, chain in enumerate(chains.chains):
+            chains.caught_up(part, chain.version, chain.joiner)
+    part = next(part for part, chain in reversed([*enumerate(chains.chains)]) if chain.draining)
+    chain = chains.chains[part]
+    before, version = list(chain.members), chain.version
+    chains.wanted_heads[part] = 3  # as it is where that one gets its share
+    chains.join(3)
+    chains.drained(part, version, before[0])
+    assert chains.chains[part].members == before
+    settle(chains)
+    as_planned(chains, set())
+    assert chains.chains[part].members[0] == 3
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_in_any_order_of_events_parts_are_lost_only_with_all_who_have_them(block: int) -> None:
     for seed in range(block * 250, (block + 1) * 250):
@@ -124,12 +143,14 @@ def test_in_any_order_of_events_parts_are_lost_only_with_all_who_have_them(block
         chains = Chains(num_servers, replicas)
         lost: set[int] = set()
         known = num_servers
+        holders = [set(chain.members) for chain in chains.chains]  # by part, who has all of it
         for _ in range(60):
             event = choose.random()
             if event < 0.2 and chains.alive:
                 victim = choose.choice(sorted(chains.alive))
                 lost |= {part for part, chain in enumerate(chains.chains) if chain.members == [victim]}
                 chains.lose(victim, "was lost")
+                holders = [having - {victim} for having in holders]
             elif event < 0.4 and set(range(known)) - chains.alive:
                 chains.join(choose.choice(sorted(set(range(known)) - chains.alive)))
             elif event < 0.45 and known < 8:
@@ -139,10 +160,14 @@ def test_in_any_order_of_events_parts_are_lost_only_with_all_who_have_them(block
                 part = choose.randrange(len(chains.chains))
                 chain = chains.chains[part]
                 if chain.joiner >= 0:
+                    holders[part].add(chain.joiner)
                     chains.caught_up(part, chain.version, chain.joiner)
                 elif chain.draining:
                     chains.drained(part, chain.version, chain.members[0])
             check(chains)
             assert {part for part, chain in enumerate(chains.chains) if not chain.members} == lost, f"seed {seed}"
+            for part, chain in enumerate(chains.chains):
+                assert set(chain.members) <= holders[part], f"seed {seed}: part {part} is with who never had it"
+                holders[part] &= set(chain.members)  # who has left falls behind
         settle(chains)
         as_planned(chains, lost)
