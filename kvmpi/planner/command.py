@@ -120,7 +120,9 @@ def _plan(args: argparse.Namespace) -> int:
     jobs, refused = [], []
     for name in names:
         try:
-            jobs.append(Job(name, args.workers, clients, servers, args.interval or 64, args.overlap))
+            jobs.append(
+                Job(name, args.workers, clients, servers, 64 if args.interval is None else args.interval, args.overlap)
+            )
         except ConfigError as error:
             refused.append(error)
     if not jobs or (refused and args.algorithm != "all"):

@@ -130,7 +130,7 @@ def read(word: str, compute_s: float | None, num_keys: int = 1) -> Model:
             raise ConfigError(f"--compute-seconds: {word} says what its layers take")
         try:
             return from_json(Path(word).read_text(), Path(word).stem)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"model {word}: {error}") from None
     if compute_s is None:
         raise ConfigError(f"model {word}: how long does a step compute? --compute-seconds S")

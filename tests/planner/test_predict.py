@@ -221,6 +221,9 @@ def test_models_are_read(tmp_path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"layers": [{"bytes": 8, "forward_s": 1, "backward_s": 2}]}))
     assert models.read(str(file), None) == models.Model("mine", (models.Layer(8, 1.0, 2.0),))
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"model .*mine\.json: .*can't decode byte"):
+        models.read(str(file), None)
 
 
 @pytest.mark.parametrize(("word", "compute_s", "words"), [
