@@ -421,8 +421,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             raise error
 
     def abort(self, failure: BaseException | None = None) -> None:
-        """Release everything at once, for a process that ends with an error; servers and other clients hear of
-        ``failure``, and of nothing else."""
+        """Release everything at once, for a process that ends with an error: without a word to the peers, but to those
+        that are to survive ``failure``."""
         self._closed = True
         activity.end(self._observe)
         if self._client_store is not None:

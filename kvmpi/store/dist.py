@@ -427,7 +427,9 @@ class DistStore(Commanding):
 
     def abort(self, failure: BaseException | None = None) -> None:
         if self._ps is not None:
-            if failure is not None:  # nobody need wait until this client counts as lost
+            # Others that go on without this client, or wait for the next, need not wait until it counts as lost. Where
+            # all are to end it is the launcher who ends them: that one has failed, and not they, is what it says.
+            if failure is not None and self._config.on_client_loss != "fail":
                 self._ps.close(Deadline(10.0), failure)
             self._ps.abort()
         super().abort(failure)

@@ -168,12 +168,11 @@ class Exchange:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:  # called so often that every look at an attribute counts
-            try:
-                missing = self._listening[index]
-                missing.remove(index)
-            except KeyError:
+            missing = self._listening.get(index)
+            if missing is None or index not in missing:
                 self._arrived(index)
                 return
+            missing.remove(index)
             if not missing:
                 self._full()
 
