@@ -14,6 +14,8 @@ MIB = 1 << 20
 #: In the job's folder: what the job does, as the scheduler writes it while somebody looks, and once more at its end;
 #: and what whoever looks touches.
 STATUS_FILE, WATCHED_FILE = "status.json", "watched"
+#: Also there: a FIFO by which the launcher tells the scheduler, in lines of JSON, which processes have ended.
+ENDINGS_FILE = "endings"
 
 
 def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:

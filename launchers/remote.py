@@ -82,6 +82,11 @@ class RemoteProcess:
     def returncode(self) -> int | None:
         return self._here.returncode if self._told is None or self._here.returncode is None else self._told
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the process there has ended, and not only what reaches it."""
+        return self._told is not None
+
     def poll(self) -> int | None:
         """As of ``Popen``."""
         if self._here.poll() is not None and self._orders >= 0:

@@ -16,6 +16,7 @@ from typing import Any
 from kvmpi.config import STATUS_FILE
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import processes, questions
+from kvmpi.launchers.endings import Endings
 from kvmpi.launchers.failure import Failure, Suspect
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
@@ -68,6 +69,7 @@ class Runner:
         self._catcher, self._signals = signals, signals.caught
         self._answered = 0
         self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
+        self._endings = Endings(job.job_dir)
         self._requests = Requests(job.job_dir)
         self._selector.register(self._requests.fd, selectors.EVENT_READ, "requests")
 
@@ -393,12 +395,27 @@ class Runner:
                     self._suspect = None
                 self._blame(Failure.of(label, code))
             elif code != 0 and self._restarts.bears(label, code) and self._goes_on_after(label):
+                self._tell_end(label)
                 what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
                 self._output.say(f"kvmpi run: {label} {processes.describe_end(code)}; {what}")
             elif code != 0:
                 self._blame(Failure.of(label, code))
             elif self._plans[label].role in ("scheduler", "server") and self._working():
                 self._blame(Failure(label, 1, "ended with exit status 0 while workers were still running"))
+            else:
+                self._tell_end(label)
+
+    def _tell_end(self, label: str) -> None:
+        """Say to the scheduler that a server or a client is gone, if that is certain, and the job goes on."""
+        process, child = self._plans[label], self._children[label]
+        if process.role == "scheduler" or (isinstance(child, RemoteProcess) and not child.is_certain):
+            return
+        how = processes.describe_end(self._codes[label])
+        if process.role == "server":
+            self._endings.tell("server", process.rank, how)
+        else:
+            unsaid = ", and had not closed the store" if self._codes[label] == 0 else ""
+            self._endings.tell("client", process.client_rank, how + unsaid)
 
     def _judge_stopped(self, label: str, code: int) -> None:
         """A server that fails while it saves its state at the end is a failure; dying of our signals is not."""
@@ -444,6 +461,7 @@ class Runner:
         self._read_picture()
         self._watchdog.finish()
         self._requests.close()
+        self._endings.close()
         for label in list(self._writers):
             self._release(label)
         for child in self._children.values():

@@ -17,6 +17,7 @@ from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
+from kvmpi.ps.endings import Endings
 from kvmpi.ps.link import choose
 from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
@@ -122,6 +123,7 @@ class SchedulerDaemon(Daemon):
             ConfigError: a port is in use, or the address is not one of this host.
         """
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
+        endings = Endings(self._config.job_dir)
         showing: Showing | None = None
         try:
             showing = Showing(self._config, self._state.describe, 0, self._say)
@@ -129,7 +131,7 @@ class SchedulerDaemon(Daemon):
                 on_listening(listener.bind_ipc(self._config.scheduler.removeprefix("ipc://")))
             else:
                 on_listening(listener.bind_tcp(self._config.host, self._config.scheduler_port))
-            readiness = Readiness([listener, self._waker])
+            readiness = Readiness([listener, self._waker, endings])
             next_tick_s = 0.0
             self._restore()
             while not self._stopped or self._keeper.busy(time.monotonic()):
@@ -139,6 +141,9 @@ class SchedulerDaemon(Daemon):
                 now_s = time.monotonic()
                 self._keeper.step()
                 replies: list[Reply] = []
+                # Before those that are started in their places can be heard.
+                for end in endings.take():
+                    replies += self._state.hear_end(end.role, end.rank, end.at_ns, end.how)
                 for _ in range(_BATCH if listener in ready else 0):
                     received = listener.recv()
                     if received is None:
@@ -156,6 +161,7 @@ class SchedulerDaemon(Daemon):
             if self._stopped and self._path:
                 scheduler_file.remove(self._path)  # the job is over: nobody is to go on with it
             listener.close()
+            endings.close()
             self._keeper.close()
             self._waker.close()
             self._release()

@@ -86,6 +86,7 @@ class SchedulerState:
         self._names: dict[bytes, MemberName] = {}
         self._stores: dict[int, Barriers] = {}
         self._over: set[int] = set()  # stores that it is too late to come back to
+        self._ended: dict[int, str] = {}  # clients whose process has ended, and that are not back; and how
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
         self._heard_s: float | None = None  # when anybody was heard last
@@ -237,7 +238,7 @@ class SchedulerState:
         name = (message.role, -1 if message.role == "server" else message.store, message.rank)
         if self._names.get(route, name) != name:
             raise ProtocolError(f"scheduler: {self._names[route]} cannot register as {name} too")
-        old = self.members.get(name)
+        old, lacks = self.members.get(name), list[int]()
         if old is not None and old.incarnation > message.incarnation:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
         if message.role == "client":
@@ -246,7 +247,13 @@ class SchedulerState:
                     f"client {message.rank} comes too late: store {message.store} is over, all its clients have left, "
                     "and nothing is left to do"
                 )
-            store = self._stores.setdefault(message.store, self._new_store(message.num_members))
+            self._ended.pop(message.rank, None)
+            if message.store not in self._stores:
+                self._stores[message.store] = self._new_store(message.num_members)
+                lacks = [rank for rank, why in self._ended.items() if self._lose_absent(message.store, rank, why)]
+            store = self._stores[message.store]
+            for rank in lacks:
+                store.lose(rank, self._ended[rank])
             if store.num_clients != message.num_members:
                 raise ConfigError(
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
@@ -260,7 +267,9 @@ class SchedulerState:
         self._names[route] = name
         self._waiting_for_view[route] = message.request
         known = old is not None and old.incarnation == message.incarnation
-        return self._welcome_server(message.rank, known=known) if message.role == "server" else self._answer_waiting()
+        if message.role == "server":
+            return self._welcome_server(message.rank, known=known)
+        return self._announce() if lacks else self._answer_waiting()
 
     def _new_store(self, num_clients: int) -> Barriers:
         return Barriers(num_clients, self._on_client_loss, self._note_change)
@@ -334,7 +343,7 @@ class SchedulerState:
             self.epoch, [] if chains is None else chains.chains, [] if chains is None else sorted(chains.alive),
             [] if chains is None else chains.wanted_heads, members, stores, list(self._lost.values()),
             0 if self.book.resumed is None else self.book.resumed.number,
-            {} if self.book.resumed is None else dict(self.book.resumed.steps), sorted(self._over),
+            {} if self.book.resumed is None else dict(self.book.resumed.steps), sorted(self._over), self._ended,
         )  # fmt: skip
 
     def restore(self, saved: SavedScheduler, now_s: float) -> None:
@@ -351,7 +360,7 @@ class SchedulerState:
         for store in saved.stores:
             self._stores[store.number] = self._new_store(store.num_clients)
             self._stores[store.number].restore(store)
-        self._over = set(saved.over)
+        self._over, self._ended = set(saved.over), saved.ended
         self._lost = {(lost.store, lost.rank): lost for lost in saved.lost}
 
     def _view(self, request: int = -1) -> m.View:
@@ -441,6 +450,36 @@ class SchedulerState:
             if silence_s > self.heartbeat_timeout_s:
                 replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
         return replies
+
+    def hear_end(self, role: str, rank: int, newest: int, how: str) -> list[Reply]:
+        """A process of the job has ended for certain, whoever says so: no heartbeats need be missed.
+
+        Args:
+            role, rank: of a server or a client.
+            newest: none that is in its place with a later incarnation is meant.
+            how: the end of a sentence.
+        """
+        why = f"was lost: its process {how}"
+        ended = [
+            name for name, member in self.members.items()
+            if (name[0], name[2]) == (role, rank) and member.incarnation <= newest
+        ]  # fmt: skip
+        replies = [reply for name in ended for reply in self.lose(name, why)]
+        if role == "client" and not any((name[0], name[2]) == (role, rank) for name in self.members):
+            self._ended[rank] = why
+            self.changes += 1
+            if lacking := [number for number in self._stores if self._lose_absent(number, rank, why)]:
+                replies += self._announce()
+                replies += [reply for number in lacking for reply in self._leave_barriers((role, number, rank), why)]
+        return replies
+
+    def _lose_absent(self, number: int, rank: int, why: str) -> bool:
+        """A client has ended: whether it will never come to a store, where others must not wait for it."""
+        store = self._stores[number]
+        if rank >= store.num_clients or rank in store.dead or self._on_client_loss == "wait":
+            return False
+        self._lost[number, rank] = m.Lost(rank, number, 0, why)
+        return True
 
     def lose(self, name: MemberName, why: str) -> list[Reply]:
         """``name`` is gone without having said so."""

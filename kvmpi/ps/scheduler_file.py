@@ -51,6 +51,7 @@ class SavedScheduler(msgspec.Struct, array_like=True):
     snapshot: int = 0  # what the job was resumed from, and how far its stores were there
     steps: dict[int, int] = {}
     over: list[int] = []
+    ended: dict[int, str] = {}
 
 
 def write(path: str, saved: SavedScheduler) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
+from jobs import wait_for
 
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 
@@ -13,6 +16,7 @@ RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
 FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
 SELDOM = str(Path(__file__).parent / "programs" / "seldom.py")
+GROWING = str(Path(__file__).parent / "programs" / "growing.py")
 FEWER = """
 import os, signal, sys
 import numpy as np
@@ -70,7 +74,7 @@ def test_clients_that_others_go_on_without_are_started_again_while_there_is_some
 
 
 @pytest.mark.parametrize(("how", "settings"), [
-    ("join", {}), ("die", {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "2"}),
+    ("join", {}), ("die", {"KVMPI_ON_CLIENT_LOSS": "shrink", "KVMPI_HEARTBEAT_TIMEOUT_S": "100"}),
 ])  # fmt: skip
 def test_the_others_go_on_with_their_rounds(launch, write, how, settings):
     """Workers have 40, 10 and 20 batches: 40 + 10 + 20 pushes in all."""
@@ -154,6 +158,54 @@ def test_the_others_learn_at_once_of_a_client_whose_program_fails(launch, write,
     assert policy == "fail" or "ClientLostError" not in job.stderr
     last = {"wait": ["end 0 15", "end 1 15", "end 2 15"], "shrink": ["end 0 10", "end 2 10"], "fail": []}[policy]
     assert sorted(re.findall("end .*", job.stdout)) == last
+
+
+#: Worker 1 ends without a word, before it has a store or in a round.
+ENDING = """
+import os, signal, sys
+import numpy as np
+import kvmpi
+
+if os.environ["KVMPI_RANK"] == "1" and sys.argv[1] == "early":
+    os._exit(3)
+kv = kvmpi.create("dist_sync")
+kv.init("w", np.zeros(50_000, "f4"))
+kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+out = np.zeros(50_000, "f4")
+for step in range(10):
+    if step == 5 and kv.rank == 1:
+        os._exit(int(sys.argv[1]))
+    kv.pushpull("w", np.ones(50_000, "f4"), out)
+print(f"end {kv.rank} {out.min():.0f} {out.max():.0f}", flush=True)
+kv.close()
+"""
+
+
+@pytest.mark.parametrize(("how", "policy", "ends"), [
+    ("early", "shrink", ["end 0 20 20", "end 2 20 20"]), ("5", "shrink", ["end 0 25 25", "end 2 25 25"]),
+    ("0", "shrink", ["end 0 25 25", "end 2 25 25"]), ("0", "fail", []),
+])  # fmt: skip
+def test_nobody_waits_for_the_heartbeats_of_a_process_that_has_ended(launch, write, how, policy, ends):
+    settings = {"KVMPI_ON_CLIENT_LOSS": policy, "KVMPI_HEARTBEAT_TIMEOUT_S": "100"}
+    job = launch("-n", "3", "-c", "3", "-s", "2", write("ending.py", ENDING), how, env=settings, whole=True)
+    assert job.finish(60.0) == (0 if ends else 1), job.stderr
+    assert sorted(re.findall("end .*", job.stdout)) == ends
+    assert "was lost: its process ended with exit status" in job.stderr or how == "early"
+    assert (job.stderr.count("ClientLostError: ") > 0) is (policy == "fail")
+
+
+def test_nobody_waits_for_the_heartbeats_of_a_server_that_is_not_started_again(launch, tmp_path):
+    settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "100"}
+    layout = ("-n", "2", "-c", "2", "-s", "3", "--replicas", "1", "--restart", "0")
+    job = launch(*layout, GROWING, "dist_sync", env=settings, whole=True)
+    wait_for(lambda: (tmp_path / "runs").exists() or job.process.poll() is not None, "the first steps")
+    [victim] = job.pids(ROLE="server", RANK="1")
+    os.kill(victim, signal.SIGKILL)
+    (tmp_path / "stop").touch()
+    assert job.finish(60.0) == 0, job.stderr
+    assert job.stdout.count("] 0 wrong after ") == 2
+    assert "server 1 was killed by SIGKILL; the job goes on without it" in job.stderr
+    assert "server 1 was lost: its process was killed by SIGKILL" in job.stderr
 
 
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):

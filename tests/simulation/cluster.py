@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -240,6 +241,7 @@ class Cluster:
         resumed: the snapshot that the job goes on from.
         restart_s: after so long a server that has ended is started again, without its memory; None: never.
     Attributes:
+        tells: whether the launcher says which processes have ended.
         processes, alive: the servers' processes, by rank and by name.
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
         on_news: called with what a server says to the scheduler about snapshots.
@@ -261,6 +263,9 @@ class Cluster:
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
         self.processes: dict[int, SimulatedServer] = {}
         self.alive: dict[str, SimulatedServer] = {}
+        # What the launcher has said when there was no scheduler.
+        self._endings = random.Random(f"{network.seed} endings")
+        self.tells, self._untold = self._endings.random() < 0.6, list[str]()
         self._incarnations = 0
         for rank in range(config.num_servers):
             self.start_server(rank)
@@ -306,8 +311,28 @@ class Cluster:
             self._keeper.recall()
             self._changes = 0
             self.network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
+            untold, self._untold = self._untold, []
+            for name in untold:
+                self.hear_end(name)
 
         self.network.at(self.network.now_s + self.network.random.choice([0.1, 2.0]), start)
+
+    def tell_end(self, name: str) -> None:
+        """The launcher has seen a process end: soon the scheduler knows as well, in some jobs."""
+        if self.tells:
+            # Mostly before another is in its place.
+            pause_s = self._endings.choice([0.0, 0.0, 0.05, 0.05, 0.5])
+            self.network.at(self.network.now_s + pause_s, lambda: self.hear_end(name))
+
+    def hear_end(self, name: str) -> None:
+        """The scheduler is told that a process has ended, or the next one will be."""
+        if not self.network.is_there("scheduler"):
+            self._untold.append(name)
+            return
+        before = self.scheduler.epoch
+        self._say(self.scheduler.hear_end(name.split()[0], *who(name), "was killed"))
+        if self.scheduler.epoch != before:
+            self.network.faults.count("told of the end")
 
     def _say(self, replies: Sequence[Reply]) -> None:
         if self.scheduler.changes != self._changes:
@@ -332,6 +357,7 @@ class Cluster:
         del self.alive[process.name]
         self.network.faults.count("kill")
         self.network.detach(process.name)
+        self.tell_end(process.name)
         if self._restart_s is not None:
             self.network.at(self.network.now_s + self._restart_s, lambda: self.start_server(rank))
 

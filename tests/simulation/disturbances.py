@@ -108,6 +108,7 @@ class Disturbances:
             return True
         self._network.faults.count("kill client")
         self._network.kill(name, self._programs)
+        self._cluster.tell_end(name)
         self._on_loss(rank)
         return True
 

@@ -56,7 +56,7 @@ class Network:
     def __init__(self, seed: int, faults: Faults) -> None:
         self.now_s = 0.0
         self.faults = faults
-        self.random = random.Random(seed)
+        self.seed, self.random = seed, random.Random(seed)
         self.cut: set[tuple[str, str]] = set()
         self.stopped: dict[str, float] = {}
         self.slow: dict[str, tuple[float, float]] = {}

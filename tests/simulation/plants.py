@@ -14,6 +14,7 @@ from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Order, Span
 from kvmpi.ps.part import Part
 from kvmpi.ps.rounds import Rounds
+from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
@@ -263,6 +264,17 @@ def _forgets_the_steps_of_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(barriers, "_KEPT_STEPS", 0)
 
 
+def _takes_the_next_process_for_the_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SchedulerState.hear_end
+    monkeypatch.setattr(
+        SchedulerState, "hear_end", lambda self, role, rank, newest, how: real(self, role, rank, 1 << 60, how)
+    )
+
+
+def _waits_for_who_has_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SchedulerState, "_lose_absent", lambda self, number, rank, why: False)
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -296,5 +308,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),
     "value of a head that was replaced": (_answers_when_another_may_be_the_head, "who knew of"),
+    "end of the process before": (_takes_the_next_process_for_the_one_that_has_ended, "ClientLostError"),
+    "waiting for who has ended": (_waits_for_who_has_ended_before, "still waiting"),
     "requests that are not sent again": (_asks_only_once, "still waiting"),
 }

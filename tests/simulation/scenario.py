@@ -123,6 +123,11 @@ class Job:
         # Whether client 0 is killed when it is about to give the first values, or has given some of them.
         self._early = random.Random(f"{seed} early")
         self._dies_early = self.mode == "sync" and self.policy == "shrink" and self._early.random() < 0.5
+        # Whether a client's first process ends before it has said anything.
+        absent = random.Random(f"{seed} absent")
+        may_lack = self.mode == "sync" and self.policy == "shrink" and self.cluster.tells and self.num_clients > 1
+        self._absent = absent.randrange(self.num_clients) if may_lack and absent.random() < 0.3 else None
+        self._absent_s = absent.choice([0.0, 0.05, 0.3, 2.0])
         # Who has done its steps: others may leave without it, and with them what another process would ask for.
         self._leaving: set[int] = set()
         self._closing: set[int] = set()
@@ -193,7 +198,10 @@ class Job:
         """
         self.network.after_each_step = self._after_each_step
         for rank in range(self.num_clients):
-            self._start_client(rank)
+            if rank == self._absent:
+                self.network.start_later(self._absent_s, self._end_absent)
+            else:
+                self._start_client(rank)
         try:
             self.network.run(self._programs, self.limit_s)
             self._calm_down()
@@ -251,7 +259,15 @@ class Job:
         if name in self._programs and self.oracle.num_done == 0 and self._may_lose(0):
             self.network.faults.count("kill client 0 early")
             self.network.kill(name, self._programs)
+            self.cluster.tell_end(name)
             self._on_loss(0)
+
+    def _end_absent(self) -> None:
+        """The launcher says that a client has ended which nobody has seen."""
+        assert self._absent is not None
+        self.network.faults.count("ends before it is there")
+        self.cluster.hear_end(f"client {self._absent}.1")
+        self._on_loss(self._absent)
 
     def _come_back(self, rank: int) -> None:
         self._incarnations[rank] += 1

@@ -29,12 +29,12 @@ def test_jobs_survive_their_faults() -> None:
     faults = (
         "drop", "duplicate", "overtake", "kill", "add", "stopped", "stop", "slow", "partition", "unnoticed", "cut",
         "kill client", "stop client", "words of the dead", "kill all", "resume", "return", "seldom",
-        "seldom return",
+        "seldom return", "told of the end",
     )  # fmt: skip
     assert min(fired[fault] for fault in faults) > NUM_SEEDS / 20, f"too few faults to prove anything: {fired}"
     rare = (
         "resume async", "resume shrink", "resume fail", "return after resume", "disk torn", "disk full",
-        "kill client 0 early", "seldom snapshot", "seldom return to others",
+        "kill client 0 early", "seldom snapshot", "seldom return to others", "ends before it is there",
     )  # fmt: skip
     assert min(fired[fault] for fault in rare) > 0, f"a fault has never fired: {fired}"
 
@@ -63,7 +63,8 @@ FOUND_BY = {
     "returned client left out": 24, "rounds pass who enters": 84, "snapshot counted twice": 131, "resumed too far": 17,
     "snapshot of what has ended": 33,
     "snapshot not copied": 66, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 3,
-    "gone on too far": 14, "repetition counted": 14, "barriers without steps": 91, "steps of the job before": 17,
+    "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 53,
+    "waiting for who has ended": 233,
     "steps taken for rounds": 85, "round of others joined": 84,
 }  # fmt: skip
 
