@@ -183,9 +183,10 @@ class Collectives:
         return not self.broken and leave(self._calls, deadline)
 
     def close(self) -> None:
-        """End the connections of its own; no call may follow."""
+        """End the connections of its own, and keep no more than others may still read; no call may follow."""
         if self._links is not None:
             self._links.close()
+        self._scratch = Scratch()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
         if self._topology is None:

@@ -256,6 +256,7 @@ class Link:
                 self._drain_inbox()
                 for connection in self._connections.values():
                     connection.close()
+                self._watch = None  # a store that is closed may be referred to for long
             self._context.term()
             self._waker.close()
 

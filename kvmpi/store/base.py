@@ -468,6 +468,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         if not self.broken:
             for comm in self._comms:
                 comm.free()
+        for state in self._keys.values():
+            state.buffer = None  # a store that is closed may be referred to for long
 
     # ---- what store types do
 

@@ -301,6 +301,20 @@ def test_closed_stores(any_store):
         any_store.push("w", array(0))
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_closed_store_that_is_still_referred_to_holds_no_descriptors_and_no_buffers(name):
+    stores, descriptors = [], []
+    for _ in range(4):
+        with kvmpi.create(name, timeout_s=20) as kv:
+            kv.init("w", np.zeros(100_000, "f4"))
+            kv.set_optimizer(optim.Test(lr=-1))
+            kv.pushpull("w", np.ones(100_000, "f4"), np.empty(100_000, "f4"))
+        stores.append(kv)
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[3] <= descriptors[0], descriptors
+    assert all(state.buffer is None for store in stores for state in store._keys.values())
+
+
 def test_plug_in_store_type():
     from kvmpi.store.replicated import ReplicatedStore
 
