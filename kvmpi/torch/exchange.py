@@ -25,6 +25,9 @@ from kvmpi.torch.weights import Weights
 _TIMED, _PLANNED_AFTER = (1, 4, 7), 2
 #: Workers tell each other where they are modulo this: their sums are exact, and who goes astray is not so far off.
 _PLACES = 61
+#: All that have hooks on parameters, which the garbage collector does not look into: those whose stores are closed
+#: would keep models and gradients for ever, and fail where a model is trained with another store.
+_hooked: set[Exchange] = set()
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
@@ -114,8 +117,11 @@ class Exchange:
         self._progress = buckets.Progress(())
         self._plans: Plans | None = None
         self._planners: KVStore | None = None
+        for other in [other for other in _hooked if other._kv is not None and other._kv.closed]:
+            other.close()
         if kv is None:
             return
+        _hooked.add(self)
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
         # A client of one worker pushes when it likes, and only what it has.
@@ -139,6 +145,7 @@ class Exchange:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        _hooked.discard(self)
 
     @property
     def order(self) -> list[int]:
