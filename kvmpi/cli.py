@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +19,8 @@ COMMANDS = {
     "bench": ("kvmpi.benchmarks.command", "measure: collectives beside MPI and gloo, parameter servers beside MXNet"),
     "plan": ("kvmpi.planner.command", "predict a job: steps, epochs, staleness, servers' load; recommend a layout"),
 }
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparsers.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(words[:1]).command
     module = importlib.import_module(COMMANDS[command][0])
-    status: int = module.main(words[1:])
+    try:
+        status: int = module.main(words[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it has seen enough
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _drop_output()
+        sys.stderr.write(f"kvmpi {command}: {error.filename or 'standard output'}: {error.strerror}\n")
+        return 1
     return status
+
+
+def _drop_output() -> None:
+    """What is still to be written to standard output: nothing can be done about it when the process ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def _open_standard_streams() -> None:

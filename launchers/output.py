@@ -153,8 +153,12 @@ class Output:
             except BrokenPipeError:
                 self._closed.add(fd)
                 raise OutputClosedError from None
-            except OSError:  # a full disk or a lost terminal is no reason to end a training run
+            except OSError as error:  # a full disk or a lost terminal is no reason to end a training run
                 self._closed.add(fd)
+                if fd == 1:
+                    self.say(
+                        f"kvmpi run: standard output: {error.strerror}; the job goes on, and what it prints is lost"
+                    )
                 return
 
 

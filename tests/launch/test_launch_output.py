@@ -1,6 +1,11 @@
-"""How bytes become lines."""
+"""How bytes become lines, and what becomes of them where nobody takes them."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -60,3 +65,30 @@ def test_an_endless_line_does_not_fill_the_memory(monkeypatch):
     assert splitter.feed(b"x" * 90) == []
     assert splitter.feed(b"x" * 20) == [b"x" * 110]
     assert splitter.close() == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (("plan", "--compute-seconds", "0.2"), 1, "kvmpi plan: standard output: No space left on device"),
+    (("plan", "--compute-seconds", "0.2", "--json"), 1, "kvmpi plan: standard output: No space left on device"),
+    (("run", "-n", "2", "--", "echo", "lost"), 0, "kvmpi run: standard output: No space left on device; the job goes"),
+])  # fmt: skip
+def test_a_full_disk_below_standard_output_is_said(words, status, said):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvmpi", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == status
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(said)
+
+
+def test_who_stops_reading_a_plan_gets_no_traceback():
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvmpi", "plan", "--compute-seconds", "0.2", "--json"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as plan:  # fmt: skip
+        plan.stdout.close()
+        assert plan.stderr.read() == ""
+    assert plan.returncode == 128 + signal.SIGPIPE
