@@ -14,8 +14,9 @@ MIB = 1 << 20
 #: In the job's folder: what the job does, as the scheduler writes it while somebody looks, and once more at its end;
 #: and what whoever looks touches.
 STATUS_FILE, WATCHED_FILE = "status.json", "watched"
-#: Also there: a FIFO by which the launcher tells the scheduler, in lines of JSON, which processes have ended.
-ENDINGS_FILE = "endings"
+#: Also there: FIFOs with lines of JSON, by which the launcher tells the scheduler which processes have ended, and hears
+#: which ones count as lost because they were silent.
+ENDINGS_FILE, LOSSES_FILE = "endings", "losses"
 
 
 def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:

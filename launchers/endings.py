@@ -1,4 +1,4 @@
-"""Tells the scheduler which processes have ended, so that nobody waits for their heartbeats: a FIFO in its folder."""
+"""Tells the scheduler which processes have ended, and hears which ones were silent: FIFOs in the job's folder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import json
 import os
 import time
 
-from kvmpi.config import ENDINGS_FILE
+from kvmpi.config import ENDINGS_FILE, LOSSES_FILE
+from kvmpi.launchers.output import LineSplitter
+
+
+def _make(folder: str, name: str) -> int:
+    path = os.path.join(folder, name)
+    os.mkfifo(path, 0o600)
+    # As reader and writer: what is written stays there while there is no scheduler, and it does not read as ended.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class Endings:
-    """The launcher's end. A scheduler that is started again reads what was said before."""
+    """What the scheduler is told; one that is started again hears what was said before."""
 
     def __init__(self, folder: str) -> None:
-        path = os.path.join(folder, ENDINGS_FILE)
-        os.mkfifo(path, 0o600)
-        # As a reader too: what is written stays there while there is no scheduler.
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd = _make(folder, ENDINGS_FILE)
 
     def tell(self, role: str, rank: int, how: str) -> None:
         """A server, or a client as a whole, has ended for certain.
@@ -32,3 +37,25 @@ class Endings:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Losses:
+    """What the scheduler says.
+
+    Attributes:
+        fd: readable when it says something.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.fd, self._splitter = _make(folder, LOSSES_FILE), LineSplitter()
+
+    def feed(self, chunk: bytes) -> list[tuple[str, int]]:
+        """Of what was read from ``fd``: role and rank of servers and clients that count as lost."""
+        found = []
+        for line in self._splitter.feed(chunk):
+            said = json.loads(line)
+            found.append((str(said["role"]), int(said["rank"])))
+        return found
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -120,6 +121,12 @@ class RemoteProcess:
             os.write(self._orders, f"{number}\n".encode())
         except OSError:
             pass
+
+    def kill_there(self) -> None:
+        """Have the process there killed. What reaches it stays, to say so, whenever its host can be reached."""
+        if self._here.returncode is None and not self._is_step:
+            with contextlib.suppress(OSError):
+                os.write(self._orders, f"{int(signal.SIGKILL)}\n".encode())
 
 
 Child = subprocess.Popen[bytes] | RemoteProcess

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 OUT_OF_THE_JOB = 75
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
+#: A process that lives, and counts as lost, ends by itself within this time, or does not.
+_PATIENCE_S = 5.0
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Restarts:
     on_client_loss: str = "fail"
     _due: dict[str, float] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
+    _unheard: list[tuple[float, str, object]] = field(default_factory=list)
 
     def bears(self, label: str, returncode: int) -> bool:
         """Whether the job can go on without a process that has failed so."""
@@ -68,12 +71,24 @@ class Restarts:
         return label in self._due
 
     def left_s(self, now_s: float) -> float | None:
-        """Seconds until something is to be started; None if nothing is."""
-        return max(0.0, min(self._due.values()) - now_s) if self._due else None
+        """Seconds until something is to be started, or to be ended; None if nothing is."""
+        times_s = [*self._due.values(), *(at_s for at_s, _, _ in self._unheard)]
+        return max(0.0, min(times_s) - now_s) if times_s else None
 
     def take_due(self, now_s: float) -> list[str]:
         """What is to be started now; it is not asked for again."""
         due = [label for label, at_s in self._due.items() if at_s <= now_s]
         for label in due:
             del self._due[label]
+        return due
+
+    def note_unheard(self, label: str, process: object, now_s: float) -> None:
+        """``process`` counts as lost because nobody hears it."""
+        if self.bears(label, -signal.SIGKILL):
+            self._unheard.append((now_s + _PATIENCE_S, label, process))
+
+    def take_unheard(self, now_s: float) -> list[tuple[str, object]]:
+        """Who is to be ended now, should it still be there: it is stopped, hangs, or cannot be reached."""
+        due = [(label, process) for at_s, label, process in self._unheard if at_s <= now_s]
+        self._unheard = [waiting for waiting in self._unheard if waiting[0] > now_s]
         return due

@@ -7,24 +7,24 @@ import os
 import selectors
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvmpi.config import STATUS_FILE
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import processes, questions
-from kvmpi.launchers.endings import Endings
+from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Suspect
-from kvmpi.launchers.job import AGENT, Job, Process
+from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
 from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
 from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
+from kvmpi.launchers.starting import Starter
 
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
@@ -54,7 +54,7 @@ class Runner:
         self._children: dict[str, Child] = {}
         self._plans = {process.label: process for process in job.processes}
         self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
-        self._starts: Counter[str] = Counter()  # of those that have folders of their own each time
+        self._starter = Starter(job)
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
         self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
@@ -69,7 +69,8 @@ class Runner:
         self._catcher, self._signals = signals, signals.caught
         self._answered = 0
         self._selector.register(signals.wakeup_fd, selectors.EVENT_READ, "wakeup")
-        self._endings = Endings(job.job_dir)
+        self._endings, self._losses = Endings(job.job_dir), Losses(job.job_dir)
+        self._selector.register(self._losses.fd, selectors.EVENT_READ, "losses")
         self._requests = Requests(job.job_dir)
         self._selector.register(self._requests.fd, selectors.EVENT_READ, "requests")
 
@@ -167,7 +168,8 @@ class Runner:
                 self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
         pipes = [os.pipe(), os.pipe()]
         try:
-            child = self._start_on(process, {**self._env, **process.env, **(extra or {})}, pipes, pass_fds)
+            env = {**self._env, **process.env, **(extra or {})}
+            child = self._starter.start(process, env, self._env, pipes, pass_fds)
         except OSError as error:
             where = f" on {process.host}" if process.host else ""
             text = f"could not be started{where}: {process.command[0]}: {error.strerror}"
@@ -182,33 +184,6 @@ class Runner:
             self._watch(read_end, Stream(process.label, target))
         self._children[process.label] = child
         self._watchdog.add(child.pid)
-
-    def _start_on(
-        self, process: Process, env: Mapping[str, str], pipes: list[tuple[int, int]], pass_fds: tuple[int, ...]
-    ) -> Child:
-        """Start a process where it belongs, writing into ``pipes``."""
-        out = {"stdout": pipes[0][1], "stderr": pipes[1][1]}
-        places = self._job.places
-        if places is None or not process.host:
-            return processes.start(process.command, env, pass_fds=pass_fds, **out)
-        files = {AGENT: places.reach.agent()} if process.role == "client" else {}
-        if "KVMPI_KEYS" in env:
-            files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
-        listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}
-        mine = f"kvmpi-{self._job.job_id}"
-        if places.reach.is_apart:  # several may come to one host, and each clears up after itself, also late
-            self._starts[process.label] += 1
-            mine += f"-{process.role}-{process.rank}-{self._starts[process.label]}"
-
-        def own(text: str) -> str:
-            return text.replace(f"kvmpi-{self._job.job_id}", mine)
-
-        return RemoteProcess(
-            places.reach, process.host, [own(word) for word in process.command],
-            {name: own(value) for name, value in env.items()}, local_env=self._env,
-            folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
-            is_step=process.is_step, spans=process.spans, **out,
-        )  # fmt: skip
 
     def _open_output(self, label: str) -> None:
         self._tails[label] = deque(maxlen=TAIL_LINES)
@@ -256,9 +231,11 @@ class Runner:
             self._answered = self._catcher.asked
             self._ask()
         self._reap()
-        for label in [] if self._stopping or self._over() else self._restarts.take_due(time.monotonic()):
-            if self._is_wanted(label):
-                self._start(self._plans[label], self._again_env(label))
+        if not self._stopping and not self._over():
+            self._end_unheard()
+            for label in self._restarts.take_due(time.monotonic()):
+                if self._is_wanted(label):
+                    self._start(self._plans[label], self._again_env(label))
         if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
             self._blame(self._suspect.failure)
 
@@ -291,6 +268,10 @@ class Runner:
             if not chunk:
                 self._close(fd)
                 self._ready_closed = True
+            return bool(chunk)
+        if what == "losses":
+            for role, rank in self._losses.feed(chunk):
+                self._hear_loss(role, rank)
             return bool(chunk)
         if what == "requests":
             self._requests.serve(chunk, self._add_server)
@@ -416,6 +397,23 @@ class Runner:
         else:
             unsaid = ", and had not closed the store" if self._codes[label] == 0 else ""
             self._endings.tell("client", process.client_rank, how + unsaid)
+
+    def _hear_loss(self, role: str, rank: int) -> None:
+        """A server or a client counts as lost because nobody hears it."""
+        for label, process in self._plans.items():
+            there = (process.role, process.rank) if process.role == "server" else ("client", process.client_rank)
+            if label in self._children and there == (role, rank):
+                self._restarts.note_unheard(label, self._children[label], time.monotonic())
+
+    def _end_unheard(self) -> None:
+        """Those that were told so, and have not ended: others are to take their places."""
+        for label, child in self._restarts.take_unheard(time.monotonic()):
+            if child is self._children[label] and child.returncode is None:
+                self._output.say(f"kvmpi run: {label} counts as lost, and does not end; it is killed")
+                if isinstance(child, RemoteProcess):
+                    child.kill_there()
+                else:
+                    signal_group(child, signal.SIGKILL)
 
     def _judge_stopped(self, label: str, code: int) -> None:
         """A server that fails while it saves its state at the end is a failure; dying of our signals is not."""

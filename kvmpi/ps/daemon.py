@@ -17,7 +17,7 @@ from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
-from kvmpi.ps.endings import Endings
+from kvmpi.ps.endings import Endings, Losses
 from kvmpi.ps.link import choose
 from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
@@ -123,7 +123,7 @@ class SchedulerDaemon(Daemon):
             ConfigError: a port is in use, or the address is not one of this host.
         """
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
-        endings = Endings(self._config.job_dir)
+        endings, losses = Endings(self._config.job_dir), Losses(self._config.job_dir)
         showing: Showing | None = None
         try:
             showing = Showing(self._config, self._state.describe, 0, self._say)
@@ -152,6 +152,8 @@ class SchedulerDaemon(Daemon):
                 if now_s >= next_tick_s:
                     replies += self._state.tick(now_s)
                     next_tick_s = now_s + _POLL_S
+                for role, rank in self._state.take_unheard():
+                    losses.tell(role, rank)
                 self._save(now_s)
                 self._send(listener, replies)
                 showing.step(now_s)
@@ -162,6 +164,7 @@ class SchedulerDaemon(Daemon):
                 scheduler_file.remove(self._path)  # the job is over: nobody is to go on with it
             listener.close()
             endings.close()
+            losses.close()
             self._keeper.close()
             self._waker.close()
             self._release()

@@ -1,13 +1,14 @@
-"""Which processes of a job have ended, as its launcher says that has waited for them: a FIFO in the job's folder."""
+"""Which processes have ended, as the launcher says, and which were silent, as it is told: FIFOs in the job's folder."""
 
 from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 
 import msgspec
 
-from kvmpi.config import ENDINGS_FILE
+from kvmpi.config import ENDINGS_FILE, LOSSES_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -23,18 +24,19 @@ class Ending(msgspec.Struct, frozen=True):
     how: str
 
 
+def _open(folder: str, name: str) -> int:
+    """The launcher's FIFO, if it has one; else -1. As reader and writer: it is not to be closed without the other."""
+    try:
+        return os.open(os.path.join(folder, name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) if folder else -1
+    except OSError:
+        return -1
+
+
 class Endings:
-    """The scheduler's end. What a launcher has said while there was no scheduler is there for the next one."""
+    """What the launcher has said, while there was no scheduler too."""
 
     def __init__(self, folder: str) -> None:
-        self._rest = b""
-        self._fd = -1
-        if folder:
-            try:
-                # As a writer too: a FIFO without any is readable for ever.
-                self._fd = os.open(os.path.join(folder, ENDINGS_FILE), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
-                pass  # whoever has started this job says nothing
+        self._rest, self._fd = b"", _open(folder, ENDINGS_FILE)
 
     @property
     def handles(self) -> list[int]:
@@ -54,6 +56,24 @@ class Endings:
             except msgspec.DecodeError as error:
                 _log.error("scheduler: the launcher says %r (%s)", line[:200], error)
         return found
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Losses:
+    """What the launcher is told."""
+
+    def __init__(self, folder: str) -> None:
+        self._fd = _open(folder, LOSSES_FILE)
+
+    def tell(self, role: str, rank: int) -> None:
+        """A server, or the master of a client, is taken for lost, whether it is alive or not."""
+        if self._fd >= 0:
+            with suppress(OSError):  # nobody reads, and one process more is left to itself
+                os.write(self._fd, msgspec.json.encode({"role": role, "rank": rank}) + b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -87,6 +87,7 @@ class SchedulerState:
         self._stores: dict[int, Barriers] = {}
         self._over: set[int] = set()  # stores that it is too late to come back to
         self._ended: dict[int, str] = {}  # clients whose process has ended, and that are not back; and how
+        self._unheard: list[tuple[str, int]] = []
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
         self._heard_s: float | None = None  # when anybody was heard last
@@ -449,7 +450,13 @@ class SchedulerState:
             silence_s = (self._heard_s or 0.0) - member.last_seen_s
             if silence_s > self.heartbeat_timeout_s:
                 replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
+                self._unheard.append((name[0], name[2]))
         return replies
+
+    def take_unheard(self) -> list[tuple[str, int]]:
+        """Role and rank of those that were lost in silence since this was asked: their processes may still be there."""
+        unheard, self._unheard = self._unheard, []
+        return unheard
 
     def hear_end(self, role: str, rank: int, newest: int, how: str) -> list[Reply]:
         """A process of the job has ended for certain, whoever says so: no heartbeats need be missed.

@@ -65,6 +65,22 @@ def test_pauses_double_and_there_is_an_end():
     assert "goes on without it" in Restarts(0, 1).plan("server 1", 0.0)
 
 
+def test_who_is_not_heard_has_some_time_to_end_by_itself():
+    restarts = Restarts(1, 1, "wait")
+    worker, server = object(), object()
+    restarts.note_unheard("worker 0", worker, 10.0)
+    restarts.note_unheard("server 1", server, 12.0)
+    assert restarts.left_s(11.0) == pytest.approx(4.0)
+    assert restarts.take_unheard(14.9) == []
+    assert restarts.take_unheard(15.1) == [("worker 0", worker)]
+    assert restarts.left_s(15.1) == pytest.approx(1.9)
+    assert restarts.take_unheard(18.0) == [("server 1", server)]
+    assert restarts.left_s(18.0) is None
+    without = Restarts(0, 0, "fail")  # whoever is lost ends the job
+    without.note_unheard("worker 0", worker, 0.0)
+    assert without.left_s(0.0) is None
+
+
 def test_clients_that_others_go_on_without_are_started_again_while_there_is_something_to_do():
     restarts = Restarts(1, 0, "shrink")
     assert "goes on without it" in restarts.plan("worker 1", 0.0, is_wanted=False)
@@ -206,6 +222,54 @@ def test_nobody_waits_for_the_heartbeats_of_a_server_that_is_not_started_again(l
     assert job.stdout.count("] 0 wrong after ") == 2
     assert "server 1 was killed by SIGKILL; the job goes on without it" in job.stderr
     assert "server 1 was lost: its process was killed by SIGKILL" in job.stderr
+
+
+#: Worker DIES stops once in the middle: STORE DIES.
+STOPPING = """
+import os, signal, sys
+import numpy as np
+import kvmpi
+
+with kvmpi.create(sys.argv[1]) as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    out = np.zeros(5, "f4")
+    for step in range(kv.resumed_step, 10):
+        if step == 4 and kv.rank == int(sys.argv[2]) and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        kv.pushpull("w", np.ones(5, "f4"), out)
+    print(f"end {kv.rank} {out.min():.0f} {out.max():.0f}", flush=True)
+"""
+SOON = {"KVMPI_HEARTBEAT_TIMEOUT_S": "2", "KVMPI_HEARTBEAT_S": "0.2", "KVMPI_TIMEOUT_S": "40"}
+
+
+@pytest.mark.parametrize(("layout", "store", "dies", "label"), [
+    (("-n", "3", "-c", "3"), "dist_sync", "1", "worker 1"),
+    (("-n", "4", "-c", "2"), "dist_sync_mpi", "2", "client 1"),  # the master of two
+])  # fmt: skip
+def test_a_client_that_is_stopped_is_ended_and_started_again(launch, write, layout, store, dies, label):
+    job = launch(*layout, "-s", "1", "--restart", "1", write("stops.py", STOPPING), store, dies, env=SOON, whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    count = int(layout[1])
+    assert sorted(re.findall("end .*", job.stdout)) == [
+        f"end {rank} {10 * count} {10 * count}" for rank in range(count)
+    ]
+    assert f"kvmpi run: {label} counts as lost, and does not end; it is killed" in job.stderr
+    assert f"kvmpi run: {label} was killed by SIGKILL; it is started again (1 of 1)" in job.stderr
+
+
+def test_a_server_that_is_stopped_is_ended_and_started_again(launch, tmp_path):
+    layout = ("-n", "2", "-c", "2", "-s", "2", "--replicas", "1")
+    job = launch(*layout, GROWING, "dist_sync", env=SOON, whole=True)
+    wait_for(lambda: (tmp_path / "runs").exists() or job.process.poll() is not None, "the first steps")
+    [victim] = job.pids(ROLE="server", RANK="1")
+    os.kill(victim, signal.SIGSTOP)
+    wait_for(lambda: job.pids(ROLE="server", RANK="1") not in ([], [victim]), "another process of server 1", 30.0)
+    (tmp_path / "stop").touch()
+    assert job.finish(60.0) == 0, job.stderr
+    assert job.stdout.count("] 0 wrong after ") == 2
+    assert "server 1 counts as lost, and does not end; it is killed" in job.stderr
 
 
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):

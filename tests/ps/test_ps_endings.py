@@ -8,11 +8,11 @@ import select
 
 import msgspec
 import pytest
-from scheduler_desk import Desk, with_clients
+from scheduler_desk import TIMEOUT_S, Desk, with_clients
 
 from kvmpi.errors import ClientLostError
 from kvmpi.launchers import endings as launcher
-from kvmpi.ps.endings import Ending, Endings
+from kvmpi.ps.endings import Ending, Endings, Losses
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.wire import messages as m
 
@@ -59,6 +59,31 @@ def test_a_launcher_whose_scheduler_does_not_read_is_not_held_up(tmp_path):
     assert heard.take()
     said.close()
     heard.close()
+
+
+def test_the_launcher_hears_who_was_silent(tmp_path):
+    heard = launcher.Losses(str(tmp_path))
+    for _ in range(2):  # one scheduler after the other
+        told = Losses(str(tmp_path))
+        told.tell("client", 3)
+        told.tell("server", 0)
+        told.close()
+    assert heard.feed(os.read(heard.fd, 1 << 16)) == 2 * [("client", 3), ("server", 0)]
+    assert not select.select([heard.fd], [], [], 0)[0]
+    heard.close()
+    nobody = Losses(str(tmp_path / "nowhere"))
+    nobody.tell("client", 1)
+    nobody.close()
+
+
+def test_whoever_is_lost_in_silence_is_named_once():
+    desk = with_clients(2, on_client_loss="shrink")
+    for _ in range(3):
+        desk.live(TIMEOUT_S, "1/0")
+    assert desk.state.take_unheard() == [("client", 1)]
+    assert desk.state.take_unheard() == []
+    desk.take(desk.state.hear_end("client", 0, 1, "was killed"))
+    assert desk.state.take_unheard() == []
 
 
 @pytest.mark.parametrize("policy", ["fail", "shrink", "wait"])

@@ -1,0 +1,54 @@
+"""Starts the processes of a job where they belong: on this host, or through whatever reaches another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvmpi.launchers import processes
+from kvmpi.launchers.job import AGENT, Job, Process
+from kvmpi.launchers.remote import Child, RemoteProcess
+
+
+class Starter:
+    """For one job; it counts how often it has started what has folders of its own each time."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._starts: Counter[str] = Counter()
+
+    def start(
+        self, process: Process, env: Mapping[str, str], local_env: Mapping[str, str], pipes: Sequence[tuple[int, int]],
+        pass_fds: tuple[int, ...] = (),
+    ) -> Child:  # fmt: skip
+        """Start ``process`` with ``env``, writing into ``pipes``, of standard output and standard error.
+
+        Args:
+            local_env: of what reaches the other host.
+            pass_fds: what a process on this host inherits.
+        Raises:
+            OSError: it, or what reaches its host, cannot be started.
+        """
+        out = {"stdout": pipes[0][1], "stderr": pipes[1][1]}
+        places = self._job.places
+        if places is None or not process.host:
+            return processes.start(process.command, env, pass_fds=pass_fds, **out)
+        files = {AGENT: places.reach.agent()} if process.role == "client" else {}
+        if "KVMPI_KEYS" in env:
+            files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
+        listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}
+        mine = f"kvmpi-{self._job.job_id}"
+        if places.reach.is_apart:  # several may come to one host, and each clears up after itself, also late
+            self._starts[process.label] += 1
+            mine += f"-{process.role}-{process.rank}-{self._starts[process.label]}"
+
+        def own(text: str) -> str:
+            return text.replace(f"kvmpi-{self._job.job_id}", mine)
+
+        return RemoteProcess(
+            places.reach, process.host, [own(word) for word in process.command],
+            {name: own(value) for name, value in env.items()}, local_env=local_env,
+            folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
+            is_step=process.is_step, spans=process.spans, **out,
+        )  # fmt: skip
