@@ -326,7 +326,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             told = self._told
             vars(self._inner).update(told)
             try:
-                result = self._inner.step() if closure is None else self._inner.step(closure)
+                result = self._inner.step() if closure is None else self._inner.step(self._exchanging(closure))
             finally:
                 for name in told:
                     delattr(self._inner, name)
@@ -335,6 +335,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # With the hooks of the optimizer, and of all optimizers, around it.
         step = torch.optim.Optimizer.profile_hook_step(self._step_in_store)
         return step(self._inner) if closure is None else step(self._inner, closure)
+
+    def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, and after it what no backward of it has exchanged."""
+
+        def evaluate() -> Any:
+            result = closure()
+            if not self._exchange.fresh:
+                with torch.no_grad():
+                    self._exchange.finish()
+            return result
+
+        return evaluate
 
     def _step_in_store(self, _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         result = None

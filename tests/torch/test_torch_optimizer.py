@@ -230,6 +230,24 @@ def test_a_model_is_trained_with_one_store_after_the_other() -> None:
         gc.enable()
 
 
+def test_what_a_closure_sets_by_hand_is_exchanged(kv: kvmpi.KVStore) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model, [shard(0, 0)])
+        for parameter, grad in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+            parameter.grad = grad
+        assert not optimizer._exchange.fresh
+        return loss.detach()
+
+    seen = []
+    finish = optimizer._exchange.finish
+    optimizer._exchange.finish = lambda: seen.append(finish())  # type: ignore[method-assign]
+    optimizer.step(closure)
+    assert len(seen) == 1
+
+
 def test_models_whose_stores_are_closed_are_forgotten() -> None:
     models = []
     for _ in range(4):
