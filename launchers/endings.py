@@ -43,7 +43,7 @@ class Losses:
     """What the scheduler says.
 
     Attributes:
-        fd: readable when it says something.
+        fd: readable when it says something; whoever reads it has ``feed`` understand that, and closes it.
     """
 
     def __init__(self, folder: str) -> None:
@@ -56,6 +56,3 @@ class Losses:
             said = json.loads(line)
             found.append((str(said["role"]), int(said["rank"])))
         return found
-
-    def close(self) -> None:
-        os.close(self.fd)

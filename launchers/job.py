@@ -67,6 +67,11 @@ class Process:
         """The name under which users see it."""
         return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
+    @property
+    def member(self) -> tuple[str, int]:
+        """Role and rank under which the scheduler knows it: of workers it knows their client."""
+        return ("client", self.client_rank) if self.workers else (self.role, self.rank)
+
 
 @dataclass(frozen=True)
 class RoleCommands:

@@ -7,6 +7,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
@@ -66,6 +67,16 @@ class LineSplitter:
         left = self._pending or self._draft
         self._pending = self._draft = b""
         return [left] if left else []
+
+
+@dataclass
+class Stream:
+    """One pipe or FIFO that a process of the job writes to."""
+
+    label: str
+    target: int  # 1 or 2: where its lines go; 0: it carries reports of rank_exec
+    client: str = ""  # label of the mpirun above it
+    splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 class Output:

@@ -84,8 +84,8 @@ class RemoteProcess:
         return self._here.returncode if self._told is None or self._here.returncode is None else self._told
 
     @property
-    def is_certain(self) -> bool:
-        """Whether the process there has ended, and not only what reaches it."""
+    def is_told(self) -> bool:
+        """Whether it is known how the process there has ended."""
         return self._told is not None
 
     def poll(self) -> int | None:
@@ -130,6 +130,19 @@ class RemoteProcess:
 
 
 Child = subprocess.Popen[bytes] | RemoteProcess
+
+
+def has_ended(child: Child) -> bool:
+    """Whether that is certain, of a process that has a return code: another host may only be out of reach."""
+    return not isinstance(child, RemoteProcess) or child.is_told
+
+
+def kill_group(child: Child) -> None:
+    """Have a process of the job and its group killed, as soon as its host can be reached."""
+    if isinstance(child, RemoteProcess):
+        child.kill_there()
+    else:
+        processes.signal_group(child, signal.SIGKILL)
 
 
 def signal_group(child: Child, number: int) -> None:

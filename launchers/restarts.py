@@ -88,7 +88,7 @@ class Restarts:
             self._unheard.append((now_s + _PATIENCE_S, label, process))
 
     def take_unheard(self, now_s: float) -> list[tuple[str, object]]:
-        """Who is to be ended now, should it still be there: it is stopped, hangs, or cannot be reached."""
+        """Who is to be ended now, should it still be there: it is stopped, or cannot be reached."""
         due = [(label, process) for at_s, label, process in self._unheard if at_s <= now_s]
         self._unheard = [waiting for waiting in self._unheard if waiting[0] > now_s]
         return due

@@ -9,7 +9,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvmpi.config import STATUS_FILE
@@ -19,8 +18,8 @@ from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Suspect
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
-from kvmpi.launchers.output import TAIL_LINES, LineSplitter, Output, OutputClosedError
-from kvmpi.launchers.remote import Child, RemoteProcess, signal_group
+from kvmpi.launchers.output import TAIL_LINES, Output, OutputClosedError, Stream
+from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
@@ -31,16 +30,6 @@ RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
-
-
-@dataclass
-class Stream:
-    """One pipe or FIFO that a process of the job writes to."""
-
-    label: str
-    target: int  # 1 or 2: where its lines go; 0: it carries reports of rank_exec
-    client: str = ""  # label of the mpirun above it
-    splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 class Runner:
@@ -388,32 +377,23 @@ class Runner:
 
     def _tell_end(self, label: str) -> None:
         """Say to the scheduler that a server or a client is gone, if that is certain, and the job goes on."""
-        process, child = self._plans[label], self._children[label]
-        if process.role == "scheduler" or (isinstance(child, RemoteProcess) and not child.is_certain):
+        if label == "scheduler" or not has_ended(self._children[label]):
             return
-        how = processes.describe_end(self._codes[label])
-        if process.role == "server":
-            self._endings.tell("server", process.rank, how)
-        else:
-            unsaid = ", and had not closed the store" if self._codes[label] == 0 else ""
-            self._endings.tell("client", process.client_rank, how + unsaid)
+        how, (role, rank) = processes.describe_end(self._codes[label]), self._plans[label].member
+        self._endings.tell(role, rank, how + (", and had not closed the store" if self._codes[label] == 0 else ""))
 
     def _hear_loss(self, role: str, rank: int) -> None:
         """A server or a client counts as lost because nobody hears it."""
-        for label, process in self._plans.items():
-            there = (process.role, process.rank) if process.role == "server" else ("client", process.client_rank)
-            if label in self._children and there == (role, rank):
-                self._restarts.note_unheard(label, self._children[label], time.monotonic())
+        for label, child in self._children.items():
+            if self._plans[label].member == (role, rank):
+                self._restarts.note_unheard(label, child, time.monotonic())
 
     def _end_unheard(self) -> None:
         """Those that were told so, and have not ended: others are to take their places."""
         for label, child in self._restarts.take_unheard(time.monotonic()):
             if child is self._children[label] and child.returncode is None:
                 self._output.say(f"kvmpi run: {label} counts as lost, and does not end; it is killed")
-                if isinstance(child, RemoteProcess):
-                    child.kill_there()
-                else:
-                    signal_group(child, signal.SIGKILL)
+                kill_group(child)
 
     def _judge_stopped(self, label: str, code: int) -> None:
         """A server that fails while it saves its state at the end is a failure; dying of our signals is not."""

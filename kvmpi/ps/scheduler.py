@@ -239,7 +239,8 @@ class SchedulerState:
         name = (message.role, -1 if message.role == "server" else message.store, message.rank)
         if self._names.get(route, name) != name:
             raise ProtocolError(f"scheduler: {self._names[route]} cannot register as {name} too")
-        old, lacks = self.members.get(name), list[int]()
+        old = self.members.get(name)
+        lacks: list[int] = []
         if old is not None and old.incarnation > message.incarnation:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
         if message.role == "client":
@@ -251,7 +252,7 @@ class SchedulerState:
             self._ended.pop(message.rank, None)
             if message.store not in self._stores:
                 self._stores[message.store] = self._new_store(message.num_members)
-                lacks = [rank for rank, why in self._ended.items() if self._lose_absent(message.store, rank, why)]
+                lacks = self._lose_absent(message.store)
             store = self._stores[message.store]
             for rank in lacks:
                 store.lose(rank, self._ended[rank])
@@ -475,18 +476,22 @@ class SchedulerState:
         if role == "client" and not any((name[0], name[2]) == (role, rank) for name in self.members):
             self._ended[rank] = why
             self.changes += 1
-            if lacking := [number for number in self._stores if self._lose_absent(number, rank, why)]:
-                replies += self._announce()
-                replies += [reply for number in lacking for reply in self._leave_barriers((role, number, rank), why)]
+            absent = {number: lacks for number in self._stores if (lacks := self._lose_absent(number))}
+            replies += self._announce() if absent else []
+            for number, lacks in absent.items():
+                for missing in lacks:
+                    replies += self._leave_barriers((role, number, missing), self._ended[missing])
         return replies
 
-    def _lose_absent(self, number: int, rank: int, why: str) -> bool:
-        """A client has ended: whether it will never come to a store, where others must not wait for it."""
+    def _lose_absent(self, number: int) -> list[int]:
+        """Clients that have ended before they came to a store are lost there, unless others wait for them; which."""
         store = self._stores[number]
-        if rank >= store.num_clients or rank in store.dead or self._on_client_loss == "wait":
-            return False
-        self._lost[number, rank] = m.Lost(rank, number, 0, why)
-        return True
+        if self._on_client_loss == "wait":
+            return []
+        absent = [rank for rank in self._ended if rank < store.num_clients and rank not in store.dead]
+        for rank in absent:
+            self._lost[number, rank] = m.Lost(rank, number, 0, self._ended[rank])
+        return absent
 
     def lose(self, name: MemberName, why: str) -> list[Reply]:
         """``name`` is gone without having said so."""

@@ -342,8 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def evaluate() -> Any:
             result = closure()
             if not self._exchange.fresh:
-                with torch.no_grad():
-                    self._exchange.finish()
+                self._exchange.finish()
             return result
 
         return evaluate

@@ -70,7 +70,7 @@ def test_the_launcher_hears_who_was_silent(tmp_path):
         told.close()
     assert heard.feed(os.read(heard.fd, 1 << 16)) == 2 * [("client", 3), ("server", 0)]
     assert not select.select([heard.fd], [], [], 0)[0]
-    heard.close()
+    os.close(heard.fd)
     nobody = Losses(str(tmp_path / "nowhere"))
     nobody.tell("client", 1)
     nobody.close()

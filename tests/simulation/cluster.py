@@ -263,9 +263,9 @@ class Cluster:
         network.attach("scheduler", self._at_scheduler, self._tick_scheduler)
         self.processes: dict[int, SimulatedServer] = {}
         self.alive: dict[str, SimulatedServer] = {}
-        # What the launcher has said when there was no scheduler.
         self._endings = random.Random(f"{network.seed} endings")
-        self.tells, self._untold = self._endings.random() < 0.6, list[str]()
+        self.tells = self._endings.random() < 0.6
+        self._untold: list[str] = []  # what it has said while there was no scheduler
         self._incarnations = 0
         for rank in range(config.num_servers):
             self.start_server(rank)
