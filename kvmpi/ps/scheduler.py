@@ -246,8 +246,7 @@ class SchedulerState:
         if message.role == "client":
             if message.store in self._over:
                 raise ClientLostError(
-                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left, "
-                    "and nothing is left to do"
+                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left"
                 )
             self._ended.pop(message.rank, None)
             if message.store not in self._stores:
@@ -523,7 +522,7 @@ class SchedulerState:
         replies = store.lose(rank, why, step)
         if store.deserted:
             del self._stores[store_id]
-            if why == CLOSED and self._on_client_loss == "shrink":
+            if why == CLOSED and self._on_client_loss != "fail":
                 self._over.add(store_id)
             self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []

@@ -74,6 +74,9 @@ class Shard:
         self.layouts: dict[Key, m.Init] = {}
         # Clients that wait for another to give a key its value.
         self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
+        # By client: up to which overall step it has said that its pushes are done. That stays true, also if the push
+        # that said it comes to nothing.
+        self._done: dict[int, int] = {}
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
         self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
         self.rounds = Rounds(server, store, num_clients, self.discipline, self.clients, log)
@@ -254,6 +257,7 @@ class Shard:
                 lasting, (at, done) = slot.rounds, slot.round_steps(not self.rounds.acknowledges)
             else:
                 lasting, (at, done) = slot.lasting_steps(client), slot.last_steps(client, not self.rounds.acknowledges)
+                done = max(done, self._done.get(client, 0))
             found = m.Found(message.request, lasting, at, done) if at else m.Ack(message.request, lasting)
             return [Reply(route, found)]
         if key in self.saved:
@@ -321,12 +325,12 @@ class Shard:
         encoding = codec.get(message.codec)
         wire_dtype = encoding.wire_dtype(slot.dtype)
         wire = requests.pushed(slot, message.rows, payloads, encoding)
-        done = slot.pushes_before(client, message.step)
-        if message.step <= done:
+        before = slot.pushes_before(client, message.step)
+        if message.step <= before:
             return self._answer_again(client, slot, message, route, wire)
-        if message.step != done + 1:
+        if message.step != before + 1:
             raise ProtocolError(
-                f"push of key {message.key!r} by client {client}: step {message.step} comes after step {done}"
+                f"push of key {message.key!r} by client {client}: step {message.step} comes after step {before}"
             )
         if message.rows >= 0:
             optim.check_by_rows(slot.rules[-1].rule)
@@ -341,6 +345,7 @@ class Shard:
                     f"push of key {message.key!r} by client {client}: it has joined, and that is for good; rounds "
                     "go on without it"
                 )
+            self._done[client] = max(message.done, self._done.get(client, 0))
             known = client in slot.held
             slot.held[client] = Contribution(
                 route, message.request, message.fused, message.acknowledge, message.quiet, wire, wire_dtype,

@@ -403,6 +403,21 @@ def test_who_has_joined_cannot_push_again() -> None:
     np.testing.assert_array_equal(machine.read("k", 2), sum_of([0, 2], 2))
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_client_has_said_to_be_done_is_known_though_its_push_is_in_no_round_yet(held: bool) -> None:
+    """Its push is in the open round, or ``held``: the one before it in that round has not come."""
+    machine = machine_with("wait", 2)
+    for client in (0, 1):
+        push_in(machine, client, "k", 1, -1, pushed(client, 1), 0)
+    client = int(held)
+    push_in(machine, client, "k", 2, -5, pushed(client, 2), 4)
+    machine.lose(client)
+    at = reborn(machine, client)
+    steps = {1: -1} if held else {1: -1, 2: -5}
+    assert found(machine, at, "k") == (1, steps, 4)
+    assert found(machine, route(1 - client), "k") == (1, {1: -1}, 0)
+
+
 def test_who_comes_back_goes_on_where_it_is_with_the_keys_of_every_round() -> None:
     """Keys that are pushed less often, or never, say nothing about that."""
     config = Config(num_workers=2, num_clients=2, num_servers=1, on_client_loss="wait")

@@ -112,6 +112,21 @@ def test_the_view_says_that_a_client_was_left_out_that_had_left_in_good_order(re
     assert [(lost.rank, lost.incarnation) for lost in view.lost] == [(1, 1)]
 
 
+def test_a_process_in_the_place_of_one_that_has_left_after_all_does_not_begin_the_store_anew() -> None:
+    """It would wait for the others, for ever."""
+    desk = Desk(1, on_client_loss="wait")
+    desk.server(0)
+    for client in (0, 1):
+        desk.client(client, 2)
+    for client in (0, 1):
+        desk.say(f"1/{client}", m.Leave)
+    go_on_with_what_was_saved(desk)
+    desk.client(1, 2, at="late", incarnation=2)
+    error = desk.error("late")
+    assert isinstance(error, ClientLostError)
+    assert "is over" in str(error)
+
+
 def test_it_is_too_late_to_come_back_when_all_others_have_left() -> None:
     desk = left_out(2)
     desk.say("reborn", m.Leave)
