@@ -291,7 +291,7 @@ class Job:
         try:
             yield from self._program(ps, rank, incarnation)
         except (ClientLostError, ProtocolError) as error:
-            if incarnation > 1 and "is over" in str(error) and self._closing:
+            if self._incarnations[rank] > 1 and "is over" in str(error) and self._closing:
                 self.network.faults.count("too late")
                 self.network.detach(f"client {rank}.{incarnation}")
                 return

@@ -330,6 +330,31 @@ def trained(net: nn.Module, batches: Callable[[int], torch.Tensor]) -> nn.Module
     return net
 
 
+def compiled(rank: int, size: int, expected: nn.Module) -> None:
+    """A compiler meets the group in what DDP does with buffers and gradients, and in functions that call it."""
+    mine = model()
+    mine.register_buffer("steps", torch.full((2,), float(rank)))
+    parallel = torch.compile(nn.parallel.DistributedDataParallel(mine), backend="eager")
+    trained(parallel, lambda step: batch(step, rank))
+    for found, wanted in zip(mine.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert not mine.steps.any()
+
+    @torch.compile(backend="eager")
+    def talk(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        dist.all_reduce(x)
+        if rank == 0:
+            dist.send(x + 1, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+        dist.barrier()
+        return x + 1
+
+    total = size * (size + 1.0)
+    assert talk(torch.full((3,), rank + 1.0)).tolist() == [total + 1 + (rank == 1)] * 3
+
+
 def training(rank: int, size: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -341,6 +366,7 @@ def training(rank: int, size: int) -> None:
     trained(parallel, lambda step: batch(step, rank))
     for found, wanted in zip(mine.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    compiled(rank, size, expected)
     torch.manual_seed(5)
     words = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3))
     parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(words))
