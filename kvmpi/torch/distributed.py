@@ -321,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         In asynchronous stores, the workers of a client.
         """
         if not self._update_on_kvstore:
-            if closure is None and not self._exchange.fresh:
+            if closure is None and not self._exchange.complete:
                 self._exchange.finish()
             told = self._told
             vars(self._inner).update(told)
@@ -332,16 +332,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     delattr(self._inner, name)
             self._exchange.stepped()
             return result
-        # With the hooks of the optimizer, and of all optimizers, around it.
-        step = torch.optim.Optimizer.profile_hook_step(self._step_in_store)
-        return step(self._inner) if closure is None else step(self._inner, closure)
+        return self._step_with_hooks(*() if closure is None else (closure,))
+
+    @torch._disable_dynamo  # nothing in it is arithmetic of tensors, and the compiler fails at the hooks
+    def _step_with_hooks(self, *closure: Callable[[], Any]) -> Any:
+        """``_step_in_store`` with the hooks of the optimizer, and of all optimizers, around it."""
+        return torch.optim.Optimizer.profile_hook_step(self._step_in_store)(self._inner, *closure)
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure``, and after it what no backward of it has exchanged."""
 
         def evaluate() -> Any:
             result = closure()
-            if not self._exchange.fresh:
+            if not self._exchange.complete:
                 self._exchange.finish()
             return result
 
@@ -352,7 +355,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if not self._exchange.fresh:
+        if not self._exchange.complete:
             self._exchange.finish()
         if self._in_step:
             self._push()
@@ -409,7 +412,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             broken: it was on this one, by an error that the program goes on after. The others' gradients are summed
-                with what there is of this worker's, be it nothing; so call ``zero_grad`` then.
+                with what there is of this worker's, be it nothing. Then call ``step``, as the others do.
         """
         if self._exchange.is_open or broken:
             self._exchange.finish()

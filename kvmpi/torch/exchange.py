@@ -111,6 +111,7 @@ class Exchange:
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
         self._taken: set[int] = set()  # addresses of direct gradients of this pass
+        self._unused: list[int] = []  # what no worker had in the last pass, where gradients come back
         self._order = buckets.complete_order((), len(self._tensors))
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -239,7 +240,8 @@ class Exchange:
             if index not in self._progress.missing[index]:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
-                    "backward before this one has failed; where you catch that, call optimizer.synchronize(broken=True)"
+                    "backward before this one has failed; where you catch that, call "
+                    "optimizer.synchronize(broken=True), and then step()"
                 )
             self._note_filled(index)
             if not self._passes:
@@ -247,11 +249,22 @@ class Exchange:
             self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
+        if self.fresh and index is None and self._by_hand and not self._average:
+            raise ConfigError(
+                f"the gradient of {self._params.names[self._by_hand[0]]} was set after the backward pass, and to "
+                "exchange it now would sum again what has been summed: set it before that pass, or let gradients be "
+                "averaged"
+            )
         if self.fresh and (self._weights is not None or not self._average):
             known = None if index is None else self._bucket_of.get(index)
             adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads.get(index))
             if self._weights is not None or adds_up:
-                or_else = ", or let them leave in step(), with push='step'" if self._weights is not None else ""
+                or_else = ""
+                if self._weights is not None:
+                    or_else = (
+                        ", or let them leave in step(), with push='step'. A checkpoint inside the model with "
+                        "use_reentrant=True makes a backward of its own: use_reentrant=False does not"
+                    )
                 raise ConfigError(
                     "a second backward before optimizer.step(), when the gradients of the first have left for the "
                     f"store: do all but the last of them inside 'with optimizer.no_sync():'{or_else}"
@@ -409,10 +422,20 @@ class Exchange:
             return
         used = self._all_used.tolist()
         self._check_place(*used[-3:])
+        self._unused = [i for i in self._bucket_of if self._trained[i] and used[i] <= 0]
         for i, bucket in self._bucket_of.items():
-            if not self._trained[i]:
-                continue
-            self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+            if self._trained[i]:
+                self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+
+    @property
+    def _by_hand(self) -> list[int]:
+        """What had no gradient on any worker in the last pass, and has one now."""
+        return [i for i in self._unused if self._tensors[i].grad is not None]
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is exchanged that is there. All workers are in the same place, so it is so for all."""
+        return self.fresh and not self._by_hand
 
     def stepped(self) -> None:
         """The loop has made a step."""

@@ -45,6 +45,7 @@ class KeyedParameters:
         self.keys = list(range(first_key, first_key + len(self.tensors)))
         #: Those that the keys are made of.
         self.dtypes = [tensor.dtype for tensor in self.tensors]
+        self.orders = [memory_order(tensor) for tensor in self.tensors]
 
     def extend(self, others: KeyedParameters) -> None:
         """Go on with ``others``, too."""
@@ -52,6 +53,7 @@ class KeyedParameters:
         self.tensors += others.tensors
         self.keys += others.keys
         self.dtypes += others.dtypes
+        self.orders += others.orders
 
     def __len__(self) -> int:
         return len(self.tensors)

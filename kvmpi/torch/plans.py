@@ -46,11 +46,11 @@ class Plans:
         Args:
             order: of all parameters: that in which their gradients are expected.
         Raises:
-            ConfigError: the store holds weights of another dtype.
+            ConfigError: the store holds weights of another dtype or layout.
         """
         trained, kinds = [p.requires_grad for p in self._params.tensors], self.look()
         if self._weights is not None:
-            self._weights.check_dtypes(i for i, now in enumerate(trained) if now)
+            self._weights.check_as_before(i for i, now in enumerate(trained) if now)
         self._ever = [before or now for before, now in zip(self._ever, trained, strict=True)]
         wanted = tuple(kinds)
         if wanted not in self._sets:

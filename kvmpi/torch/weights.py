@@ -64,6 +64,7 @@ class Weights:
         """
         kv, keys = self._kv, self._params.keys
         with self._lock:
+            self.check_as_before(indices)
             self._warn_of_changes(indices)
             some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
             left = [i for i, gradient in zip(indices, gradients, strict=True) if gradient is None]
@@ -93,7 +94,7 @@ class Weights:
         self.wait()
         tensors = self._params.tensors
         trained = [i for i in order if tensors[i].requires_grad]
-        self.check_dtypes(trained)
+        self.check_as_before(trained)
         if self._planned[0] != trained:
             nbytes = [p.numel() * p.element_size() for p in tensors]
             self._planned = trained, buckets.plan(trained, nbytes, bucket_bytes)
@@ -115,16 +116,22 @@ class Weights:
             grad = grad * factor
         return grad.permute(self._params.order(index))
 
-    def check_dtypes(self, indices: Iterable[int]) -> None:
+    def check_as_before(self, indices: Iterable[int]) -> None:
         """Raise if a weight has been converted, since the store holds it as it was."""
         for i in indices:
-            tensor = self._params.tensors[i]
-            if tensor.dtype != self._params.dtypes[i]:
-                raise ConfigError(
-                    f"{self._params.names[i]} is of {tensor.dtype} now, and the store that updates it holds weights of "
-                    f"{self._params.dtypes[i]}: convert the model before it goes to DistributedOptimizer, or make "
-                    "another one with a store of its own"
+            tensor, dtype, order = self._params.tensors[i], self._params.dtypes[i], self._params.orders[i]
+            now, then = f"is of {tensor.dtype}", f"of {dtype}"
+            if tensor.dtype == dtype and self._params.order(i) != order:
+                now, then = (
+                    f"has its dimensions in the order {self._params.order(i)} in memory",
+                    f"in the order {order}",
                 )
+            elif tensor.dtype == dtype:
+                continue
+            raise ConfigError(
+                f"{self._params.names[i]} {now} now, and the store that updates it holds weights {then}: convert the "
+                "model before it goes to DistributedOptimizer, or make another one with a store of its own"
+            )
 
     def hand_over(self) -> None:
         """Weights that were loaded become the store's, worker 0's for all. Collective over all workers, if there are.

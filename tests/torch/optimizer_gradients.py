@@ -38,7 +38,8 @@ from kvmpi.torch import DistributedOptimizer
 def every_loop(kv: kvmpi.KVStore) -> None:
     for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
                  loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures,
-                 loops.scaled, loops.checkpointed(False), loops.checkpointed(True)):  # fmt: skip
+                 loops.scaled, loops.checkpointed(False), loops.checkpointed(True), loops.set_by_hand,
+                 loops.one_has_failed):  # fmt: skip
         same_in_all(kv, loop)
     same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True, overlap=False)
 
@@ -386,6 +387,10 @@ def sums(kv: kvmpi.KVStore) -> None:
     assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
     loss_of(model, [shard(0, kv.rank)]).backward()
     expect(ConfigError, "a second backward", lambda: loss_of(model, [shard(0, kv.rank)]).backward())
+    optimizer.zero_grad()
+    model[:2](shard(0, kv.rank)[1]).sum().backward()
+    model[4].bias.grad = torch.ones_like(model[4].bias)
+    expect(ConfigError, "the gradient of 4.bias was set after the backward pass", optimizer.step)
     optimizer.detach()
 
 

@@ -132,6 +132,7 @@ EVERY_LOOP = (
     loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures, loops.scaled,
     loops.checkpointed(True), with_a_penalty, zeroed_before_the_step,
     rates_at_the_last_moment, zeroed_by_hand, left_out, added_to, clipped_after_accumulation,
+    loops.set_by_hand, loops.one_has_failed,
 )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from kvmpi.torch import DistributedOptimizer
 
 def loops_of_people(store: str) -> None:
     for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
-                 loops.only_without_sync, loops.checkpointed(False)):  # fmt: skip
+                 loops.only_without_sync, loops.checkpointed(False), loops.one_has_failed):  # fmt: skip
         with kvmpi.create(store) as kv:
             same_in_all(kv, loop, update_on_kvstore=True)
     with kvmpi.create(store) as kv:
@@ -167,6 +167,15 @@ def converted(store: str) -> None:
         optimizer.zero_grad()
         loss_of(model, [shard(2, kv.rank)]).backward()
         optimizer.step()
+    # Here both orders of the dimensions have the same shape.
+    with training(store, make=lambda _: nn.Conv2d(2, 2, 2).double()) as (kv, model, optimizer):
+        model(torch.ones(1, 2, 3, 3).double()).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        backward = model(torch.ones(1, 2, 3, 3).double()).sum().backward
+        expect(ConfigError, "weight has its dimensions in the order (0, 2, 3, 1) in memory now", backward)
 
 
 class Attentive(nn.Module):
@@ -292,6 +301,13 @@ def compiled(store: str) -> None:
     def afterwards(model: Any, optimizer: Any, shards: Any) -> None:
         plain_steps(torch.compile(model, backend="aot_eager"), optimizer, shards)
 
+    def its_step(model: Any, optimizer: Any, shards: Any) -> None:
+        step_of = torch.compile(optimizer.step, backend="eager")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, shards(step)).backward()
+            step_of()
+
     for make, loop, most in (
         (whole, plain_steps, 1), (in_place, plain_steps, 1), (inside, plain_steps, 1), (mlp, afterwards, 6)
     ):  # fmt: skip
@@ -300,6 +316,8 @@ def compiled(store: str) -> None:
         with kvmpi.create(store) as kv:
             same_in_all(kv, loop, make=make, update_on_kvstore=True)
         assert 1 <= counters["stats"]["unique_graphs"] <= most, (make.__name__, counters["stats"])
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, its_step, update_on_kvstore=True)
 
 
 def too_late(store: str) -> None:
