@@ -13,7 +13,7 @@ import numpy as np
 from kvmpi.benchmarks.jobs import JobSpec, RankJob, Stage
 from kvmpi.benchmarks.plan import ROUNDS, Case
 from kvmpi.benchmarks.ps_options import ITEM_BYTES, Layout
-from kvmpi.benchmarks.ps_rows import MXNET, PsRow
+from kvmpi.benchmarks.ps_rows import KVMPI, MXNET, SOCKETS, PsRow
 from kvmpi.benchmarks.sizes import format_bytes
 from kvmpi.benchmarks.table import Row
 from kvmpi.benchmarks.turns import Event
@@ -50,6 +50,8 @@ def spec(rows: Sequence[PsRow], layout: Layout, cases: Sequence[Case], mxnet: st
     if way.system == MXNET:
         assert mxnet is not None
         words = [sys.executable, "-m", "kvmpi.benchmarks.ps_mxnet", mxnet, shape[0], shape[2], _WORKER_FILE]
+    elif way.system == SOCKETS:
+        words = [sys.executable, "-m", "kvmpi.benchmarks.ps_sockets", shape[0], shape[2], *way.worker]
     else:
         words = [sys.executable, "-m", "kvmpi", "run", "-n", shape[0], "-c", shape[1], "-s", shape[2]]
         words += [*way.options, "--", *way.worker]
@@ -140,7 +142,7 @@ class PsJob:
 
     def _row(self, row: PsRow, entrant: _Entrant) -> Row:
         layout, size_bytes = self._layout, ITEM_BYTES * sum(self._case.counts)
-        clients = layout.workers if row.way.system == MXNET else layout.clients
+        clients = layout.clients if row.way.system == KVMPI else layout.workers
         return {
             "size_B": size_bytes, "keys": len(self._case.counts), "row": row.label, "clients": clients,
             "servers": layout.servers, "mode": row.mode, "compress": row.way.compress,

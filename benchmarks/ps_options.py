@@ -28,6 +28,7 @@ examples:
 
 rows: {kinds}
 A row of kvmpi is NAME or NAME:MODIFIER...: {modifiers}; SETTING=VALUE sets KVMPI_SETTING in the processes of its job.
+sockets is a server of plain TCP sockets that does nothing but add up: what is left to gain by any other way over TCP.
 mxnet is MXNet 1.9.1 in an environment of its own (Python 3.10: pip install mxnet==1.9.1 numpy==1.23.5).
 
 exit status: 0; 1 if a value was wrong or a job failed; 2 for a bad option.

@@ -18,7 +18,7 @@ class Way:
     """How a job comes about, and what its stores do.
 
     Attributes:
-        system: "kvmpi" or "mxnet".
+        system: "kvmpi", "mxnet" or "sockets".
         settings: ``KVMPI_*`` variables of all its processes.
         options: further options of ``kvmpi run``.
         compress: how pushes travel.
@@ -47,6 +47,7 @@ KINDS = {
     "tcp": Way(settings=(("KVMPI_TRANSPORT", "tcp"), ("KVMPI_SECURITY", "off"))),
     "ipc": Way(settings=(("KVMPI_TRANSPORT", "ipc"),)),
     "mxnet": Way("mxnet"),
+    "sockets": Way("sockets"),
 }
 #: What may follow the name of a row of kvmpi, besides replicas=R, and SETTING=VALUE for the variable KVMPI_SETTING.
 MODIFIERS = {
@@ -58,7 +59,7 @@ MODIFIERS = {
 
 TRANSPORTS = ("auto", "tcp", "ipc")
 COMPRESSIONS = ("none", "fp16", "bf16")
-MXNET = "mxnet"
+KVMPI, MXNET, SOCKETS = "kvmpi", "mxnet", "sockets"
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,19 @@ def _setting(word: str) -> Way:
 
 
 def wanted(labels: Sequence[str], modes: Sequence[str]) -> list[PsRow]:
-    """The rows of the table, in order, each once."""
-    return [PsRow(label, mode, parse(label)[1]) for mode in modes for label in dict.fromkeys(map(str.strip, labels))]
+    """The rows of the table, in order, each once. Plain sockets only add up rounds."""
+    rows = [PsRow(label, mode, parse(label)[1]) for mode in modes for label in dict.fromkeys(map(str.strip, labels))]
+    return [row for row in rows if row.way.system != SOCKETS or row.mode == "sync"]
 
 
 def by_job(rows: Sequence[PsRow]) -> list[list[PsRow]]:
     """Rows that can share a job's processes stand together: what their stores do is settled in each store.
 
-    MXNet's servers learn once, and for all, in which mode they are.
+    Those of others learn once, and for all, in which mode they are.
     """
 
     def job(row: PsRow) -> tuple[Way, str]:
-        return replace(row.way, compress="none"), row.mode if row.way.system == MXNET else ""
+        return replace(row.way, compress="none"), "" if row.way.system == KVMPI else row.mode
 
     ways = list(dict.fromkeys(map(job, rows)))
     ordered = sorted(rows, key=lambda row: ways.index(job(row)))

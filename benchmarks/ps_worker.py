@@ -43,7 +43,10 @@ class Kvmpi:
 
     Attributes:
         values, outs: what is pushed and where is pulled into, by key.
+        lasts: a worker has one store for the whole job.
     """
+
+    lasts = False
 
     def __init__(self, mode: str, compress: str, *, grouped: bool) -> None:
         import kvmpi
@@ -120,6 +123,8 @@ class Kvmpi:
 class MXNet:
     """Apache MXNet's store. Its engine is asynchronous, so what it pulls is waited for."""
 
+    lasts = True
+
     def __init__(self, mode: str, compress: str, *, grouped: bool) -> None:
         import mxnet
 
@@ -189,6 +194,14 @@ class MXNet:
 
 
 SYSTEMS: dict[str, Any] = {"kvmpi": Kvmpi, "mxnet": MXNet}
+
+
+def _system(name: str) -> Any:
+    if name == "sockets":
+        from kvmpi.benchmarks.ps_sockets import Sockets
+
+        return Sockets
+    return SYSTEMS[name]
 
 
 def ends(arrays: Sequence[Array]) -> list[Array]:
@@ -291,8 +304,8 @@ class Session:
 
     def __init__(self, plan: dict[str, Any], rank: int) -> None:
         self._plan, self._rank = plan, rank
-        self._system = SYSTEMS[plan["system"]]
-        self._kept: MXNet | None = None  # a worker of MXNet has one store for ever
+        self._system = _system(plan["system"])
+        self._kept: Any = None
         self._entrants: dict[int, Entrant] = {}
 
     def handle(self, command: str) -> Iterator[Event]:
@@ -327,7 +340,7 @@ class Session:
         if self._kept is not None:
             return self._kept
         store = self._system(row["mode"], row["compress"], grouped=self._plan["grouped"])
-        if self._system is MXNet:
+        if self._system.lasts:
             self._kept = store
         return store
 

@@ -52,6 +52,7 @@ def test_options_stand_for_rows():
         (label, mode) for mode in ("async", "sync") for label in ("auto", "auto:fp16", "mxnet")
     ]
     assert labels("--rows ipc,tcp,ipc") == [("ipc", "sync"), ("tcp", "sync")]
+    assert labels("--rows ipc,sockets --mode async,sync") == [("ipc", "async"), ("ipc", "sync"), ("sockets", "sync")]
 
 
 def test_rows_share_a_job_where_they_can():
@@ -82,7 +83,7 @@ def test_shapes_of_jobs_and_keys_of_a_call():
     [
         ("-n 2 -c 3", "every client needs a worker"),
         ("-s 0", "-s 0: expected positive numbers"),
-        ("--rows fast", "unknown row 'fast'; known: auto, tcp, ipc, mxnet"),
+        ("--rows fast", "unknown row 'fast'; known: auto, tcp, ipc, mxnet, sockets"),
         ("--rows tcp:slow", "tcp has no 'slow'; known: fp16, bf16, empty, curve, shared, plain and SETTING=VALUE"),
         ("--rows mxnet:fp16 --mxnet python", "mxnet has no 'fp16'"),
         ("--rows tcp:rank=3", "unknown setting 'rank'"),
@@ -312,19 +313,23 @@ def test_a_job_in_words():
 def test_small_jobs_are_verified_and_measured(bench, tmp_path):
     done = bench(
         "ps", "-n", 2, "-s", 1, "--sizes", "0,4,4099", "--keys", 2, "--mode", "sync,async", "--rows",
-        "ipc,ipc:fp16,mxnet", "--mxnet", tmp_path / "nothing", "--seconds", "0.02", "--json", "rows.json", "--plot",
-        "picture.png",
+        "ipc,ipc:fp16,sockets,mxnet", "--mxnet", tmp_path / "nothing", "--seconds", "0.02", "--json", "rows.json",
+        "--plot", "picture.png",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"# mxnet left out: {tmp_path}/nothing: No such file or directory") == 1
     found = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert [(r["size_B"], r["mode"], r["row"]) for r in found] == [
-        (size, mode, label) for size in (0, 4, 4096) for mode in ("sync", "async") for label in ("ipc", "ipc:fp16")
+        (size, mode, label)
+        for size in (0, 4, 4096)
+        for mode, labels in (("sync", ("ipc", "ipc:fp16", "sockets")), ("async", ("ipc", "ipc:fp16")))
+        for label in labels
     ]
     for r in found:
         assert r["wrong"] == 0
         assert r["iters"] >= ROUNDS
-        assert (r["keys"], r["clients"], r["servers"], r["workers"], r["imbalance"]) == (2, 2, 1, 2, 1.0)
+        assert (r["keys"], r["clients"], r["servers"], r["workers"]) == (2, 2, 1, 2)
+        assert r["imbalance"] == (None if r["row"] == "sockets" else 1.0)
         assert 0 < r["push_p50"] <= r["push_p99"]
         assert max(r["push_p50"], r["pull_p50"]) <= r["both_p50"] <= r["both_p99"]
         assert r["client_bw"] == pytest.approx(2 * r["size_B"] / r["both_p50"] / 1e3)
@@ -332,7 +337,7 @@ def test_small_jobs_are_verified_and_measured(bench, tmp_path):
         assert {"host", "cores", "python", "numpy", "kvmpi", "commit", "command", "date"} <= set(r)
     shown = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
     assert shown[0] == list(ps_report.COLUMNS)
-    assert Counter(words[2] for words in shown[1:]) == {"ipc": 6, "ipc:fp16": 6}
+    assert Counter(words[2] for words in shown[1:]) == {"ipc": 6, "ipc:fp16": 6, "sockets": 3}
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
