@@ -1,4 +1,4 @@
-"""Tells the scheduler which processes have ended, and hears which ones were silent: FIFOs in the job's folder."""
+"""FIFOs by which the launcher tells the scheduler who has ended, and hears who is silent and that it lives itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Endings:
 
 
 class Losses:
-    """What the scheduler says.
+    """What the scheduler says, now and then no more than that it lives.
 
     Attributes:
         fd: readable when it says something; whoever reads it has ``feed`` understand that, and closes it.
@@ -52,7 +52,7 @@ class Losses:
     def feed(self, chunk: bytes) -> list[tuple[str, int]]:
         """Of what was read from ``fd``: role and rank of servers and clients that count as lost."""
         found = []
-        for line in self._splitter.feed(chunk):
+        for line in filter(None, self._splitter.feed(chunk)):
             said = json.loads(line)
             found.append((str(said["role"]), int(said["rank"])))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass, field
 
@@ -17,12 +18,13 @@ _PATIENCE_S = 5.0
 class Restarts:
     """Servers whose values others hold too, clients, and the scheduler are started again.
 
-    Each ``most`` times, after pauses that double.
+    Each ``most`` times, after pauses that double. ``silence_s``: after which one counts as lost that is to be heard.
     """
 
     most: int
     replicas: int
     on_client_loss: str = "fail"
+    silence_s: float = math.inf
     _due: dict[str, float] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
     _unheard: list[tuple[float, str, object]] = field(default_factory=list)
@@ -82,8 +84,13 @@ class Restarts:
             del self._due[label]
         return due
 
+    def hear(self, label: str, process: object, now_s: float) -> None:
+        """``process`` has given a sign of life, and will give others."""
+        self._unheard = [waiting for waiting in self._unheard if waiting[1] != label]
+        self.note_unheard(label, process, now_s + self.silence_s)
+
     def note_unheard(self, label: str, process: object, now_s: float) -> None:
-        """``process`` counts as lost because nobody hears it."""
+        """``process`` counts as lost, at that time, because nobody hears it."""
         if self.bears(label, -signal.SIGKILL):
             self._unheard.append((now_s + _PATIENCE_S, label, process))
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from kvmpi.config import STATUS_FILE
-from kvmpi.errors import ConfigError
+from kvmpi.config import STATUS_FILE, Config
+from kvmpi.errors import ConfigError, PeerLostError
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses
-from kvmpi.launchers.failure import Failure, Suspect
+from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
 from kvmpi.launchers.output import TAIL_LINES, Output, OutputClosedError, Stream
@@ -28,7 +28,7 @@ from kvmpi.launchers.starting import Starter
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-VERDICT_S = 1.0  # for an mpirun to say why a rank of it was killed
+VERDICT_S = 1.0  # for a scheduler to end that has closed what it says where it listens through
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
@@ -42,13 +42,14 @@ class Runner:
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._plans = {process.label: process for process in job.processes}
-        self._restarts = Restarts(job.restarts, job.replicas, job.env.get("KVMPI_ON_CLIENT_LOSS", "fail"))
+        config = Config.from_env(job.env)
+        self._restarts = Restarts(job.restarts, job.replicas, config.on_client_loss, config.heartbeat_timeout_s)
         self._starter = Starter(job)
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
         self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
         self._failure: Failure | None = None
-        self._suspect: Suspect | None = None
+        self._inquest = Inquest()
         self._writers: dict[str, list[int]] = {}
         self._endpoint = b""  # what the scheduler has said about where it listens
         self._ready_closed = False
@@ -208,7 +209,7 @@ class Runner:
         """Wait for something to happen, at most ``timeout_s``, and take note of it."""
         now_s = time.monotonic()
         for left_s in (
-            None if self._suspect is None else max(0.0, self._suspect.deadline - now_s),
+            None if (suspect := self._inquest.suspect) is None else max(0.0, suspect.deadline_s - now_s),
             None if self._stopping else self._restarts.left_s(now_s),
         ):
             if left_s is not None:
@@ -225,8 +226,8 @@ class Runner:
             for label in self._restarts.take_due(time.monotonic()):
                 if self._is_wanted(label):
                     self._start(self._plans[label], self._again_env(label))
-        if self._suspect is not None and time.monotonic() >= self._suspect.deadline:
-            self._blame(self._suspect.failure)
+        if (suspect := self._inquest.suspect) is not None and time.monotonic() >= suspect.deadline_s:
+            self._blame(suspect.failure)
 
     def _ask(self) -> None:
         """Have every process that answers say what it waits for."""
@@ -259,6 +260,7 @@ class Runner:
                 self._ready_closed = True
             return bool(chunk)
         if what == "losses":
+            self._restarts.hear("scheduler", self._children["scheduler"], time.monotonic())
             for role, rank in self._losses.feed(chunk):
                 self._hear_loss(role, rank)
             return bool(chunk)
@@ -304,12 +306,9 @@ class Runner:
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
                 rank, status = stream.label.split()[1], found[1].decode()
                 self._rank_report(stream.client, ["raised", rank, status])
-        if stream.label.startswith("client") and (self._stopping or self._has_said_why(stream.label)):
+        if stream.label.startswith("client") and (self._stopping or self._inquest.has_said_why(stream.label)):
             return  # how an mpirun comments on being stopped by us, or by a rank with a traceback, helps nobody
         self._output.lines(stream.label, stream.target, lines)
-
-    def _has_said_why(self, client: str) -> bool:
-        return self._suspect is not None and self._suspect.certain and self._suspect.client == client
 
     def _rank_report(self, client: str, words: list[str]) -> None:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
@@ -321,28 +320,24 @@ class Runner:
             return  # where the job can bear it, the end of the whole mpirun is what counts
         code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
         failure = Failure.of(f"worker {words[1]}", code)
-        killed = -code in (signal.SIGTERM, signal.SIGKILL)
-        if words[0] == "raised":
-            self._suspend(failure, client, certain=True)
-        elif killed:
-            self._suspend(failure, client, certain=False)
-        elif code != 0:
-            # A rank that was killed in the same client may well be the victim of this one, not the other way round.
-            if self._suspect is not None and self._suspect.client == client and not self._suspect.certain:
-                self._suspect = None
+        raised = words[0] == "raised"
+        lost = raised and self._has_lost_a_peer(failure.label)
+        if self._inquest.hear(client, failure, code, time.monotonic(), raised=raised, has_lost_a_peer=lost):
             self._blame(failure)
 
-    def _suspend(self, failure: Failure, client: str, *, certain: bool) -> None:
-        if self._suspect is None or (certain and not self._suspect.certain and self._suspect.client == client):
-            # One that has raised may take its time for its exit handlers, within limits.
-            deadline = time.monotonic() + (GRACE_S if certain else VERDICT_S)
-            self._suspect = Suspect(failure, client, deadline, certain)
+    def _has_lost_a_peer(self, worker: str) -> bool:
+        """Whether that is the error which a worker has ended with."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Stream) and (key.data.label, key.data.target) == (worker, 2):
+                self._read_all(key.fd, key.data)
+        last = next((line for line in reversed(self._tails[worker]) if line.strip()), b"")
+        return PeerLostError.__name__.encode() in last.partition(b":")[0]
 
     def _blame(self, failure: Failure) -> None:
         """Settle the matter. Who was under suspicion already came earlier."""
+        suspect, self._inquest.suspect = self._inquest.suspect, None
         if self._failure is None:
-            self._failure = failure if self._suspect is None else self._suspect.failure
-        self._suspect = None
+            self._failure = failure if suspect is None else suspect.failure
 
     def _reap(self) -> None:
         # Workers first: one that has failed may have taken a server with it, and the last one ends the job.
@@ -358,22 +353,24 @@ class Runner:
             self._codes[label] = code
             if self._stopping:
                 self._judge_stopped(label, code)
-            elif self._suspect is not None and self._suspect.client == label:
-                # hydra gives the number of a signal without the 128.
-                mute = {0, *(offset + n for n in (signal.SIGTERM, signal.SIGKILL) for offset in (0, 128))}
-                if not self._suspect.certain and processes.exit_status(code) not in mute:
-                    self._suspect = None
+            elif (suspect := self._inquest.suspect) is not None and suspect.client == label:
+                self._inquest.hear_of_client(label, processes.exit_status(code))
                 self._blame(Failure.of(label, code))
-            elif code != 0 and self._restarts.bears(label, code) and self._goes_on_after(label):
+            elif code == 0 and not self._is_early(label):
                 self._tell_end(label)
-                what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
-                self._output.say(f"kvmpi run: {label} {processes.describe_end(code)}; {what}")
-            elif code != 0:
-                self._blame(Failure.of(label, code))
-            elif self._plans[label].role in ("scheduler", "server") and self._working():
-                self._blame(Failure(label, 1, "ended with exit status 0 while workers were still running"))
             else:
-                self._tell_end(label)
+                how = f"{processes.describe_end(code)}{' while workers were still running' if code == 0 else ''}"
+                # Somebody has sent it SIGTERM, upon which it ends in good order: that is no other death for the job.
+                if self._restarts.bears(label, code or -signal.SIGTERM) and self._goes_on_after(label):
+                    self._tell_end(label)
+                    what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
+                    self._output.say(f"kvmpi run: {label} {how}; {what}")
+                else:
+                    self._blame(Failure(label, processes.exit_status(code) or 1, how))
+
+    def _is_early(self, label: str) -> bool:
+        """Whether a process that has ended is one that workers still at work need."""
+        return self._plans[label].role in ("scheduler", "server") and self._working()
 
     def _tell_end(self, label: str) -> None:
         """Say to the scheduler that a server or a client is gone, if that is certain, and the job goes on."""
@@ -407,7 +404,7 @@ class Runner:
     def _stop(self) -> None:
         """SIGTERM to all that is left, SIGKILL after the grace or at a second Ctrl-C; whole process groups."""
         self._stopping = True
-        self._suspect = None
+        self._inquest.suspect = None
         asked = len(self._signals)
         for number in (signal.SIGTERM, signal.SIGKILL):
             alive = [child for child in self._children.values() if child.returncode is None]
@@ -485,10 +482,13 @@ class Runner:
         """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Stream):
-                try:
-                    for _ in range(DRAIN_READS):
-                        if key.fd not in self._selector.get_map() or not self._read(key.fd, key.data):
-                            break
-                except OutputClosedError:
-                    if not self._stopping:
-                        raise
+                self._read_all(key.fd, key.data)
+
+    def _read_all(self, fd: int, stream: Stream) -> None:
+        try:
+            for _ in range(DRAIN_READS):
+                if fd not in self._selector.get_map() or not self._read(fd, stream):
+                    break
+        except OutputClosedError:
+            if not self._stopping:
+                raise

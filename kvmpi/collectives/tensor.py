@@ -267,7 +267,7 @@ class Collectives:
                 found = [Tensor([s.buffer for s in sources if s.on_host], out, copies, devices)]
             else:
                 found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
-            self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline)
+            self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
 
     def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
         """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""
@@ -288,7 +288,7 @@ class Collectives:
                 return
             algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
             act.scale = scale
-            self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline)
+            self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline, act=act)
 
     def allgather(self, source: Buffer, out: Buffer, deadline: Deadline, label: str) -> None:
         """Bring every rank's segment into ``out``, shape ``(count,)``.
@@ -303,7 +303,7 @@ class Collectives:
             if address_of(own) != address_of(source):
                 np.copyto(own, source)
             if self.size > 1 and out.size:
-                self._guarded(lambda: algorithm.allgather(out, act), deadline)
+                self._guarded(lambda: algorithm.allgather(out, act), deadline, act=act)
 
     def broadcast(self, buffer: Buffer, root: int, deadline: Deadline, label: str) -> None:
         """Copy ``buffer`` (shape ``(count,)``, host) of rank ``root`` into that of every rank."""
@@ -323,7 +323,7 @@ class Collectives:
                         "changed what it sent"
                     )
 
-            self._guarded(run, asked, all_fail=False)
+            self._guarded(run, asked, all_fail=False, act=act)
 
     def choice(self, op: str, count: int, dtype: str, deadline: Deadline | None = None) -> Choice:
         """How ``op`` on ``count`` elements is done on two ranks or more. Collective at first."""
@@ -454,16 +454,22 @@ class Collectives:
             heard += rest.tobytes()
         return heard
 
-    def _guarded(self, run: Callable[[], Any], deadline: Deadline | None = None, *, all_fail: bool = True) -> Any:
+    def _guarded(
+        self, run: Callable[[], Any], deadline: Deadline | None = None, *, all_fail: bool = True, act: Act | None = None
+    ) -> Any:
         """``run()``; with a ``deadline``, those who do not answer are named when that has passed.
 
-        ``all_fail``: no rank can be through with it when one of them fails.
+        Args:
+            all_fail: no rank can be through with it when one of them fails.
+            act: what is to be named where a peer is lost.
         """
         if self._broken is not None:
             raise self._unusable()
         try:
             return run()
         except BaseException as error:
+            if act is not None and type(error) is PeerLostError:
+                error = PeerLostError(f"{act.describe()}: {error}")
             raise self._failed(error, deadline, all_fail=all_fail) from None
 
     def _unusable(self) -> PeerLostError:

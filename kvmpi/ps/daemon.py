@@ -123,7 +123,8 @@ class SchedulerDaemon(Daemon):
             ConfigError: a port is in use, or the address is not one of this host.
         """
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
-        endings, losses = Endings(self._config.job_dir), Losses(self._config.job_dir)
+        folder = self._config.job_dir
+        endings, losses = Endings(folder), Losses(folder, self._config.heartbeat_s)
         showing: Showing | None = None
         try:
             showing = Showing(self._config, self._state.describe, 0, self._say)
@@ -154,14 +155,16 @@ class SchedulerDaemon(Daemon):
                     next_tick_s = now_s + _POLL_S
                 for role, rank in self._state.take_unheard():
                     losses.tell(role, rank)
+                losses.live(now_s)
                 self._save(now_s)
                 self._send(listener, replies)
                 showing.step(now_s)
         finally:
             if showing is not None:
                 showing.close(time.monotonic())
-            if self._stopped and self._path:
-                scheduler_file.remove(self._path)  # the job is over: nobody is to go on with it
+            if self._stopped and self._path and not endings.handles:
+                # The job is over: nobody is to go on with it. Where there is a launcher, that knows better.
+                scheduler_file.remove(self._path)
             listener.close()
             endings.close()
             losses.close()

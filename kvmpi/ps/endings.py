@@ -1,4 +1,4 @@
-"""Which processes have ended, as the launcher says, and which were silent, as it is told: FIFOs in the job's folder."""
+"""Which processes have ended, as the launcher says, and which are silent, as it is told: FIFOs in the job's folder."""
 
 from __future__ import annotations
 
@@ -64,16 +64,25 @@ class Endings:
 
 
 class Losses:
-    """What the launcher is told."""
+    """What the launcher is told: who is silent, and every ``every_s`` that the scheduler is not."""
 
-    def __init__(self, folder: str) -> None:
-        self._fd = _open(folder, LOSSES_FILE)
+    def __init__(self, folder: str, every_s: float) -> None:
+        self._fd, self._every_s, self._next_s = _open(folder, LOSSES_FILE), every_s, 0.0
 
     def tell(self, role: str, rank: int) -> None:
         """A server, or the master of a client, is taken for lost, whether it is alive or not."""
+        self._say(msgspec.json.encode({"role": role, "rank": rank}))
+
+    def live(self, now_s: float) -> None:
+        """The scheduler goes on."""
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._every_s
+            self._say(b"")
+
+    def _say(self, line: bytes) -> None:
         if self._fd >= 0:
-            with suppress(OSError):  # nobody reads, and one process more is left to itself
-                os.write(self._fd, msgspec.json.encode({"role": role, "rank": rank}) + b"\n")
+            with suppress(OSError):  # nobody reads, and processes are left to themselves
+                os.write(self._fd, line + b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:

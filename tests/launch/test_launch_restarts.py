@@ -52,6 +52,20 @@ def test_what_a_job_bears(label, returncode, settings, expected):
     assert Restarts(**{"most": 3, "replicas": 0, **settings}).bears(label, returncode) is expected
 
 
+def test_who_is_to_be_heard_and_is_not_counts_as_lost():
+    restarts = Restarts(1, 0, silence_s=20.0)
+    restarts.hear("scheduler", "first", 0.0)
+    restarts.hear("scheduler", "first", 7.0)
+    assert restarts.left_s(7.0) == pytest.approx(25.0)
+    assert restarts.take_unheard(31.9) == []
+    assert restarts.take_unheard(32.1) == [("scheduler", "first")]
+    assert restarts.left_s(33.0) is None
+    restarts.plan("scheduler", 33.0)
+    restarts.take_due(34.0)
+    restarts.hear("scheduler", "second", 35.0)
+    assert restarts.left_s(35.0) is None, "it could not be started again"
+
+
 def test_pauses_double_and_there_is_an_end():
     restarts = Restarts(2, 1, "wait")
     for now_s, pause_s in ((0.0, 0.1), (10.0, 0.2)):
@@ -259,17 +273,26 @@ def test_a_client_that_is_stopped_is_ended_and_started_again(launch, write, layo
     assert f"kvmpi run: {label} was killed by SIGKILL; it is started again (1 of 1)" in job.stderr
 
 
-def test_a_server_that_is_stopped_is_ended_and_started_again(launch, tmp_path):
+@pytest.mark.parametrize(("role", "number", "said"), [
+    ("server", signal.SIGSTOP, "server 1 counts as lost, and does not end; it is killed"),
+    ("scheduler", signal.SIGSTOP, "scheduler counts as lost, and does not end; it is killed"),
+    ("server", signal.SIGTERM, "server 1 ended with exit status 0 while workers were still running; it is started"),
+    ("scheduler", signal.SIGTERM, "scheduler ended with exit status 0 while workers were still running; it is started"),
+])  # fmt: skip
+def test_what_is_stopped_or_told_to_end_is_started_again(launch, tmp_path, role, number, said):
     layout = ("-n", "2", "-c", "2", "-s", "2", "--replicas", "1")
     job = launch(*layout, GROWING, "dist_sync", env=SOON, whole=True)
     wait_for(lambda: (tmp_path / "runs").exists() or job.process.poll() is not None, "the first steps")
-    [victim] = job.pids(ROLE="server", RANK="1")
-    os.kill(victim, signal.SIGSTOP)
-    wait_for(lambda: job.pids(ROLE="server", RANK="1") not in ([], [victim]), "another process of server 1", 30.0)
+    who = {"ROLE": role, "RANK": "1"} if role == "server" else {"ROLE": role}
+    [victim] = job.pids(**who)
+    os.kill(victim, number)
+    wait_for(lambda: job.pids(**who) not in ([], [victim]), "another process in its place", 30.0)
     (tmp_path / "stop").touch()
     assert job.finish(60.0) == 0, job.stderr
     assert job.stdout.count("] 0 wrong after ") == 2
-    assert "server 1 counts as lost, and does not end; it is killed" in job.stderr
+    assert said in job.stderr
+    assert job.stderr.count("it is started again") == 1, "nobody else had to be"
+    assert role == "server" or "goes on where the one before it has ended" in job.stderr
 
 
 def test_a_job_of_which_nobody_is_left_has_failed(launch, write):
