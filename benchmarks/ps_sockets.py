@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.benchmarks.ps_worker import ends
+from kvmpi.benchmarks.ps_worker import ends, spoiled
 from kvmpi.launchers import processes
 
 Array = npt.NDArray[Any]
@@ -213,10 +213,7 @@ class Sockets:
 
     def glance(self) -> list[float]:
         """The first and the last element that were pulled; a later call does not find them again."""
-        found = [float(end[0]) for end in self._ends]
-        for end in self._ends:
-            end[0] = np.nan
-        return found
+        return spoiled(self._ends)
 
     def settle(self) -> None:
         """Collective: a round without values."""

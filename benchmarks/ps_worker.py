@@ -103,10 +103,7 @@ class Kvmpi:
 
     def glance(self) -> list[float]:
         """The first and the last element that were pulled; a later call does not find them again."""
-        found = [float(end[0]) for end in self._ends]
-        for end in self._ends:
-            end[0] = np.nan
-        return found
+        return spoiled(self._ends)
 
     def settle(self) -> None:
         """Collective; returns when the servers have applied what any worker has pushed so far."""
@@ -208,6 +205,14 @@ def ends(arrays: Sequence[Array]) -> list[Array]:
     """The first and the last element of all, as arrays of one; none if there are no elements."""
     filled = [array for array in arrays if array.size]
     return [filled[0][:1], filled[-1][-1:]] if filled else []
+
+
+def spoiled(elements: Sequence[Array]) -> list[float]:
+    """The values of arrays of one element, which lose them."""
+    found = [float(element[0]) for element in elements]
+    for element in elements:
+        element[0] = np.nan
+    return found
 
 
 class Entrant:

@@ -78,7 +78,7 @@ class Inquest:
             evidence = Evidence.SAID_SO if raised else Evidence.KILLED
         else:
             # A rank that was killed in the same client may well be the victim of this one, not the other way round.
-            if returncode and self._evidence(client) < Evidence.SAID_SO and self._evidence(client):
+            if returncode and 0 < self._evidence(client) < Evidence.SAID_SO:
                 self.suspect = None
             return returncode != 0
         before = self.suspect

@@ -377,7 +377,8 @@ class Runner:
         if label == "scheduler" or not has_ended(self._children[label]):
             return
         how, (role, rank) = processes.describe_end(self._codes[label]), self._plans[label].member
-        self._endings.tell(role, rank, how + (", and had not closed the store" if self._codes[label] == 0 else ""))
+        left = role == "client" and self._codes[label] == 0
+        self._endings.tell(role, rank, how + (", and had not closed the store" if left else ""))
 
     def _hear_loss(self, role: str, rank: int) -> None:
         """A server or a client counts as lost because nobody hears it."""

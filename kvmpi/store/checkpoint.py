@@ -115,7 +115,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
     except KVError:
         raise
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise KVError(f"load of {path}: {type(error).__name__}: {error}") from error
+        what = "" if isinstance(error, OSError) else "the file is damaged, or no checkpoint: "
+        raise KVError(f"load of {path}: {what}{type(error).__name__}: {error}") from error
     for saved in keys:
         _check(path, saved, existing, with_values=with_values)
     rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])

@@ -120,13 +120,11 @@ class Weights:
         """Raise if a weight has been converted, since the store holds it as it was."""
         for i in indices:
             tensor, dtype, order = self._params.tensors[i], self._params.dtypes[i], self._params.orders[i]
-            now, then = f"is of {tensor.dtype}", f"of {dtype}"
-            if tensor.dtype == dtype and self._params.order(i) != order:
-                now, then = (
-                    f"has its dimensions in the order {self._params.order(i)} in memory",
-                    f"in the order {order}",
-                )
-            elif tensor.dtype == dtype:
+            if tensor.dtype != dtype:
+                now, then = f"is of {tensor.dtype}", f"of {dtype}"
+            elif (found := self._params.order(i)) != order:
+                now, then = f"has its dimensions in the order {found} in memory", f"in the order {order}"
+            else:
                 continue
             raise ConfigError(
                 f"{self._params.names[i]} {now} now, and the store that updates it holds weights {then}: convert the "

@@ -78,7 +78,9 @@ if r == 0:
     damaged = bytearray(good.read_bytes())
     damaged[-COUNT] ^= 1  # somewhere in the last value
     (folder / "damaged").write_bytes(damaged)
+    (folder / "torn").write_bytes(damaged[: len(damaged) // 2])
 kv.barrier()
+expect("load of half a file", lambda: kv.load(folder / "torn"), KVError, "torn", "damaged")
 for odd in (0, n - 1):  # a disk that is bad on one host
     file = folder / "damaged" if r == odd else good
     expect(f"load of a file damaged for worker {odd}", lambda file=file: kv.load(file), KVError, "damaged", "'w'")
