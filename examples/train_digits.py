@@ -6,6 +6,7 @@ Four places, (1) to (4), make it one. ``train_images.py`` is the program for all
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -46,13 +47,16 @@ def main(argv: list[str] | None = None) -> float:
             model.load_state_dict(saved["model"])
         # (3) All go on with worker 0's weights, and gradients become their mean over all workers, during backward.
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), kv, model)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+        done = saved["epochs"] if saved else 0
         if saved:
             optimizer.load_state_dict(saved["optimizer"])
-            schedule.load_state_dict(saved["schedule"])
+        # Half a cosine over all epochs, also if there are more now than when it began.
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2, last_epoch=done - 1
+        )
 
         accuracy = float("nan")
-        for epoch in range(schedule.last_epoch, args.epochs):
+        for epoch in range(done, args.epochs):
             sampler.set_epoch(epoch)  # another order in each
             for x, y in batches:
                 optimizer.zero_grad()
@@ -69,8 +73,8 @@ def main(argv: list[str] | None = None) -> float:
             if kv.rank == 0:
                 print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}", flush=True)
                 if args.checkpoint:
-                    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-                    torch.save({name: part.state_dict() for name, part in state.items()}, args.checkpoint)
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}
+                    torch.save(state, args.checkpoint)
     return accuracy
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from training_report import check_positive
 
 import kvmpi
 from kvmpi.torch import DiLoCo, DistributedOptimizer
@@ -119,6 +120,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="default 0")
     add("--reports", type=int, default=8, help="lines to print (default 8)")
     args = parser.parse_args(argv)
+    check_positive(
+        parser, args, "steps", "batch_size", "context", "width", "layers", "heads", "interval", "fragments", "reports"
+    )
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     args.interval = min(args.interval, args.steps)  # or a short trial would exchange nothing
     return args
 

@@ -23,7 +23,7 @@ import image_models
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report, count
+from training_report import Report, check_positive, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -137,9 +137,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
     add("--target-accuracy", type=float, default=0.0, metavar="A", help="exit with status 1 below it, e.g. 0.95")
     args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size", "interval"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    check_positive(parser, args, "epochs", "batch_size", "interval")
     return args
 
 
@@ -191,6 +189,8 @@ def refresh_norms(model: nn.Module, images: image_data.Images, batch_size: int) 
 def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     """All epochs; the last accuracy on worker 0, 1.0 on the others."""
     data = image_data.load(args.data, kv.rank, kv.num_workers, with_test=kv.rank == 0, limit=args.limit)
+    if data.train_count < kv.num_workers:
+        sys.exit(f"{data.train_count} training images for {kv.num_workers} workers: there is none for some")
     _, channels, size, _ = data.train.pixels.shape
     num_batches = max(1, data.train_count // kv.num_workers // args.batch_size)  # the same for every worker
     fill_in(args, kv, num_batches)

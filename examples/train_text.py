@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report, count
+from training_report import Report, check_positive, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -152,7 +152,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--interval", type=int, default=16, help="mpi-esgd: batches between exchanges of weights (default 16)")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
     add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_positive(parser, args, "epochs", "batch_size", "dimension", "maps", "interval")
+    return args
 
 
 def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
@@ -163,6 +165,8 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     torch.manual_seed(args.seed * kv.num_workers + kv.rank)  # of the dropout
     loop = (ElasticExchange if args.algorithm == "mpi-esgd" else GradientExchange)(kv, model, args)
     num_batches = len(sentences) // kv.num_workers // args.batch_size
+    if not num_batches or not len(test):
+        sys.exit(f"{len(sentences)} sentences are no batch of {args.batch_size} for each of {kv.num_workers} workers")
     report.header(
         f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
         f"{count(kv.num_servers, 'server')} ({kv.type}); "

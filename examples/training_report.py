@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import Any, TextIO
@@ -13,6 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def count(number: int, what: str) -> str:
     """ "1 client", "2 clients"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End the program with a word about the first of these options that is given, and below 1."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
 
 
 class Report:

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import compare
 import pytest
 import train_digits
+import train_gpt
 import train_images
+import train_text
 from jobs import run_job
 
 EXAMPLES = Path(train_images.__file__).parent
@@ -121,6 +124,31 @@ def test_comparison_fails_with_its_runs(
     with pytest.raises(SystemExit):
         compare.main(["--algorithms", "mpi-sdg"])
     assert "unknown algorithm mpi-sdg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "options", "said"), [
+    (train_images, "--batch-size 0", "--batch-size must be at least 1"),
+    (train_text, "--epochs 0", "--epochs must be at least 1"),
+    (train_gpt, "--reports 0", "--reports must be at least 1"),
+    (train_gpt, "--heads 7", "--width 64 is no multiple of --heads 7"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_said(
+    program: ModuleType, options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.arguments(options.split())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "options", "said"), [
+    ("train_images.py", "--algorithm mpi-sgd --limit 1", "1 training images for 2 workers"),
+    ("train_text.py", "--batch-size 100000", "900 sentences are no batch of 100000 for each of 2 workers"),
+])  # fmt: skip
+def test_too_little_data_is_said(program: str, options: str, said: str) -> None:
+    done = run_job("-n 2 -s 1", EXAMPLES / program, *options.split(), timeout_s=120)
+    assert done.returncode
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_short_program_goes_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
