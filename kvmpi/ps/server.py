@@ -222,7 +222,7 @@ class ServerState:
         return silent_s if any(silent_s) else []
 
     def waits(self, now_s: float) -> list[Wait]:
-        """The rounds that somebody waits for, from the first look on that finds one."""
+        """The rounds that somebody waits for, from the first look on that finds one; and a scheduler that is silent."""
         before, self._awaited_s = self._awaited_s, {}
         found: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, str, int]]] = {}
         for part in list(self.parts.values()) if self._routes else ():
@@ -231,10 +231,15 @@ class ServerState:
                     where = (part.number, store, key, chunk, number)
                     since_s = self._awaited_s[where] = before.get(where, now_s)
                     found.setdefault((store, number, tuple(missing)), []).append((since_s, repr(key), chunk))
+        silent = now_s > self.lease_ends_s and any(part.is_shared for part in self._answering())
+        whom = "no word from it; until then this server answers nobody, as another may be in its place"
         return [
-            Wait(("round", store, number, missing), min(awaited)[0], _rounds(store, number, awaited),
-                 self._late(store, missing, now_s))
-            for (store, number, missing), awaited in found.items()
+            *([Wait(("scheduler",), self.lease_ends_s, "the scheduler", whom)] if silent else ()),
+            *(
+                Wait(("round", store, number, missing), min(awaited)[0], _rounds(store, number, awaited),
+                     self._late(store, missing, now_s))
+                for (store, number, missing), awaited in found.items()
+            ),
         ]  # fmt: skip
 
     def _late(self, store: int, clients: tuple[int, ...], now_s: float) -> str:

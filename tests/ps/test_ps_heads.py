@@ -70,6 +70,14 @@ def test_after_its_lease_a_head_answers_nobody(request_: Any) -> None:
     assert isinstance(head.ask(LEASE_ENDS_S + 0.2, request_, *payloads), m.Value | m.State), "the scheduler was heard"
 
 
+def test_a_head_that_answers_nobody_says_whom_it_waits_for() -> None:
+    assert Head(2).state.waits(LEASE_ENDS_S) == []
+    (wait,) = Head(2).state.waits(LEASE_ENDS_S + 0.1)
+    assert (wait.since_s, wait.what) == (LEASE_ENDS_S, "the scheduler")
+    assert "this server answers nobody" in wait.whom
+    assert Head(1).state.waits(LEASE_ENDS_S + 100.0) == []
+
+
 def test_nobody_can_take_the_place_of_a_server_that_is_alone() -> None:
     assert isinstance(Head(1).ask(LEASE_ENDS_S + 100.0, m.Pull(9, "k", 0, 0)), m.Value)
 
