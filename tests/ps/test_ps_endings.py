@@ -64,16 +64,33 @@ def test_a_launcher_whose_scheduler_does_not_read_is_not_held_up(tmp_path):
 def test_the_launcher_hears_who_was_silent(tmp_path):
     heard = launcher.Losses(str(tmp_path))
     for _ in range(2):  # one scheduler after the other
-        told = Losses(str(tmp_path))
+        told = Losses(str(tmp_path), 1.0)
         told.tell("client", 3)
         told.tell("server", 0)
         told.close()
     assert heard.feed(os.read(heard.fd, 1 << 16)) == 2 * [("client", 3), ("server", 0)]
     assert not select.select([heard.fd], [], [], 0)[0]
     os.close(heard.fd)
-    nobody = Losses(str(tmp_path / "nowhere"))
+    nobody = Losses(str(tmp_path / "nowhere"), 1.0)
     nobody.tell("client", 1)
+    nobody.live(5.0)
     nobody.close()
+
+
+def test_the_launcher_hears_that_the_scheduler_lives(tmp_path):
+    heard, told = launcher.Losses(str(tmp_path)), Losses(str(tmp_path), 1.0)
+    found = []
+    for now_s in (10.0, 10.9, 11.1, 11.2, 15.0):
+        told.live(now_s)
+        if select.select([heard.fd], [], [], 0)[0]:
+            found.append(now_s)
+            assert heard.feed(os.read(heard.fd, 1 << 16)) == []
+    assert found == [10.0, 11.1, 15.0]
+    told.live(20.0)
+    told.tell("server", 1)
+    assert heard.feed(os.read(heard.fd, 1 << 16)) == [("server", 1)]
+    told.close()
+    os.close(heard.fd)
 
 
 def test_whoever_is_lost_in_silence_is_named_once():
