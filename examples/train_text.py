@@ -166,7 +166,8 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     loop = (ElasticExchange if args.algorithm == "mpi-esgd" else GradientExchange)(kv, model, args)
     num_batches = len(sentences) // kv.num_workers // args.batch_size
     if not num_batches or not len(test):
-        sys.exit(f"{len(sentences)} sentences are no batch of {args.batch_size} for each of {kv.num_workers} workers")
+        few = f"{len(sentences)} sentences for training and {len(test)} for testing are too few"
+        sys.exit(f"{few} for batches of {args.batch_size} on {kv.num_workers} workers")
     report.header(
         f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
         f"{count(kv.num_servers, 'server')} ({kv.type}); "

@@ -142,7 +142,7 @@ def test_options_that_cannot_be_are_said(
 
 @pytest.mark.parametrize(("program", "options", "said"), [
     ("train_images.py", "--algorithm mpi-sgd --limit 1", "1 training images for 2 workers"),
-    ("train_text.py", "--batch-size 100000", "900 sentences are no batch of 100000 for each of 2 workers"),
+    ("train_text.py", "--batch-size 100000", "are too few for batches of 100000 on 2 workers"),
 ])  # fmt: skip
 def test_too_little_data_is_said(program: str, options: str, said: str) -> None:
     done = run_job("-n 2 -s 1", EXAMPLES / program, *options.split(), timeout_s=120)
