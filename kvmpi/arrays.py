@@ -345,7 +345,7 @@ def integers(array: Any) -> npt.NDArray[np.int64]:
     """The numbers of an array of integers, or of a list of ints, flat on the host, in memory of their own.
 
     Raises:
-        DTypeMismatchError: they are not integers.
+        DTypeMismatchError: they are not integers, or int64 has no such number.
     """
     if isinstance(array, list | tuple):
         array = np.array(array, np.int64 if not len(array) else None)
@@ -353,6 +353,8 @@ def integers(array: Any) -> npt.NDArray[np.int64]:
     found = array if library == "numpy" else array.detach().cpu().numpy() if library == "torch" else array.get()
     if found.dtype.kind not in "iu":
         raise DTypeMismatchError(f"expected integers, got {array.dtype} of {library}")
+    if found.dtype == np.uint64 and found.size and (largest := found.max()) > np.iinfo(np.int64).max:
+        raise DTypeMismatchError(f"{largest} is too large for int64")
     return np.array(found, np.int64).reshape(-1)
 
 

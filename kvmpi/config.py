@@ -167,6 +167,11 @@ class Config:
             raise ConfigError(f"KVMPI_SCHEDULER_PORT={self.scheduler_port}: expected a port, or 0")
         if self.num_servers < 0:
             raise ConfigError(f"KVMPI_NUM_SERVERS={self.num_servers}: must not be negative")
+        if self.metrics_port > 0 and self.metrics_port + self.num_servers > 65535:
+            raise ConfigError(
+                f"KVMPI_METRICS_PORT={self.metrics_port}: there are no {self.num_servers} ports after it, one for each "
+                "server; take a lower one, or 0"
+            )
         if self.replicas < 0:
             raise ConfigError(f"KVMPI_REPLICAS={self.replicas}: must not be negative")
         for name in ("snapshot_every", "snapshot_seconds"):
@@ -198,7 +203,11 @@ class Config:
         known = {env_name(f.name): f for f in fields(cls)}
         unknown = sorted(k for k in env if k.startswith("KVMPI_") and k not in known)
         if unknown:
-            raise ConfigError(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
+            import difflib
+
+            close = [name for one in unknown for name in difflib.get_close_matches(one, known, 1, 0.85)]
+            guess = f"; did you mean {', '.join(close)}?" if close else ";"
+            raise ConfigError(f"unknown setting {', '.join(unknown)}{guess} known settings: {', '.join(sorted(known))}")
         given: dict[str, Any] = {}
         for name, f in known.items():
             text = env.get(name, "")

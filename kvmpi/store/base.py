@@ -108,6 +108,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             ShapeMismatchError, DTypeMismatchError: workers disagree.
         """
         call = self._call("init")
+        self._create(self._enter_init(call, key, value), call)
+
+    def _enter_init(self, call: Invocation, key: Any, value: Any) -> list[tuple[Group, Vector]]:
+        """``_enter`` for new keys: what each of them begins with."""
 
         def prepare() -> list[tuple[Group, Vector]]:
             found = groups(key, value, "init")
@@ -127,7 +131,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         def entries(found: list[tuple[Group, Vector]]) -> list[Entry]:
             return [Entry(group.key, arrays.shape_of(group.arrays[0]), vector.dtype) for group, vector in found]
 
-        found = self._enter(call, prepare, entries)
+        return self._enter(call, prepare, entries)
+
+    def _create(self, found: Sequence[tuple[Group, Vector]], call: Invocation) -> None:
+        """Make keys that all workers of the client have agreed on; returns when they can be read."""
         states = [self._new_state(group) for group, _ in found]
         try:
             self._complete(self._start_init(states, [vector for _, vector in found], call), call)
@@ -236,9 +243,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
+        call = self._call("init")
+        with self._meeting("broadcast"):  # before others wait for a value that its client cannot give
+            found = self._enter_init(call, key, value)
+            self._settle(call.deadline)
         # In an asynchronous store a fast worker's first push would otherwise overtake a slow one's pull.
         with self._meeting("broadcast"):
-            self.init(key, value)
+            self._create(found, call)
             self.pull(key, out, priority)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str | None = None) -> Any:

@@ -25,7 +25,7 @@ from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import INLINE_BYTES, scaled
-from kvmpi.store.grammar import Key
+from kvmpi.store.grammar import Group, Key
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -110,8 +110,8 @@ class DistStore(Commanding):
     def _empty(self, count: int, dtype: str) -> Buffer:
         return host.empty(count, dtype) if self._ps is None else self._ps.empty(count, dtype)
 
-    def init(self, key: Any, value: Any) -> None:
-        super().init(key, value)
+    def _create(self, found: Sequence[tuple[Group, Vector]], call: Invocation) -> None:
+        super()._create(found, call)
         if self._mode == "sync" and self._config.on_client_loss != "fail":
             self._position = self._learn_position()
 

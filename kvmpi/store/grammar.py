@@ -123,6 +123,7 @@ def _group(key: Key, value: Any, what: str, by_rows: bool) -> Group:
             raise DTypeMismatchError(
                 f"{what} of key {key!r}: expected a NumPy array, a torch tensor, a CuPy array or a list of them, "
                 f"got {_type_name(array)}"
+                + ("; some rows of a key are a tuple of two arrays, (row_ids, rows)" if by_rows else "")
             )
     return Group(key, list(found))
 

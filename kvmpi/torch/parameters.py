@@ -9,7 +9,7 @@ import torch
 
 from kvmpi.arrays import DTYPES
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, DTypeMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, DuplicateKeyError
 from kvmpi.store import KVStore
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -87,7 +87,16 @@ class KeyedParameters:
 
         Args:
             as_they_lie: the keys get the shapes of ``as_it_lies``.
+        Raises:
+            DuplicateKeyError: the store has keys of these numbers.
+            DTypeMismatchError: a parameter of a dtype that stores do not carry.
         """
+        if taken := set(self.keys).intersection(kv.keys):
+            raise DuplicateKeyError(
+                f"the store has {len(taken)} of the keys {self.keys[0]} to {self.keys[-1]}, which these parameters "
+                "are to have, already: every Trainer and ElasticAveraging needs a store without keys. Make another "
+                "with kvmpi.create, or give the parameters of all models to one"
+            )
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             if str(dtype).removeprefix("torch.") not in DTYPES:
                 raise DTypeMismatchError(f"{name} is of {dtype}; stores carry {', '.join(DTYPES)}")

@@ -47,9 +47,9 @@ class Trainer:
 
     A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros (or no rows,
     if it had sparse gradients before), since other workers may have a gradient for it; an asynchronous client of one
-    worker skips it. Which parameters are frozen must
-    be the same in all workers. Learning rates (and other options) that a ``torch.optim.lr_scheduler``, or anybody else,
-    writes into the torch optimizer reach the store at the next step.
+    worker skips it. Which parameters are frozen must be the same in all workers. Learning rates (and other options)
+    that a ``torch.optim.lr_scheduler``, or anybody else, writes into the torch optimizer reach the store at the next
+    step.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class Watch:
         """What is to be said about ``waits``, which are all there are."""
         here = {wait.name: wait for wait in waits}
         over = [(told, name) for name, (_, told) in self._told.items() if name not in here]
-        lines = [f"the wait is over after {now_s - wait.since_s:.1f} s: {wait.what}" for wait, _ in over[:_MOST_NAMED]]
-        lines += _more(over, "other waits are over")
+        lines = [f"waits no longer, after {now_s - wait.since_s:.1f} s: {wait.what}" for wait, _ in over[:_MOST_NAMED]]
+        lines += _more(over, "other waits, no longer")
         for _, name in over:
             del self._told[name]
         due = []

@@ -31,6 +31,10 @@ ROW, WHOLE = np.ones((1, 3), "f4"), np.ones((10, 3), "f4")
 MISTAKES = {
     "negative id": (lambda kv: kv.push("w", (np.array([-1]), ROW)), errors.RowIndexError, "row id -1 at position 0"),
     "large id": (lambda kv: kv.push("w", (np.array([10]), ROW)), errors.RowIndexError, "row id 10"),
+    "id that int64 does not hold": (
+        lambda kv: kv.push("w", (np.array([2**64 - 1], np.uint64), ROW)), errors.DTypeMismatchError, str(2**64 - 1),
+    ),
+    "a list of ids": (lambda kv: kv.push("w", ([1], ROW)), errors.DTypeMismatchError, "two arrays, .row_ids, rows."),
     "pull of a large id": (lambda kv: kv.row_sparse_pull("w", ROW.copy(), [10]), errors.RowIndexError, "rows 0 to 9"),
     "ids that are floats": (lambda kv: kv.push("w", (np.array([1.0]), ROW)), errors.DTypeMismatchError, "integers"),
     "a mask": (lambda kv: kv.push("w", (np.ones(1, bool), ROW)), errors.DTypeMismatchError, "integers"),

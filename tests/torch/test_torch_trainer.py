@@ -13,8 +13,8 @@ from torch import nn
 
 import kvmpi
 from kvmpi import optim
-from kvmpi.errors import ConfigError
-from kvmpi.torch import Trainer
+from kvmpi.errors import ConfigError, DuplicateKeyError
+from kvmpi.torch import ElasticAveraging, Trainer
 from kvmpi.torch import trainer as trainer_module
 
 BATCH = 8
@@ -272,6 +272,14 @@ def test_forbidden_combinations(said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         combinations()[said](make_model())
     assert isinstance(caught.value, ConfigError)
+
+
+def test_a_store_takes_one_trainer() -> None:
+    with kvmpi.create("mpi") as kv:
+        trainer_for(model := make_model(), kv, False)
+        for second in (lambda: trainer_for(model, kv, False), lambda: ElasticAveraging(model.parameters(), kv, 0.5)):
+            with pytest.raises(DuplicateKeyError, match=r"4 of the keys 0 to 3, .* Make another with kvmpi.create"):
+                second()
 
 
 def test_the_second_half_of_a_step_needs_the_first() -> None:

@@ -200,7 +200,7 @@ def test_a_job_that_stands_still_says_why() -> None:
     assert any(
         said(f"server {server}", "round 3 of key 'w'", "no push from client 1 (last request") for server in (0, 1)
     )
-    assert said("worker 2", "the wait is over after"), text
+    assert said("worker 2", "waits no longer, after"), text
     # When asked: all but the one with a handler of its own, which is left alone.
     (answer,) = [line for line in lines if "SIGUSR1: asked" in line]
     for who in ("scheduler", "server 0", "server 1", "worker 1", "worker 2", "worker 3"):

@@ -24,7 +24,7 @@ def test_a_wait_is_told_at_intervals_that_double_and_when_it_is_over() -> None:
     assert list(told) == [110, 120, 140, 180]
     assert told[120] == ["has waited 20.0 s: push of key 'w': client 1 is missing"]
     assert watch.has_told
-    assert watch.look([], 200.0) == ["the wait is over after 100.0 s: push of key 'w'"]
+    assert watch.look([], 200.0) == ["waits no longer, after 100.0 s: push of key 'w'"]
     assert not watch.has_told
     assert watch.look([], 201.0) == []
     assert watch.look([wait._replace(since_s=300.0)], 309.0) == []  # the next one begins anew
@@ -42,7 +42,7 @@ def test_of_many_waits_few_are_named() -> None:
     waits = [Wait(number, float(number), f"push {number}") for number in range(20)]
     lines = watch.look(reversed(waits), 100.0)
     assert [line.split(": ")[-1] for line in lines] == ["push 0", "push 1", "push 2", "and 17 further waits"]
-    assert watch.look([], 101.0)[-1] == "and 17 other waits are over"
+    assert watch.look([], 101.0)[-1] == "and 17 other waits, no longer"
 
 
 def test_reports_come_before_the_timeout() -> None:

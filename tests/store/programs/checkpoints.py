@@ -24,7 +24,7 @@ def in_step(label):
     for _ in range(3):
         turn = next(turns)
         if r == turn % n:
-            time.sleep(0.2)
+            time.sleep(0.05)
             (folder / f"turn {turn}").touch()
         kv.barrier()
         assert (folder / f"turn {turn}").exists(), f"worker {r} passed barrier {turn} too early, after: {label}"
@@ -122,5 +122,14 @@ if kv.num_clients > 1:  # the others wait for worker 0's value
         raised = error
     assert f"client {kv.num_clients - 1}" in str(raised), raised
     in_step("broadcast")
+if 1 < kv.num_clients < n:  # who gives the value is in a client that cannot agree on it
+    raised = None
+    try:
+        kv.broadcast("y", np.zeros(COUNT + (r == 1), "f4"), np.empty(COUNT, "f4"))
+    except ShapeMismatchError as error:
+        raised = error
+    assert "key 'y'" in str(raised), raised
+    assert kv.client_rank == 0 or "client 0" in str(raised), raised
+    in_step("broadcast where a client is not at one")
 kv.close()
 print(f"checkpoints {name} right", flush=True)

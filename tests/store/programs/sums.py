@@ -6,7 +6,7 @@ import numpy as np
 
 import kvmpi
 
-SHAPES = [(2, 3), (1200, 1200), (1211, 1211)]
+SHAPES = [(2, 3), (300, 301), (1211, 1211)]
 ROUNDS = 4
 
 for name in sys.argv[1:]:
