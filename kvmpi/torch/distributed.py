@@ -48,9 +48,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     **Weights come back** with ``update_on_kvstore=True``, a store with an optimizer (``kv.set_optimizer``), and
     asynchronous stores. The store updates with the optimizer's rule and options, for this optimizer alone; it is an
     error if its user has given it others. Schedulers reach it before the next gradients do. Given the model, ``step``
-    does not wait for the weights: each layer's next forward waits for its own, and so do the model's and this
-    optimizer's ``state_dict``. Call ``synchronize`` before anything else reads weights (a moving average, a norm).
-    Given parameters only, ``step`` waits.
+    does not wait for the weights: each layer's next forward waits for its own, and so does whatever else reads a
+    parameter. Call ``synchronize`` before its memory is read by another way (``p.data`` of before). Given parameters
+    only, ``step`` waits.
 
     What leaves in ``backward`` cannot be changed any more: clipping and ``GradScaler`` are errors then. With
     ``push="step"`` gradients are summed over the workers of the client in ``backward``, and the master pushes them in

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
-from kvmpi.torch import buckets
+from kvmpi.torch import buckets, pending
 from kvmpi.torch.parameters import KeyedParameters
 
 
@@ -80,6 +82,7 @@ class Weights:
             flight = _Flight(indices, works, changed)
             self._flights.update(dict.fromkeys(flight.indices, flight))
             self._note_change(flight)
+            pending.mark(self._tensors_of(flight), partial(_wait, weakref.ref(self), flight.indices))
             return works
 
     def send_all(self, order: Sequence[int], factor: float, bucket_bytes: int) -> None:
@@ -170,12 +173,18 @@ class Weights:
                     continue
                 for other in flight.indices:
                     self._flights.pop(other, None)
-                flight.wait()
+                try:
+                    flight.wait()
+                finally:
+                    pending.settle(self._tensors_of(flight))
                 self._note_change(flight)
+
+    def _tensors_of(self, flight: _Flight) -> list[torch.Tensor]:
+        return [self._params.tensors[i] for i in flight.indices]
 
     def _note_change(self, flight: _Flight) -> None:
         """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
-        torch.autograd.graph.increment_version([self._params.tensors[i] for i in flight.indices])
+        torch.autograd.graph.increment_version(self._tensors_of(flight))
         self._note_versions(flight.indices)
 
     def _note_versions(self, indices: Iterable[int]) -> None:
@@ -197,3 +206,9 @@ class Weights:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def _wait(weights: weakref.ref[Weights], indices: Sequence[int]) -> None:
+    """What a parameter calls that is read; it must not keep a store from going."""
+    if (found := weights()) is not None:
+        found.wait(indices)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import re
 import tempfile
+import time
 import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optimizer_loops as loops
 import torch
 from optimizer_loops import (
@@ -230,6 +235,58 @@ def layers_wait_for_their_own(store: str) -> None:
             assert torch.equal(held[name], stored), name
     with kvmpi.create(store) as kv:
         same_in_all(kv, plain_steps, make=attentive, update_on_kvstore=True)
+
+
+def _saved(model: nn.Module) -> Any:
+    """The last weight as it comes out of a file."""
+    file = io.BytesIO()
+    torch.save(model[2].weight, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _called(model: nn.Module) -> Any:
+    return torch.func.functional_call(model, dict(model.named_parameters()), shard(0, 0)[1])
+
+
+#: What reads weights and is no layer's forward; whether they are all waited for, and what is found.
+READERS = {
+    "operator": lambda model: model[2].weight * 2,
+    "moving average": lambda model: torch.zeros_like(model[2].weight).lerp_(model[2].weight, 0.5),
+    "list": lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+    "foreach": lambda model: torch.stack(torch._foreach_norm(list(model.parameters()))),
+    "data": lambda model: model[2].weight.data.clone(),
+    "numpy": lambda model: torch.from_numpy(np.array(model[2].weight.detach())),
+    "text": lambda model: torch.tensor([float(word) for word in re.findall(r"-?\d+\.\d+", repr(model[2].weight))]),
+    "copy": lambda model: copy.deepcopy(model)[2].weight,
+    "copy of one": lambda model: copy.copy(model[2].weight),
+    "file": _saved,
+    "another's weight": lambda model: nn.functional.linear(torch.ones(2, 7, dtype=torch.float64), model[2].weight),
+    "functional call": _called,
+    "compiled": lambda model: torch.compile(lambda weight: weight.sin() * 2, backend="eager")(model[2].weight),
+}
+
+
+def whoever_reads_waits(store: str) -> None:
+    """Weights are read while another worker is late: what is found is what comes. Who only looks at them goes on."""
+    for name, read in READERS.items():
+        with training(store) as (kv, model, optimizer):
+            kind = type(model[2].weight)
+            for step in range(2):
+                optimizer.zero_grad()
+                time.sleep(0.1 if kv.rank == kv.num_workers - 1 else 0.0)
+                loss_of(model, [shard(step, kv.rank)]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert model[2].weight.grad is None
+                assert isinstance(model[2].weight, nn.Parameter)
+                assert [tuple(p.shape) for p in model.parameters()] == [tuple(p.shape) for p in mlp(0).parameters()]
+            assert optimizer._weights.in_flight, f"{name}: nothing was under way"
+            found = read(model).detach()
+            assert type(model[2].weight) is kind, name
+            optimizer.synchronize()
+            assert torch.equal(found, read(model).detach()), name
+            assert {type(p) for p in model.parameters()} == {kind}
 
 
 def first_layers_first(store: str) -> None:
@@ -505,6 +562,6 @@ def asynchronous(store: str) -> None:
 
 CHECKS = (
     loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
-    layers_wait_for_their_own, first_layers_first, compiled, too_late, resumed, loaded, written_to,
+    layers_wait_for_their_own, whoever_reads_waits, first_layers_first, compiled, too_late, resumed, loaded, written_to,
     uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

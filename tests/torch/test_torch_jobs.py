@@ -19,7 +19,7 @@ JOBS = {
         "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
         "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
-        "first_layers_first,compiled,too_late,loaded,written_to,"
+        "whoever_reads_waits,first_layers_first,compiled,too_late,loaded,written_to,"
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks",
@@ -40,7 +40,7 @@ JOBS = {
         "dist_sync/gradients=graphs_that_change,half_types,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
         "loaded,written_to,uneven_batches",
-        "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,first_layers_first,loaded,loaded_by_one",
+        "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,whoever_reads_waits,first_layers_first,loaded,loaded_by_one",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",
         "dist_sync_mpi/steps=each_client_by_itself,overflows,agreed_to_leave_out,uneven_batches,resumed,too_late",
