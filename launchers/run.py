@@ -214,7 +214,9 @@ class Runner:
         ):
             if left_s is not None:
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        for key, _ in self._selector.select(timeout_s):
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        # Reports of ranks first: an mpirun comments on what a rank has reported before.
+        for key in sorted(ready, key=lambda key: not (isinstance(key.data, Stream) and key.data.target == 0)):
             if key.fd in self._selector.get_map():  # reading another may have closed it
                 self._read(key.fd, key.data)
         if self._answered != self._catcher.asked:

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import is_mpirun
 
@@ -77,7 +78,7 @@ def stuck_job(launch, write):
 
 def first_of(job, **wanted):
     """The oldest such process: the worker, not its grandchild."""
-    return min(job.pids(**wanted))
+    return min(job.pids(**wanted), key=lambda pid: psutil.Process(pid).create_time())
 
 
 @needs_mpi
