@@ -155,7 +155,7 @@ def _check_torch(tensor: Any) -> None:
 
 
 def read(array: Any) -> Vector:
-    """The array as a flat vector for reading; copied only where its memory is not contiguous."""
+    """The array as a flat vector for reading; copied only where its memory is not contiguous, or not aligned."""
     library, dtype = _library(array), dtype_of(array)
     if library == "torch":
         return _read_torch(array, dtype)
@@ -163,7 +163,8 @@ def read(array: Any) -> Vector:
     if library == "numpy":
         # A matrix stays two-dimensional, whatever one asks of it.
         plain = array if type(array) is np.ndarray else array.view(np.ndarray)
-        flat = plain.reshape(-1) if contiguous else np.ascontiguousarray(plain).reshape(-1)
+        contiguous = contiguous and bool(plain.flags.aligned)
+        flat = plain.reshape(-1) if contiguous else np.array(plain, order="C").reshape(-1)
         return Vector(flat, dtype, "cpu", contiguous)
     with array.device:
         vector = Vector(array.reshape(-1), dtype, f"cuda:{array.device.id}", contiguous)
@@ -176,9 +177,10 @@ def memory_of(array: Any) -> Vector | None:
     """The array's own memory as a flat vector, where that is contiguous, writable and on the host; else None."""
     library = _library(array)
     if library == "numpy":
-        plain = bool(array.flags.c_contiguous and array.flags.writeable)
+        plain = bool(array.flags.c_contiguous and array.flags.writeable and array.flags.aligned)
     else:
         plain = library == "torch" and array.is_cpu and array.is_contiguous() and not array.is_neg()
+        plain = plain and _is_aligned(array)
     return read(array) if plain else None
 
 
@@ -196,6 +198,11 @@ def span_of(array: Any) -> tuple[int, int]:
     return start + sum(min(0, r) for r in reach), start + sum(max(0, r) for r in reach) + itemsize
 
 
+def _is_aligned(tensor: Any) -> bool:
+    """Whether compiled code may read a torch tensor's elements where they are."""
+    return bool(tensor.data_ptr() % tensor.element_size() == 0)
+
+
 def _read_torch(tensor: Any, dtype: str) -> Vector:
     torch = sys.modules["torch"]
     if tensor.requires_grad:
@@ -203,6 +210,8 @@ def _read_torch(tensor: Any, dtype: str) -> Vector:
     contiguous = tensor.is_contiguous() and not tensor.is_neg()
     if not contiguous:
         tensor = tensor.resolve_neg().contiguous()
+    elif not _is_aligned(tensor):
+        tensor, contiguous = tensor.clone(), False
     if dtype == "bfloat16":
         tensor = tensor.view(torch.int16)
     if tensor.is_cpu:

@@ -30,6 +30,8 @@ SLOT_BYTES = 256 << 10
 _POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _PLACES = 0, 16, 32, 33, 48
 PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
+#: So many calls can be told apart by what is left of a word.
+_CALLS = 1 << 31
 #: Marks a place in an arena: whose is said by the bits below. Other places are addresses, which end below that bit.
 IN_ARENA = 1 << 63
 _OWNER_SHIFT = 48
@@ -243,18 +245,23 @@ class HostGroup:
         if not _ORDERED:
             self._fence()
         self._blocks += num_blocks
-        self._mine[_PROGRESS] = (self.call << _BLOCK_BITS) + self._blocks
+        self._mine[_PROGRESS] = self._progress_begin + self._blocks
 
     def progress(self) -> Word:
         """For compiled code that does what ``advance`` does, in a call in which nothing else does that."""
-        return Word(address_of(self._pages[self.index]) + 8 * _PROGRESS, self.call << _BLOCK_BITS)
+        return Word(address_of(self._pages[self.index]) + 8 * _PROGRESS, self._progress_begin)
+
+    @property
+    def _progress_begin(self) -> int:
+        """What says that no block of this call can be read yet. Calls are told apart by 31 bits."""
+        return self.call % _CALLS << _BLOCK_BITS
 
     def blocks_of(self, rank: int) -> int:
         """How many blocks of ``rank``'s results can be read."""
         call, blocks = divmod(self._words[rank][_PROGRESS], 1 << _BLOCK_BITS)
         if not _ORDERED:
             self._fence()
-        return blocks if call == self.call else 0
+        return blocks if call == self.call % _CALLS else 0
 
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank is through; return when ``wait_for`` are, too, so that what was posted is free again."""
@@ -290,6 +297,15 @@ class HostGroup:
         if not place:
             return None
         return self.fetch(0, place, slice(0, nbytes), np.empty(0, np.uint8))
+
+    def unshare(self, buffers: Sequence[Buffer], deadline: Deadline, what: What) -> None:
+        """Collective: nobody looks any more at these, which ``share`` has returned."""
+        self.begin(deadline, what)
+        self.post()
+        self.await_posts(self.others, deadline, what)
+        self.finish()
+        places = {self.place_of(buffer) for buffer in buffers}
+        self._kept[:] = [kept for kept in self._kept if self.place_of(kept) not in places]
 
     def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: What, problem: str) -> None:
         words = self._words

@@ -54,6 +54,8 @@ STAGE_BYTES = 4 << 20
 _PAST_CACHES_BYTES = 4 << 20
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
+#: No element has more.
+_ITEM_BYTES = 16
 
 
 class _Views:
@@ -86,7 +88,9 @@ class Shared:
         self._group, self._block_bytes, self._use_native = group, block_bytes, use_native
         self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
+        # Of all views: of a length for every sum there would soon be much.
         self._stage: Buffer | None = None
+        self._block_memory = np.empty(max(block_bytes, self.slot_bytes, _ITEM_BYTES), np.uint8)
         self._quietly = _quiet_context()
 
     # ---- allreduce
@@ -192,14 +196,14 @@ class Shared:
         views.compiled = []
         if like.nbytes <= self.slot_bytes:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
-            views.block = np.empty(count if group.size > 2 else 0, dtype)
+            views.block = self._block(count if group.size > 2 else 0, dtype)
             if self._use_native and native.sums_slots(dtype):
                 views.compiled = [SlotSum(group.slot_memory(count, dtype, call)) for call in (0, 1)]
             return views
         block_count = max(1, self._block_bytes // dtype.itemsize)
         pieces = pieces_of((count,), group.size, block_count)
         views.parts = [[slice(piece.start, piece.stop) for piece in of_rank] for of_rank in pieces]
-        views.block = np.empty(min(block_count, count), dtype)
+        views.block = self._block(min(block_count, count), dtype)
         if like.nbytes <= self._stage_bytes:
             if self._stage is None:
                 self._stage = shared_bytes(self._stage_bytes)
@@ -208,6 +212,9 @@ class Shared:
             if place is not None:  # else there was no room in the arena
                 views.stage, views.stage_place = stage, place
         return views
+
+    def _block(self, count: int, dtype: np.dtype[Any]) -> Buffer:
+        return self._block_memory[: count * dtype.itemsize].view(dtype)
 
     def _sum_slots(self, tensors: Sequence[Tensor], count: int, dtype: str, act: Act) -> None:
         """Every rank offers the sum of its vectors in its slot, and adds up all ranks' slots."""

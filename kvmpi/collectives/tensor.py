@@ -159,6 +159,14 @@ class Collectives:
         except UnsupportedError:
             return None
 
+    def free_common(self, buffers: Sequence[Buffer], deadline: Deadline) -> None:
+        """Collective: nobody looks any more at memory of ``common_empty``; the same on all ranks."""
+        if buffers:
+            what = f"freeing shared memory on MPI rank {self.rank} of {self.size}"
+            group = self._located(deadline, what).group
+            assert not isinstance(group, str)
+            self._guarded(lambda: group.unshare(buffers, deadline, lambda: what))
+
     # ---- before and after the collectives
 
     def agree(self, call: Call, deadline: Deadline, settings: str = "") -> Verdict:

@@ -231,9 +231,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.
 
-        It keeps its value until this worker's next push, pushpull or load of the key, or the store's end; what it holds
-        from then on is undefined. Workers of one host may share its memory: nobody may write there. NumPy's array is
-        read-only; torch's, for a torch key, cannot be.
+        It keeps its value until this worker's next push, pushpull or load of the key, a new optimizer, or the store's
+        end; what it holds from then on is undefined. Workers of one host may share its memory: nobody may write there.
+        NumPy's array is read-only; torch's, for a torch key, cannot be.
 
         Raises:
             KeyNotInitializedError: there is no such key.
@@ -346,7 +346,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Return when what the call pushes is in memory of the store's own."""
         written = [part.state.sent for part in parts]
         copied = self._engine.push(lambda _: None, reads=written, lane="inline", name=call.op, no_skip=True)
-        copied.wait_done(call.deadline.remaining_s())
+        copied.wait(call.deadline.remaining_s())
 
     # ---- waiting and ending
 

@@ -7,7 +7,7 @@ import math
 import numbers
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays
-from kvmpi.arrays import Vector
+from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
@@ -190,6 +190,15 @@ def entries_of(parts: Sequence[Part], *, averaged: bool = False) -> list[Entry]:
 
 def _form(part: Part) -> str:
     return f"by {part.form}" if part.rows is not None else f"averaged over {part.form} devices"
+
+
+def overlap(parts: Collection[Part]) -> bool:
+    """Whether arrays that are pushed to several keys, on the host, have memory in common."""
+    if len(parts) < 2:
+        return False
+    found = [(address_of(v.buffer), part.state.nbytes) for part in parts for v in part.vectors if v.device == "cpu"]
+    found.sort()
+    return any(start + nbytes > after for (start, nbytes), (after, _) in itertools.pairwise(found))
 
 
 def keep_apart(parts: Sequence[Part]) -> None:

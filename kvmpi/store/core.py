@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays, optim
@@ -49,6 +50,7 @@ from kvmpi.store.call import (
     checked_scale,
     entries_of,
     keep_apart,
+    overlap,
     processing_order,
 )
 from kvmpi.store.grammar import Group, Key, groups
@@ -274,7 +276,7 @@ class StoreCore:
                 else:
                     part.outs, part.whole = group.arrays, part.rows is not None
             check_writable(parts.values(), call.op, self.rank)
-            if not in_place:
+            if not in_place or overlap(parts.values()):
                 keep_apart(list(parts.values()))
             for part in parts.values():
                 self._raise_pending(part.state)
@@ -396,9 +398,11 @@ class StoreCore:
             return [[part] for part in parts]  # nothing travels
         found: list[list[Part]] = []
         room = 0
+        averages = self._rule is not None and self._rule.averages
         for part in parts:
-            state = part.state
-            if not found or state.nbytes > room or state.dtype != found[-1][0].state.dtype:
+            state, last = part.state, found[-1][0] if found else part
+            other = state.dtype != last.state.dtype or (averages and len(part.vectors) != len(last.vectors))
+            if not found or state.nbytes > room or other:
                 found.append([])
                 room = self._config.bucket_bytes
             found[-1].append(part)
@@ -413,34 +417,55 @@ class StoreCore:
         *,
         writes: Sequence[Variable] = (),
         targets: Callable[[Part], tuple[Buffer, Sequence[Buffer]]] | None = None,
+        keeps: bool = True,
     ) -> Work:
         """Push: sum each part's vectors over the client into the key's host buffer, then call ``then`` for each.
 
-        ``targets`` names other memory for the sum, and what else gets it. A sum that the client has already is copied,
-        where it is wanted.
+        Under a rule that averages, that is the mean over workers and devices.
+
+        Args:
+            targets: other memory for the sum, and what else gets it.
+            keeps: whether this worker needs a sum that the client has already.
         """
         names = ", ".join(repr(part.state.key) for part in bucket[:3]) + (", ..." if len(bucket) > 3 else "")
         label = f"{call.op} of key {names}"
         dtype = bucket[0].state.dtype
+        averages = self._rule is not None and self._rule.averages and call.op != "allreduce"
 
         def run(cause: BaseException | None) -> None:
             call.check()
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
-            if call.reduced and not call.num_joined and targets is None:
-                for part in bucket if then is not None else ():
-                    self._reduce.sum_own(part.vectors, part.state.host_buffer(), dtype)
+            num_workers = (
+                1 if call.reduced else self.mpi_size - call.num_joined
+            )  # who has joined has no weights to push
+            scale = 1.0 / (num_workers * len(bucket[0].vectors)) if averages else call.scale
+            together = not call.reduced or targets is not None or call.num_joined > 0
+            tensors = [
+                (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
+                for part in (bucket if together or keeps else ())
+            ]
+            if not call.reduced:
+                self._reduce.allreduce_many(tensors, dtype, call.deadline, label, scale)
             else:
-                tensors = [
-                    (part.vectors, *((part.state.host_buffer(), ()) if targets is None else targets(part)))
-                    for part in bucket
-                ]
-                self._reduce.allreduce_many(tensors, dtype, call.deadline, label, call.scale * self._part_of(call))
+                root = self._who_has_sum(call) if together else self.mpi_rank
+                for sources, out, copies in tensors:
+                    if self.mpi_rank == root:
+                        self._reduce.sum_own(sources, out, dtype, scale)
+                    if together:  # ranks may share that memory, or some have no sum
+                        self._reduce.broadcast(out, root, call.deadline, label)
+                    for copy in copies:
+                        np.copyto(copy, out)
             if cause is not None:
                 raise cause
-            if then is not None:
-                for part in bucket:
-                    then(part)
+            errors = list[Exception]()
+            for part in bucket if then is not None else ():
+                try:
+                    then(part)  # type: ignore[misc]
+                except Exception as error:  # what a user's function has to say of one key is not about another
+                    errors.append(error)
+            if errors:
+                raise errors[0]
 
         lane = "reduce"
         if self.mpi_size == 1:
@@ -486,22 +511,15 @@ class StoreCore:
             run, reads=[*call.done, *reads], writes=writes, lane="broadcast", name=label, no_skip=True
         )
 
-    def _part_of(self, call: Invocation) -> float:
-        """What each worker gives of a sum that all have, where some have joined: the master that sends it may have."""
-        return 1.0 / (self.mpi_size - call.num_joined) if call.reduced else 1.0
+    def _who_has_sum(self, call: Invocation) -> int:
+        """Of a call with what the client has summed already, the first MPI rank that has not joined, and so has it.
 
-    def _mean_factor(self, vectors: Sequence[Vector], call: Invocation) -> float:
-        """What a sum over the client is multiplied by: Elastic and Outer take the mean over workers and devices.
-
-        A worker that has joined has no weights to push: it does not count.
+        Collective, where some have joined.
         """
-        if self._rule is None or not self._rule.averages:
-            return 1.0
-        num_workers = 1 if call.reduced else self.mpi_size - call.num_joined
-        return 1.0 / (num_workers * len(vectors))
-
-
-def scaled(buffer: Buffer, factor: float, dtype: str) -> None:
-    """Multiply ``buffer`` in place, unless ``factor`` is 1."""
-    if factor != 1.0:
-        host.scale(buffer, factor, dtype)
+        if not call.num_joined:
+            return 0
+        said = np.zeros(self.mpi_size)
+        said[self.mpi_rank] = not self._joined
+        sources = [Vector(said, "float64", "cpu", shared=True)]
+        self._reduce.allreduce_many([(sources, said, ())], "float64", call.deadline, call.op)
+        return int(said.argmax())

@@ -24,7 +24,7 @@ from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.commanding import Commanding
-from kvmpi.store.core import INLINE_BYTES, scaled
+from kvmpi.store.core import INLINE_BYTES
 from kvmpi.store.grammar import Group, Key
 from kvmpi.trace import timeline
 
@@ -331,10 +331,7 @@ class DistStore(Commanding):
         return [(part, work) for bucket, work in zip(buckets, works, strict=True) for part in bucket]
 
     def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
-        def scale(part: Part) -> None:
-            scaled(part.state.host_buffer(), self._mean_factor(part.vectors, call), part.state.dtype)
-
-        return self._reduce_op(bucket, call, None if self._ps is None else scale)
+        return self._reduce_op(bucket, call, keeps=self._ps is not None)
 
     def _ask_op(
         self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *,

@@ -23,7 +23,6 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.call import Invocation, KeyState, Part, about
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.core import scaled
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.rows import union_of
 from kvmpi.trace import timeline
@@ -155,7 +154,6 @@ class ReplicatedStore(KVStore):
             state, replica = part.state, self._replicas[part.state.key]
             met = replica.value.copy() if rule is not None and rule.replies_old and part.outs else None
             if not replica.common:
-                scaled(state.host_buffer(), self._mean_factor(part.vectors, call), state.dtype)
                 with self._recorder.timed("update"):
                     self._apply(state)
             for out in part.outs:
@@ -312,7 +310,24 @@ class ReplicatedStore(KVStore):
         return value
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
-        return self._on_all_keys(lambda: self._update_by(rule, None), "set_optimizer", call)
+        common: list[Buffer] = []
+
+        def update() -> None:
+            common.extend(replica.value for replica in self._replicas.values() if replica.common)
+            self._update_by(rule, None)
+
+        def free(cause: BaseException | None) -> None:
+            call.check()
+            if cause is not None:
+                raise cause
+            self._reduce.free_common(common, call.deadline)
+
+        work = self._on_all_keys(update, "set_optimizer", call)
+        if self.mpi_size == 1:
+            return work
+        return self._engine.push(
+            free, reads=call.done, writes=[self._control], lane="reduce", name="set_optimizer", no_skip=True
+        )
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
         return self._on_all_keys(lambda: None, "set_hyperparams", call)

@@ -14,7 +14,7 @@ from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
 from kvmpi.store.call import Invocation, KeyState, Part, entries_of
-from kvmpi.store.core import INLINE_BYTES, StoreCore, scaled
+from kvmpi.store.core import INLINE_BYTES, StoreCore
 from kvmpi.store.grammar import Group
 
 
@@ -95,9 +95,11 @@ class RowSparse(StoreCore):
         def run(cause: BaseException | None) -> None:
             call.check()
             assert part.rows is not None
-            if not call.reduced or call.num_joined:
+            if not call.reduced:
                 part.rows = sum_rows(self._reduce, part.rows, part.state.dtype, call.deadline, label)
-                scaled(part.rows.values.reshape(-1), self._part_of(call), part.state.dtype)
+            elif call.num_joined:
+                root = self._who_has_sum(call)
+                part.rows = broadcast_rows(self._reduce, part.rows, root, call.deadline, label)
             if cause is not None:
                 raise cause
             if then is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +123,72 @@ def test_results_in_common_memory(
     hosts = "aaaa" if algorithm == "shared" else "aabb"
     check(run_ranks, algorithm, hosts, [700, 1, 0, 55, 300], [1, 2], "float32", common=True, scale=scale)
     check(run_ranks, algorithm, hosts, [700], [1], "float32", common=True, scale=scale)
+
+
+@pytest.mark.parametrize("where", [
+    "shared aa slots", "shared aaa stage", "shared aaa attach", "hierarchical aab", "ring abc", "naive ab", "shared a",
+])  # fmt: skip
+def test_a_vector_that_stands_twice_counts_twice(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As where one array is given for several devices, also if the sum goes there."""
+    algorithm, hosts, *way = where.split()
+    if way and way != ["slots"]:
+        monkeypatch.setattr(shared, "SLOT_BYTES", 0)
+    if way == ["attach"]:
+        monkeypatch.setattr(shared, "STAGE_BYTES", 0)
+    size, count = len(hosts), 70_001
+
+    def rank_main(comm: MemoryComm) -> np.ndarray:
+        collectives = Collectives(comm, algorithm)
+        twice, once = (values(comm.rank, 0, j, count, "float64") for j in range(2))
+        sources = on_host([twice, once, twice], "float64")
+        collectives.allreduce_many([(sources, np.empty(count), [twice])], "float64", Deadline(TIMEOUT_S), "test")
+        return twice
+
+    terms = [values(rank, 0, j, count, "float64") for rank in range(size) for j in (0, 1, 0)]
+    for found in run_ranks(size, rank_main, hosts=hosts):
+        np.testing.assert_allclose(found, np.sum(terms, axis=0), rtol=1e-12, atol=1e-12)
+
+
+def test_sums_of_many_lengths_take_no_more_memory_than_one(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> list[int]:
+        collectives, taken = Collectives(comm, "shared"), list[int]()
+        for turn in range(40):
+            own = np.ones(600_000 + turn, "f4")
+            collectives.allreduce(on_host([own], "float32"), own, "float32", Deadline(TIMEOUT_S), "test")
+            assert (own == comm.size).all()
+            taken.append(tracemalloc.get_traced_memory()[0])
+        return taken
+
+    tracemalloc.start()
+    try:
+        taken = run_ranks(3, rank_main)[0]
+    finally:
+        tracemalloc.stop()
+    assert taken[-1] - taken[2] < 16 << 20, [nbytes >> 20 for nbytes in taken]
+
+
+@pytest.mark.parametrize("calls", [1 << 31, 1 << 32])
+@pytest.mark.parametrize("transport", ["mpi", "tcp"])
+def test_a_group_may_make_more_calls_than_a_word_tells_apart(run_ranks: RunRanks, calls: int, transport: str) -> None:
+    together = threading.Barrier(4)
+
+    def rank_main(comm: MemoryComm) -> None:
+        collectives = Collectives(comm, "hierarchical", ring_transport=transport)
+        for turn in range(6):
+            own = np.full(100_000, comm.rank + turn, "f4")
+            collectives.allreduce(on_host([own], "float32"), own, "float32", Deadline(TIMEOUT_S), "test")
+            assert (own == 6 + 4 * turn).all()
+            if turn == 0:
+                together.wait(TIMEOUT_S)
+                group = collectives._topology.group  # type: ignore[union-attr]
+                group.call = calls - 3
+                group._mine[host_group._POSTED] = group._mine[host_group._FINISHED] = group.call
+                together.wait(TIMEOUT_S)
+        assert group.call > calls
+
+    run_ranks(4, rank_main, hosts="aabb")
 
 
 def test_more_than_can_be_posted_are_packed(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,16 @@ AGAIN = [f"KVMPI_ALLREDUCE={name} bits.py {BOTH}" for name in ("ring", "mpi", "n
 #: What is run in a job of each shape; FOLDER is one of its own. With seven workers in clients of 3, 2 and 2.
 SHAPES = {
     "-n 1 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER local mpi"],
-    "-n 1 -c 1 -s 2": [f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync mpi"],
+    "-n 1 -c 1 -s 2": [f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync mpi",
+                        "one_call.py local mpi dist_sync"],
     "-n 1 -c 1 -s 7": [f"sums.py {BOTH}"],
-    "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi"],
+    "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi",
+                        "one_call.py mpi dist_sync_mpi"],
     "-n 2 -c 1 -s 2": [f"sums.py {BOTH}"],
     "-n 2 -c 1 -s 7": [f"sums.py {BOTH}"],
     "-n 2 -c 2 -s 1": ["empty.py dist_sync_mpi", "lists.py FOLDER dist_sync"],
     "-n 2 -c 2 -s 2": ["averaging.py alone"],
-    "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi"],
+    "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi", "one_call.py mpi"],
     "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync"],
     "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
     "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
@@ -34,7 +36,7 @@ SHAPES = {
     "-n 4 -c 2 -s 2": [
         f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
         "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi", f"compressed.py FOLDER {BOTH}",
-        "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async",
+        "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async", "one_call.py dist_sync_mpi dist_sync",
     ],
     "-n 4 -c 2 -s 7": [f"sums.py {BOTH}"],
     "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync"],
@@ -115,6 +117,12 @@ def test_sums_of_rows_have_the_same_bits(options, program):
     assert len(first) == 2, first
     assert others == [first] * 3
     assert lines(options, AGAIN, program) == [first] * 4
+
+
+@of("one_call")
+def test_keys_devices_and_workers_of_one_call(options, program):
+    expected = [f"{name} right" for name in program.split()[1:]]
+    assert said(options, program) == [expected] * shape(options)[0]
 
 
 @of("empty")
