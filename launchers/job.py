@@ -20,6 +20,7 @@ from kvmpi.launchers.hosts import Host, Layout
 from kvmpi.launchers.jsrun import Jsrun
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
+from kvmpi.launchers.rank_exec import hidden
 from kvmpi.launchers.reach import BatchReach, Reach
 from kvmpi.launchers.remote import REMOTE_EXEC
 
@@ -367,7 +368,13 @@ def _client(
     first = (sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank))
     if places is not None and isinstance(places.reach, Jsrun):
         folders = [whole["KVMPI_JOB_DIR"], *dict.fromkeys(filter(None, map(mpi_env.get, _BACKING)))]
-        command = (*places.reach.ranks(len(workers)), *first, *folders, "--", *program.command(runner=(RANK_MAIN,)))
+        command = (
+            *places.reach.ranks(len(workers)),
+            *first,
+            *folders,
+            "--",
+            *hidden(program.command(runner=(RANK_MAIN,))),
+        )
         return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, is_step=True)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
@@ -385,5 +392,5 @@ def _client(
         started, spans = mpi.command(len(workers), local=local or places is not None), not local and places is None
     else:
         started = mpi.command_on(hosts, agent, places.network, exported)
-    command = (*started, *first, "--", *program.command(runner=(RANK_MAIN,)))
+    command = (*started, *first, "--", *hidden(program.command(runner=(RANK_MAIN,))))
     return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, spans=spans)

@@ -7,9 +7,13 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmpi.errors import ConfigError
+
+#: Options of Python's: followed by a value, in the same word or the next; and of one letter, in any number in a word.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_FLAGS = frozenset("bBdEIOPqsSuvx")
 
 
 class ProgramNotFoundError(ConfigError):
@@ -50,15 +54,15 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
         _require_module(args[0])
         return Program((python,), ("-m", args[0]), args[1:])
     if name in ("python", "python3"):
-        # ``python train.py`` is the same as ``train.py``; with options of Python's own it is left as it is.
-        plain = args[:1] == ("-m",) or (args and args[0].endswith(".py"))
-        return resolve(args, python) if plain else Program((), (python,), args)
+        # ``python -u train.py`` is the same as ``train.py``, but for the options of Python's own.
+        count = _count_options(args)
+        rest = args[count:]
+        if rest[:1] == ("-m",) or (rest and os.path.isfile(rest[0])) or (rest and rest[0].endswith(".py")):
+            program = resolve(rest, python) if rest[0] == "-m" else _script(rest[0], rest[1:], python)
+            return replace(program, interpreter=(python, *args[:count]))
+        return Program((), (python,), args)
     if name.endswith(".py") or (os.path.isfile(name) and not os.access(name, os.X_OK) and _has_python_shebang(name)):
-        if not os.path.isfile(name):
-            raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
-        if not os.access(name, os.R_OK):
-            raise ProgramNotFoundError(f"program {name!r} cannot be read; check its permissions")
-        return Program((python,), (name,), args)
+        return _script(name, args, python)
     found = shutil.which(name)
     if found is None:
         if os.path.isfile(name):
@@ -70,6 +74,28 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
             raise ProgramNotFoundError(f"program {name!r} is a directory")
         raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
     return Program((), (os.path.abspath(found) if os.sep in found else found,), args)
+
+
+def _script(name: str, args: tuple[str, ...], python: str) -> Program:
+    if not os.path.isfile(name):
+        raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
+    if not os.access(name, os.R_OK):
+        raise ProgramNotFoundError(f"program {name!r} cannot be read; check its permissions")
+    return Program((python,), (name,), args)
+
+
+def _count_options(args: Sequence[str]) -> int:
+    """How many words at the beginning are options of Python's that leave it to run a program."""
+    count = 0
+    while count < len(args):
+        word = args[count]
+        if word in _WITH_VALUE:
+            count += 2
+        elif word.startswith(_WITH_VALUE) or (word[:1] == "-" and len(word) > 1 and set(word[1:]) <= _FLAGS):
+            count += 1
+        else:
+            break
+    return count
 
 
 def _where(name: str) -> str:

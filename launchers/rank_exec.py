@@ -21,6 +21,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+#: What mpirun and jsrun take for the end of a command line; in a program's words a backslash is put before it.
+SEPARATOR = ":"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
@@ -43,6 +45,16 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(128 + signal.SIGKILL)
+
+
+def hidden(words: tuple[str, ...]) -> tuple[str, ...]:
+    """``words``, of which none is a separator."""
+    return tuple("\\" + word if word.lstrip("\\") == SEPARATOR else word for word in words)
+
+
+def shown(words: list[str]) -> list[str]:
+    """What ``hidden`` was given."""
+    return [word[1:] if word[:1] == "\\" and word.lstrip("\\") == SEPARATOR else word for word in words]
 
 
 def open_fifo(path: str) -> int:
@@ -143,7 +155,7 @@ def main(argv: list[str]) -> None:
     """See the top of this file."""
     die_with_parent(os.getppid())
     end = argv.index("--")
-    first_rank, client_rank, folders, program = int(argv[0]), argv[1], argv[2:end], argv[end + 1 :]
+    first_rank, client_rank, folders, program = int(argv[0]), argv[1], argv[2:end], shown(argv[end + 1 :])
     own_rank = mpi_rank(dict(os.environ))
     if own_rank < 0:
         sys.exit(f"kvmpi: mpirun has set none of {', '.join(RANK_VARIABLES)}; is it the mpirun of another MPI?")

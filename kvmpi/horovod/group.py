@@ -81,11 +81,11 @@ class HorovodGroup(KvmpiProcessGroup):
                 count = math.prod(rest)
                 kind = reduction(tensor, "sum" if op == "avg" else op)
                 if kind == "sum" and tensor.shape[0] % self.size() == 0:
-                    self._collectives.reduce_scatter([source.vector], target.buffer, source.dtype, deadline, label)
+                    where = deadline, label, self._scale(op)
+                    self._collectives.reduce_scatter([source.vector], target.buffer, source.dtype, *where)
                 else:
                     parts = [source.buffer[first * count : last * count] for first, last in bounds]
-                    self._collectives.fold_parts(parts, target.buffer, source.dtype, kind, deadline, label)
-                self._divide(target, op)
+                    self._fold_parts(parts, target, op, kind, deadline, label)
                 target.back()
                 found.append(output)
 

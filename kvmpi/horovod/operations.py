@@ -71,6 +71,13 @@ def grouped_allreduce_async_(
                             postscale_factor, process_set)  # fmt: skip
 
 
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """A tensor of the same dtype; of integers what is behind the point is left out."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
 def start_allreduce(
     tensors: list[torch.Tensor], in_place: bool, title: str, average: bool | None, op: Operation | None,
     prescale: float, postscale: float, process_set: Any, compression: Compressor = Compression.none,
@@ -82,7 +89,7 @@ def start_allreduce(
     for tensor in tensors:
         scaled = tensor.detach()
         if prescale != 1.0:
-            scaled = scaled * prescale
+            scaled = _times(scaled, prescale)
         packed, context = compression.compress(scaled)
         own = in_place and packed.data_ptr() == tensor.data_ptr()
         # What is sent is overwritten: it must be the caller's only where that is what the caller wants.
@@ -96,7 +103,7 @@ def start_allreduce(
         for tensor, packed, context in zip(tensors, sent, contexts, strict=True):
             out = compression.decompress(packed, context)
             if postscale != 1.0:
-                out.mul_(postscale)
+                out = _times(out, postscale)
             if in_place:
                 if out.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(out)
@@ -404,12 +411,12 @@ def grouped_reducescatter(
 def _start_reducescatters(
     tensors: Sequence[torch.Tensor], title: str, op: Operation, prescale: float, postscale: float
 ) -> Handle:
-    sources = [tensor.detach() if prescale == 1.0 else tensor.detach() * prescale for tensor in tensors]
+    sources = [tensor.detach() if prescale == 1.0 else _times(tensor.detach(), prescale) for tensor in tensors]
     works = [basics.group().reduce_scatter_rows(source, op.kind, title) for source in sources]
 
     def result() -> list[torch.Tensor]:
         found = [work.result()[0] for work in works]
-        return found if postscale == 1.0 else [part.mul_(postscale) for part in found]
+        return found if postscale == 1.0 else [_times(part, postscale) for part in found]
 
     return Handle(works, result)
 

@@ -145,7 +145,7 @@ class _Reduction:
             if id(param) in self._hooks:
                 continue
             earlier = _reductions.get(param)
-            if earlier is not None and (other := earlier()) is not None:
+            if earlier is not None and (other := earlier()) is not None and other is not self:
                 other.give_way(param)
             _reductions[param] = weakref.ref(self)
             self._hooks[id(param)] = param.register_post_accumulate_grad_hook(
@@ -154,7 +154,9 @@ class _Reduction:
 
     def give_way(self, param: torch.nn.Parameter) -> None:
         """Another optimizer reduces the gradients of ``param`` from now on."""
-        self._hooks.pop(id(param)).remove()
+        hook = self._hooks.pop(id(param), None)
+        if hook is not None:  # else it is frozen there
+            hook.remove()
 
     def _name(self, index: int) -> str:
         return self._names.get(id(self._params[index]), f"parameter {index}")
@@ -167,13 +169,21 @@ class _Reduction:
         self._progress = Progress(self._buckets)
 
     def reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, after which its gradients are those of all ranks."""
+        """``closure``, after which its gradients are those of all ranks, and its value is reduced as they are.
+
+        By that value a line search goes on or ends, which it has to do on all ranks alike.
+        """
 
         def reduced() -> Any:
             with torch.enable_grad():  # not all optimizers do so
                 loss = closure()
             self.synchronize()
-            return loss
+            if loss is None or self._alone:
+                return loss
+            value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1).cpu()
+            handle = start_allreduce([value.clone()], True, "value of a closure", None, self._op, 1.0, 1.0, None)
+            found = handle.wait()[0].reshape(())
+            return found.to(loss) if isinstance(loss, torch.Tensor) else float(found)
 
         return reduced
 

@@ -340,13 +340,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.optim.Optimizer.profile_hook_step(self._step_in_store)(self._inner, *closure)
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, and after it what no backward of it has exchanged."""
+        """``closure``, and after it what no backward of it has exchanged.
+
+        Its value becomes what the gradients are, the mean of all workers or their sum: by it a line search goes on or
+        ends, which it has to do on all of them alike.
+        """
 
         def evaluate() -> Any:
             result = closure()
             if not self._exchange.complete:
                 self._exchange.finish()
-            return result
+            if result is None:
+                return None
+            value = self._exchange.summed_value(torch.as_tensor(result, dtype=torch.float64).detach())
+            return value.to(result) if isinstance(result, torch.Tensor) else float(value)
 
         return evaluate
 
@@ -429,8 +436,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of every optimizer; collective over all workers, since new keys are made."""
+        """As of every optimizer; collective over all workers, since new keys are made.
+
+        Raises:
+            ConfigError: gradients have been exchanged, for a step that is still to come, and cannot be a second time.
+        """
         self.synchronize()
+        if self._exchange.fresh and ((self._update_on_kvstore and not self._in_step) or not self._average):
+            raise ConfigError("add_param_group between a backward pass and its step: call it after optimizer.step()")
         if self._weights is not None:
             self._weights.hand_over()
         self._inner.add_param_group(param_group)

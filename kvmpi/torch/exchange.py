@@ -106,12 +106,14 @@ class Exchange:
         self._timing: _Timing | None = None
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
+        self._are_sums = False  # and no backward pass has added to them since, or the loop begun anew with them
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
         self._taken: set[int] = set()  # addresses of direct gradients of this pass
         self._unused: list[int] = []  # what no worker had in the last pass, where gradients come back
+        self._value_key: int | None = None
         self._order = buckets.complete_order((), len(self._tensors))
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -230,7 +232,7 @@ class Exchange:
         # Entering no_grad is a third of what a hook takes, and only a backward that makes a graph needs it.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self._paused:
-                self.fresh = False
+                self.fresh = self._are_sums = False
                 return
             if not self._open:
                 self._begin(index)
@@ -402,7 +404,7 @@ class Exchange:
                     for i in self._progress.absent(number):
                         self._note_filled(i)
             self._send([*self._held, *self._progress.finish()])
-            self._open, self.fresh = False, True
+            self._open, self.fresh, self._are_sums = False, True, self._weights is None
             self._listen()
             if self.norms is not None:
                 self.norms.start()
@@ -435,7 +437,23 @@ class Exchange:
     @property
     def complete(self) -> bool:
         """Whether everything is exchanged that is there. All workers are in the same place, so it is so for all."""
-        return self.fresh and not self._by_hand
+        # To sum sums once more, for a second step with the same gradients, would not leave them what they are.
+        return (self.fresh or (self._are_sums and not self._average)) and not self._by_hand
+
+    def summed_value(self, value: torch.Tensor) -> torch.Tensor:
+        """A number of this worker's, summed and scaled as gradients are that come back. Collective over all workers.
+
+        Args:
+            value: of one element, in float64.
+        """
+        if self._kv is None or self._weights is not None:
+            return value
+        if self._value_key is None:
+            self._value_key = next_key(self._kv)
+            self._kv.init(self._value_key, torch.zeros(1, dtype=torch.float64))
+        found = value.reshape(1).cpu().clone()
+        summing(self._kv)(self._value_key, found)
+        return found.mul_(self._scale).reshape(())
 
     def stepped(self) -> None:
         """The loop has made a step."""
@@ -443,7 +461,7 @@ class Exchange:
 
     def zeroed(self) -> None:
         """The loop begins anew with its gradients."""
-        self._zeroed, self.fresh = self._zeroed + 1, False
+        self._zeroed, self.fresh, self._are_sums = self._zeroed + 1, False, False
 
     def _check_place(self, count: float, steps: float, zeroed: float) -> None:
         """Raise if the workers whose backward this is are not all at the same place of their loops.

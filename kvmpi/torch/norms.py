@@ -70,5 +70,7 @@ class NormBuffers:
                 vector.copy_(torch.div(vector, count, rounding_mode=None if vector.is_floating_point() else "floor"))
             start = 0
             for buffer in buffers:
-                buffer.copy_(vector[start : start + buffer.numel()].view(buffer.shape))
+                # Not a change to autograd: a graph that was made before may have a backward of its own still, which in
+                # training does not read what is running along.
+                buffer.data.copy_(vector[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()

@@ -45,9 +45,9 @@ class Trainer:
     row only with the row, as ``torch.optim.SparseAdam`` does. An asynchronous store answers with the rows that the
     client itself has pushed; what others change, ``pull_rows`` brings.
 
-    A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros (or no rows,
-    if it had sparse gradients before), since other workers may have a gradient for it; an asynchronous client of one
-    worker skips it. Which parameters are frozen must be the same in all workers. Learning rates (and other options)
+    A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros, or no rows if
+    any worker has had sparse gradients of it, since other workers may have a gradient for it; an asynchronous client of
+    one worker skips it. Which parameters are frozen must be the same in all workers. Learning rates (and other options)
     that a ``torch.optim.lr_scheduler``, or anybody else, writes into the torch optimizer reach the store at the next
     step.
     """
@@ -88,6 +88,7 @@ class Trainer:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._zeros: dict[int, torch.Tensor] = {}
             self._sparse: set[int] = set()  # parameters that have had sparse gradients
+            self._unknown: set[int] | None = None  # those of which no worker has had a gradient; None: before the first
             self._warned = self._is_summed = False
             self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
@@ -284,6 +285,7 @@ class Trainer:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
         active = self._active()
+        self._learn_kinds(active)
         for i in active:
             tensor = self._params.tensors[i]
             if tensor.grad is None:
@@ -302,6 +304,7 @@ class Trainer:
         assert kv is not None
         rule = self._rule_in_force(kv, batch_size)
         active, weights = self._active(), self._params.data
+        self._learn_kinds(active)
         absent = [i for i in active if self._params.tensors[i].grad is None]
         # Others may wait for this worker's part: in the round of a synchronous store, or in the sum of a client.
         alone = kv.is_capable("async") and kv.mpi_size == 1
@@ -376,6 +379,34 @@ class Trainer:
             if grad is not None and (grad.layout is not torch.strided) != (i in self._sparse):
                 self._sparse ^= {i}
         return found
+
+    def _learn_kinds(self, active: list[int]) -> None:
+        """Learn whether gradients are sparse that this worker has not had yet, from one that has.
+
+        Collective over those whose gradients are summed, as long as there are any that nobody has had.
+        """
+        kv = self._kv
+        if kv is not None and kv.is_capable("async"):
+            kv = kv.client if kv.mpi_size > 1 else None
+        if kv is None or kv.num_workers == 1:
+            return
+        if self._unknown is None:
+            # Where a client goes on, the others may have learnt it long ago.
+            again = self._kv is not None and self._kv.resumed_step > 0
+            self._unknown = set() if again else set(range(len(self._params)))
+        unknown = [i for i in active if i in self._unknown]
+        found = {i: self._params.tensors[i].grad for i in unknown}
+        if not unknown:
+            return
+        if not kv.any(any(grad is None for grad in found.values())):
+            self._unknown.difference_update(unknown)
+            return
+        for i, grad in found.items():
+            if kv.any(grad is not None and grad.layout is not torch.strided):
+                self._sparse.add(i)
+                self._unknown.discard(i)
+            elif kv.any(grad is not None):
+                self._unknown.discard(i)
 
     def _gradient(self, index: int) -> torch.Tensor:
         tensor = self._params.tensors[index]

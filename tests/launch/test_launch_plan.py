@@ -278,6 +278,13 @@ def test_programs(tmp_path, monkeypatch):
     assert program.resolve(["script"]).command() == (python, "script")
     assert program.resolve(["python", "train.py"]).command() == (python, "train.py")
     assert program.resolve(["python3", "-u", "train.py"]).command() == (python, "-u", "train.py")
+    options = ["-uO", "-W", "ignore", "-Xdev"]
+    for words in (["train.py", "-c"], ["-m", "json.tool", "-u"], ["script"]):
+        found = program.resolve(["python", *options, *words])
+        assert found.command(runner=("r",)) == (python, *options, "r", *words)
+    assert program.resolve(["python", "-c", "pass"]).command(runner=("r",)) == (python, "-c", "pass")
+    with pytest.raises(ProgramNotFoundError, match=r"'absent\.py' not found in this directory"):
+        program.resolve(["python", "-u", "absent.py"])
     assert program.resolve(["-m", "json.tool", "f"]).command() == (python, "-m", "json.tool", "f")
     assert program.resolve(["./tool", "x"]).command(runner=("r",)) == (str(tmp_path / "tool"), "x")
     assert program.resolve(["train.py"]).command(runner=("r",)) == (python, "r", "train.py")

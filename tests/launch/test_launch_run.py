@@ -29,6 +29,31 @@ json.dump(env, open(f"env-{env['KVMPI_RANK']}.json", "w"))
 
 
 @needs_mpi
+def test_words_of_the_program_arrive_as_they_are(launch, write, tmp_path):
+    """Also what mpirun would take for the end of its own."""
+    program = "import json, os, sys; json.dump(sys.argv[1:], open(f'words-{os.environ[\"KVMPI_RANK\"]}.json', 'w'))"
+    words = ["a b", "", ":", "--", "\\:", "\\\\:", "x:y", "\n", "-n", ":"]
+    job = launch("-n", "3", "-c", "2", "-s", "0", "--", write("words.py", program), *words)
+    assert job.finish() == 0, job.stderr
+    for rank in range(3):
+        assert json.loads((tmp_path / f"words-{rank}.json").read_text()) == words
+
+
+@needs_mpi
+def test_a_rank_that_fails_ends_the_others_also_with_options_of_the_interpreter(launch, write):
+    program = """
+import os, time
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    raise ArithmeticError("this one")
+time.sleep(1000)
+"""
+    job = launch("-n", "2", "--", "python", "-u", "-W", "ignore", write("fails.py", program))
+    assert job.finish() == 1
+    assert "ArithmeticError: this one" in job.stderr
+
+
+@needs_mpi
 def test_environment_of_workers(launch, write, tmp_path):
     job = launch("-n", "5", "-c", "3", "-s", "2", write("show.py", SHOW_ENV), env={"KVMPI_TIMEOUT_S": "33"})
     assert job.finish() == 0, job.stderr

@@ -533,11 +533,58 @@ def uneven_batches(kv: kvmpi.KVStore) -> None:
         assert flat(model.buffers()).abs().min() > 0
 
 
+def line_searches(kv: kvmpi.KVStore) -> None:
+    """All go on and end by the same losses."""
+
+    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+
+    same_in_all(kv, loops.closures, optimizer=lbfgs, tolerance=1e-6)
+
+
+def graphs_that_are_there_before(kv: kvmpi.KVStore) -> None:
+    """Both losses are computed before the first backward, whose running statistics are exchanged."""
+
+    def two_losses(model: Any, optimizer: Any, shards: Any) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            first, second = loss_of(model, shards(2 * step)), loss_of(model, shards(2 * step + 1))
+            first.backward()
+            second.backward()
+            optimizer.step()
+
+    same_in_all(kv, two_losses, make=convolutions, get=image_shard)
+
+
+def sums_twice(kv: kvmpi.KVStore) -> None:
+    """A second step with the same gradients, which are sums over all workers: they stay what they are."""
+    plain, model = mlp(0), mlp(kv.rank)
+    reference = sgd(plain)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, average=False, bucket_bytes=150, overlap=True)
+    for step in range(STEPS):
+        reference.zero_grad()
+        for rank in range(kv.num_workers):
+            loss_of(plain, [shard(step, rank)]).backward()
+        optimizer.zero_grad()
+        loss_of(model, [shard(step, kv.rank)]).backward()
+        for _ in range(2):
+            reference.step()
+            optimizer.step()
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    loss_of(model, [shard(STEPS, kv.rank)]).backward()
+    expect(
+        ConfigError,
+        "after optimizer.step",
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    )
+
+
 #: Where weights of 100 bytes are large.
 DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
     images, odd_buffers, no_copies, compiled, nothing_leaves_without_sync,
     order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error,
-    before_any_gradient, summed_with_other_passes, forks, uneven_batches,
+    before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
+    sums_twice, uneven_batches,
 )  # fmt: skip

@@ -17,6 +17,7 @@ JOBS = {
         "mpi/gradients",
         "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
+        "line_searches,graphs_that_are_there_before,sums_twice,"
         "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
         "whoever_reads_waits,first_layers_first,compiled,too_late,loaded,written_to,"

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ from kvmpi.kernels import host
 from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, not_compiled, single
 from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
+
+Buffer = npt.NDArray[Any]
 
 _OPS = {
     getattr(dist.ReduceOp, name): name.lower()
@@ -101,6 +104,21 @@ class Reductions(GroupBase):
         if op == "avg":
             host.scale(flat.buffer, self._scale(op), flat.dtype)
 
+    def _fold_parts(
+        self, parts: Sequence[Buffer], target: Flat, op: str, kind: str, deadline: Deadline, label: str
+    ) -> None:
+        """``Collectives.fold_parts``, and the mean of it; of half types that is rounded once."""
+        if op != "avg" or target.dtype not in host.HALF:
+            self._collectives.fold_parts(parts, target.buffer, target.dtype, kind, deadline, label)
+            self._divide(target, op)
+            return
+        wide = [np.empty(part.size, np.float32) for part in parts]
+        for part, widened in zip(parts, wide, strict=True):
+            host.widen(part, target.dtype, widened)
+        total = np.empty(target.buffer.size, np.float32)
+        self._collectives.fold_parts(wide, total, "float32", kind, deadline, label)
+        host.narrow(total * np.float32(self._scale(op)), target.buffer, target.dtype)
+
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> GroupWork:
@@ -113,6 +131,13 @@ class Reductions(GroupBase):
             def run(deadline: Deadline, label: str) -> None:
                 mine = self.rank() == root
                 kind = "sum" if name == "avg" else reduction(tensor, name)
+                if name == "avg" and flat.dtype in host.HALF:  # rounded once, after it was divided
+                    out = flat.buffer if mine else np.empty_like(flat.buffer)
+                    tensors = [([flat.vector], out, ())]
+                    self._collectives.allreduce_many(tensors, flat.dtype, deadline, label, self._scale(name))
+                    if mine:
+                        flat.back()
+                    return
                 self._collectives.reduce(
                     flat.buffer, flat.buffer if mine else None, flat.dtype, kind, root, deadline, label
                 )
@@ -174,10 +199,10 @@ class Reductions(GroupBase):
                 buffers = [part.buffer for part in parts]
                 if kind == "sum" and len({buffer.size for buffer in buffers}) == 1:
                     whole = Flat(output, flat.flat, np.concatenate(buffers), flat.dtype)
-                    self._collectives.reduce_scatter([whole.vector], flat.buffer, flat.dtype, deadline, label)
+                    where = deadline, label, self._scale(op)
+                    self._collectives.reduce_scatter([whole.vector], flat.buffer, flat.dtype, *where)
                 else:
-                    self._collectives.fold_parts(buffers, flat.buffer, flat.dtype, kind, deadline, label)
-                self._divide(flat, op)
+                    self._fold_parts(buffers, flat, op, kind, deadline, label)
                 flat.back()
 
             return Plan(entries(sources), run, [output])

@@ -81,6 +81,15 @@ def allreduces(rank: int, size: int) -> None:
     scaled = hvd.allreduce(value(rank, 5), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
     close(scaled, 1.5 * rows(size, 5).sum(0), "scaled")
     close(hvd.allreduce(torch.tensor(float(rank))), torch.tensor((size - 1) / 2), "without dimensions")
+    for factors in ({"prescale_factor": 0.5}, {"postscale_factor": 0.5}):
+        whole = hvd.allreduce(torch.tensor([4, 6]), op=hvd.Sum, **factors)
+        assert torch.equal(whole, torch.tensor([2, 3]) * size), f"{factors}: {whole}"
+    large = torch.full((size + 1, 2), 40_000.0, dtype=torch.float16)  # two of them are too large
+    assert (hvd.reducescatter(large) == 40_000).all()
+    assert (hvd.reducescatter(large[:size]) == 40_000).all()
+    large.requires_grad_()
+    hvd.broadcast(large, 0).backward(torch.full_like(large, 40_000.0))
+    assert (large.grad == (40_000 if rank == 0 else 0)).all(), large.grad
     several = [value(rank, 3), value(rank, 0), value(rank, 2, 2)]
     for found, shape in zip(hvd.grouped_allreduce(several, op=hvd.Sum), ((3,), (0,), (2, 2)), strict=True):
         close(found, rows(size, *shape).sum(0), "grouped")
@@ -386,6 +395,9 @@ def changing(rank: int, size: int) -> None:
             if what == "frozen" and step == 2:
                 net[0].requires_grad_(False)
                 optimizer.zero_grad()
+            if what == "frozen for a while" and step in (1, 3):
+                net[0].requires_grad_(step == 3)
+                optimizer.zero_grad()
             if what == "added" and step == 2:
                 net[0].requires_grad_(True)
                 optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.05})
@@ -405,11 +417,16 @@ def changing(rank: int, size: int) -> None:
             return torch.optim.SGD([*net[1].parameters(), *net[3].parameters()], lr=0.1, momentum=0.9)
         if what == "closure of L-BFGS":
             return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+        if what == "closure of a line search":
+            return torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn="strong_wolfe")
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
-    variants = [(what, passes) for what in ("unfrozen", "frozen") for passes in (1, 2)]
-    for what, passes in [*variants, ("added", 1), ("closure", 1), ("closure of L-BFGS", 1)]:
+    variants = [(what, passes) for what in ("unfrozen", "frozen", "frozen for a while") for passes in (1, 2)]
+    closures = ("closure", "closure of L-BFGS", "closure of a line search")
+    for what, passes in [*variants, ("added", 1), *((closure, 1) for closure in closures)]:
         alone, net = model().double(), model()
+        if what == "closure of a line search":
+            net.double()  # rounded otherwise, it would go on or end elsewhere
         train(alone, begin(alone, what), list(range(size)), what, passes)
         optimizer = hvd.DistributedOptimizer(begin(net, what), net.named_parameters(), backward_passes_per_step=passes)
         train(net, optimizer, [rank], what, passes)

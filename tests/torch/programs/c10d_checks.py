@@ -94,6 +94,14 @@ def reductions(rank: int, size: int) -> None:
                 expected = getattr(torch, name)(expected, value(other, 9, dtype))
             dist.all_reduce(tensor, op)
             same(tensor, expected, f"{op} of {dtype}")
+    large = torch.full((3,), 40_000.0, dtype=torch.float16)  # two of them are too large
+    tensor = large.clone()
+    dist.reduce(tensor, size - 1, ReduceOp.AVG)
+    assert torch.equal(tensor, large), f"reduce to a mean: {tensor}"
+    for counts in ([3] * size, [r + 1 for r in range(size)]):
+        out = torch.empty(counts[rank], dtype=torch.float16)
+        dist.reduce_scatter(out, [large[:1].repeat(count) for count in counts], ReduceOp.AVG)
+        assert (out == 40_000).all(), f"reduce_scatter to a mean of {counts}: {out}"
     lengths = [r + 1 for r in range(size)]  # parts of different lengths
     out = torch.empty(lengths[rank])
     dist.reduce_scatter(out, [value(rank, n, torch.float32, n) for n in lengths])
