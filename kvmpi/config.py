@@ -206,8 +206,10 @@ class Config:
             import difflib
 
             close = [name for one in unknown for name in difflib.get_close_matches(one, known, 1, 0.85)]
-            guess = f"; did you mean {', '.join(close)}?" if close else ";"
-            raise ConfigError(f"unknown setting {', '.join(unknown)}{guess} known settings: {', '.join(sorted(known))}")
+            guess = f" (did you mean {', '.join(close)}?)" if close else ""
+            raise ConfigError(
+                f"unknown setting {', '.join(unknown)}{guess}; known settings: {', '.join(sorted(known))}"
+            )
         given: dict[str, Any] = {}
         for name, f in known.items():
             text = env.get(name, "")

@@ -37,7 +37,7 @@ MISTAKES = [
     ("SNAPSHOT_SECONDS=-1", "must not be negative"),
     ("SNAPSHOT_DIR=/tmp", "how often"),
     ("SNAPSHOT_EVERY=10 SNAPSHOT_SECONDS=5 SNAPSHOT_DIR=/tmp", "only one of them"),
-    ("TIMEOUTS=3", r"did you mean KVMPI_TIMEOUT_S\? known settings: KVMPI_ALLREDUCE"),
+    ("TIMEOUTS=3", r"did you mean KVMPI_TIMEOUT_S\?\); known settings: KVMPI_ALLREDUCE"),
     ("WALDO=3", "; known settings: KVMPI_ALLREDUCE"),
 ]
 

@@ -165,7 +165,9 @@ def test_copies_of_the_model_are_on_their_own(kv: kvmpi.KVStore, update: bool) -
     plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
     torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    copies = copy.deepcopy(model), torch.load(buffer, weights_only=False)  # for which weights have been waited
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    for other in copies:
         other.zero_grad()
         loss_of(other, [shard(0, 0)]).backward()
         assert other[0].weight.grad is not None
