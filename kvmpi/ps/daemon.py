@@ -68,9 +68,11 @@ class Daemon:
         for reply in replies:
             try:
                 listener.send(*reply)
-            except KVError as error:  # a defect, but one peer's answer must not end the service of all
+            except Exception as error:  # a defect, but one peer's answer must not end the service of all
                 _log.exception("a %s could not be sent", type(reply.message).__name__)
-                listener.send(*failure(reply.route, getattr(reply.message, "request", -1), error))
+                request = getattr(reply.message, "request", -1)
+                if isinstance(error, KVError) and request >= 0:  # else nobody waits for it
+                    listener.send(*failure(reply.route, request, error))
 
 
 class SchedulerDaemon(Daemon):

@@ -34,8 +34,14 @@ class EmbeddedJob:
         self._context = new_context()
         # What each thread says first: that it listens, or why it cannot.
         self._news: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        scheduler = SchedulerDaemon(self.config)
-        server = ServerDaemon(self.config, 0)
+        self._daemons: tuple[ServerDaemon | SchedulerDaemon, ...] = ()
+        self._threads: list[threading.Thread] = []
+        try:
+            scheduler = SchedulerDaemon(self.config)
+            server = ServerDaemon(self.config, 0)
+        except BaseException:
+            self.close()
+            raise
         self._daemons = (server, scheduler)
         self._threads = [
             self._start("scheduler", lambda: scheduler.run(self._context, lambda _: self._news.put(None))),

@@ -36,6 +36,19 @@ def check_shape(message: m.Init) -> None:
         )
 
 
+def check_steps(message: m.Push, most: int) -> None:
+    """What a push says of steps is counted on with, and said to others.
+
+    Raises:
+        ProtocolError: there are no such steps.
+    """
+    at, done, earliest, latest = message.at, message.done, message.earliest, message.latest
+    if not (abs(at) <= most and 0 <= done <= most and 0 <= earliest <= latest <= most):
+        raise ProtocolError(
+            f"push of key {message.key!r}: overall step {at}, done {done}, steps {earliest} to {latest} cannot be"
+        )
+
+
 def check_same(client: int, message: m.Init, known: m.Init, count: int | None, known_by: str) -> None:
     """``client`` must mean by a key what ``known_by`` meant.
 

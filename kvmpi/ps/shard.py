@@ -325,6 +325,7 @@ class Shard:
         encoding = codec.get(message.codec)
         wire_dtype = encoding.wire_dtype(slot.dtype)
         wire = requests.pushed(slot, message.rows, payloads, encoding)
+        requests.check_steps(message, _MAX_UPDATES)
         before = slot.pushes_before(client, message.step)
         if message.step <= before:
             return self._answer_again(client, slot, message, route, wire)

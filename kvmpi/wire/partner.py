@@ -25,6 +25,8 @@ SHARE_FROM_BYTES = 32 << 10
 #: Payloads of one message, tickets of one slip: more are rare, and a slip must stay small.
 _MAX_BLOCKS = 256
 _MAX_DONE = 1024
+#: More blocks than any peer will ever announce; each can still be counted, and said in a message.
+_TICKETS = 1 << 62
 #: So much of the machine's memory a peer may keep of arrays that are lent in place, where the limit says nothing.
 _IN_PLACE_SHARE = 0.25
 
@@ -177,6 +179,8 @@ class Partner:
             raise ProtocolError("a payload in memory that this process does not see")
         if ticket < self._expected:
             raise ProtocolError(f"block {ticket} was announced before")
+        if ticket >= _TICKETS:
+            raise ProtocolError(f"block {ticket}: there are no more than 2^62")
         if nbytes > self._max_payload_bytes:
             raise ProtocolError(f"payload of {nbytes} bytes, limit {self._max_payload_bytes}")
         if nbytes < 1 or offset < ALIGN_BYTES or offset % ALIGN_BYTES or offset + nbytes > self._view.size_bytes:

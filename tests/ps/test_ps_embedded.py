@@ -46,6 +46,15 @@ def test_an_embedded_job_that_cannot_start_says_why() -> None:
         EmbeddedJob(Config(imports="no_such_module_at_all"))
 
 
+def test_an_embedded_job_whose_settings_cannot_be_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError):
+        EmbeddedJob(Config(replicas=1))
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,23 @@ def test_a_bad_push_is_refused_and_leaves_no_trace(name: str, mode: str, fused: 
     np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT, 0) + whole_numbers(COUNT, 1))
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("steps", [
+    (0, 0, 0, (1 << 64) - 1), (0, 0, (1 << 64) - 1, (1 << 64) - 1), (0, (1 << 64) - 1, 0, 0), (1 << 63, 0, 0, 0),
+    (-(1 << 63), 0, 0, 0), (0, 0, 2, 1), (0, -1, 0, 0), (0, 0, -1, 0),
+], ids=str)  # fmt: skip
+def test_a_push_of_steps_that_cannot_be_is_refused(mode: str, steps: tuple[int, ...]) -> None:
+    """at, done, earliest and latest: servers count on with them, and number snapshots by them."""
+    machine = Machine(mode, 1)
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.Test(lr=-1.0))
+    fields = ("k", 0, 1, "none", False, False, 0, -1, False, *steps)
+    sent = machine.send(0, m.Push, *fields, payloads=[whole_numbers(COUNT)], request=0)
+    assert type(machine.error(sent)) is ProtocolError
+    machine.push(0, "k", 1, whole_numbers(COUNT))
+    np.testing.assert_array_equal(machine.read("k", 1), whole_numbers(COUNT))
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "other number of elements": {"shape": [COUNT + 2]},
     "negative": {"shape": [-COUNT]},

@@ -229,6 +229,7 @@ GARBAGE: dict[str, list[Block | None]] = {
     "the token": [(100, 0, MIB)],
     "too large": [(100, MIB, 3 * MIB)],
     "ticket of before": [(0, MIB, MIB)],
+    "ticket after which there is none": [((1 << 64) - 1, MIB, MIB)],
     "a frame that is missing": [(100, MIB, 64), None],
 }
 
