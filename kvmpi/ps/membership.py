@@ -56,10 +56,14 @@ class Membership:
 
     @property
     def deserted(self) -> bool:
-        """Whether every client has left, and none is waited for."""
+        """Whether every client has left, and none is waited for. As ``Barriers.deserted``, but that no round of an
+        asynchronous store fails for want of a client: one that is lost there may always come back."""
         if len(self.gone) < self.num_clients or any(map(self.is_guest, self.gone)):
             return False
-        return self.is_over if self.shrinks else not any(map(self._returns, self.gone))
+        if self._on_loss == "shrink":
+            return next(reversed(self.gone.values()), "") == CLOSED
+        waits = not self._in_rounds or self._on_loss == "wait"
+        return not waits or all(why == CLOSED for why in self.gone.values())
 
     @property
     def is_over(self) -> bool:

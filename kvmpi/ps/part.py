@@ -8,6 +8,7 @@ change that could still be lost. A log is kept as far as that is not known, and 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 
+_log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 #: What keys, shapes, names and hyperparameters of clients are part of, and seldom enough to be looked at.
 _OF_ANY_LENGTH = {entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored}
@@ -175,16 +177,23 @@ class Part:
             shard.rounds.on_update = lambda slot: snapshots.on_update(self.number, shard, slot)
         self.shards[store] = shard
 
-    def drop_deserted(self) -> None:
-        """Forget stores that all clients have left; every server of the chain does it at the same entry."""
+    def drop_deserted(self, now_s: float) -> list[Outgoing]:
+        """Forget stores that all clients have left, and tell the other servers of the chain."""
         deserted = [store for store, shard in self.shards.items() if shard.clients.deserted]
         if deserted and self.snapshots is not None:
             self.snapshots.look()
         for store in deserted:
-            if self.snapshots is not None and self.answers:
+            if self.snapshots is not None:
                 self.snapshots.end(self.number, store)
-            if self.shards.pop(store).clients.is_over:
-                self.over.add(store)
+            over = self.shards[store].clients.is_over
+            self._record(store, entries.Closed(over))
+            self._close(store, over)
+        return self.hold([], now_s) if deserted else []
+
+    def _close(self, store: int, over: bool) -> None:
+        self.shards.pop(store, None)
+        if over:
+            self.over.add(store)
 
     def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
         """Log a change; whether the payloads are still to be sent, so that their memory must not change.
@@ -280,7 +289,7 @@ class Part:
         if getattr(message, "version", None) != self.chain.version or self._successor is None:
             return []
         match message:
-            case m.Attach() if self._sent is None and not self._installs:
+            case m.Attach() if (self._sent is None or message.seq < 0) and not self._installs:
                 self._last_news_s = now_s
                 kept = self._log[0].seq - 1 if self._log else self.seq
                 if message.seq < kept or message.seq > self.seq:
@@ -317,7 +326,7 @@ class Part:
         """The successor needs everything: the state as it is now, and then the log from here on."""
         records = [_Record(self.seq, 0, entries.Begin(), ())]
         for store in sorted(self.over):
-            records += [_Record(self.seq, store, *record) for record in replay.dump_over()]
+            records.append(_Record(self.seq, store, entries.Closed(over=True), ()))
         for store, shard in self.shards.items():
             records += [_Record(self.seq, store, *record) for record in replay.dump(shard)]
         self._installs = records
@@ -376,7 +385,12 @@ class Part:
         if not self.complete or message.seq > self.seq + 1:
             return []  # something is missing: it comes again
         if message.seq == self.seq + 1:
-            self._replay(message.store, message.entry, payloads)
+            try:
+                self._replay(message.store, message.entry, payloads)
+            except Exception:  # a defect: this server has not what the one before it has, and may not say so
+                _log.exception("server %d: an entry of part %d cannot be replayed", self.server, self.number)
+                self._forget()
+                return [Reply(route, m.Attach(self.number, message.version, -1))]
         out = self._stream(now_s)
         if self._successor is None:
             self.committed = self.seq
@@ -404,9 +418,10 @@ class Part:
     def _apply(self, store: int, entry: entries.Entry, payloads: list[memoryview]) -> None:
         if isinstance(entry, entries.Opened):
             self._open(store, entry.mode, entry.num_clients)
+        elif isinstance(entry, entries.Closed):
+            self._close(store, entry.over)
         else:
             replay.apply(self.shards[store], entry, payloads, keep=self._successor is not None)
-            self.drop_deserted()
 
 
 def _kept_bytes(reply: Reply) -> int:

@@ -11,7 +11,7 @@ from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, requests
-from kvmpi.ps.membership import CLOSED, Membership
+from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
 from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
@@ -110,11 +110,6 @@ def dump(shard: Shard) -> list[Record]:
 
 def _entered_after(clients: Membership, client: int, incarnation: int) -> int:
     return clients.entered_after.get(client, -1) if clients.entered.get(client) == incarnation else -1
-
-
-def dump_over() -> list[Record]:
-    """Entries that make a store that all its clients have left, so that nobody is let in any more."""
-    return [(entries.Opened("sync", 1), ()), (entries.Gone(0, CLOSED, 0), ())]
 
 
 def _slot(shard: Shard, entry: Any) -> Slot:

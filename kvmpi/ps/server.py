@@ -181,7 +181,7 @@ class ServerState:
                 replies += shard.join(hello.client, hello.incarnation)
         for shard in part.shards.values():
             replies += shard.go_on()
-        return part.hold(replies, now_s)
+        return [*part.hold(replies, now_s), *part.drop_deserted(now_s)]
 
     def _lose(self, lost: m.Lost, now_s: float) -> list[Outgoing]:
         out: list[Outgoing] = []
@@ -189,7 +189,7 @@ class ServerState:
             shard = part.shards.get(lost.store)
             if shard is not None and 0 <= lost.rank < shard.num_clients:
                 out += part.hold(shard.lose(lost.rank, lost.text, lost.incarnation), now_s)
-                part.drop_deserted()
+                out += part.drop_deserted(now_s)
         route = self._routes.get((lost.store, lost.rank))
         if route is not None and self._sessions[route].hello.incarnation <= lost.incarnation:
             self._end(route)
@@ -282,7 +282,7 @@ class ServerState:
             shard = self._shard_for(part, hello)
             out += part.hold(shard.join(hello.client, hello.incarnation), now_s)
             refusal = refusal or shard.clients.refusal(hello.client)
-            part.drop_deserted()
+            out += part.drop_deserted(now_s)
         old = self._routes.pop((hello.store, hello.client), None)
         if old is not None:
             del self._sessions[old]
@@ -320,7 +320,7 @@ class ServerState:
             for part in self._answering():
                 if store in part.shards:
                     out += part.hold(part.shards[store].lose(client, how_it_left(message.text)), now_s)
-                    part.drop_deserted()
+                    out += part.drop_deserted(now_s)
             self._end(route)
         return [*out, Reply(route, m.Ack(message.request, 0))]
 

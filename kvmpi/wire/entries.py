@@ -26,6 +26,12 @@ class Opened(_Entry, tag="opened"):
     num_clients: int
 
 
+class Closed(_Entry, tag="closed"):
+    """All clients have left a store, and none is waited for: it is forgotten. ``over``: nobody is let in any more."""
+
+    over: bool
+
+
 class Joined(_Entry, tag="joined"):
     """A process takes a client's part in the store. ``entered_after``: where one that was left out is back, the overall
     step after which rounds have it; else -1."""
@@ -212,6 +218,6 @@ class SlotState(_Entry, tag="slot"):
 
 
 Entry = (
-    Begin | Opened | Joined | Gone | Returned | Entered | Finished | Created | Round | Skipped | Partial | Single
-    | RuleCall | HyperCall | Restored | StoreState | SlotState
+    Begin | Opened | Closed | Joined | Gone | Returned | Entered | Finished | Created | Round | Skipped | Partial
+    | Single | RuleCall | HyperCall | Restored | StoreState | SlotState
 )  # fmt: skip

@@ -16,6 +16,7 @@ RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
 FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
 SELDOM = str(Path(__file__).parent / "programs" / "seldom.py")
+ALL_RETURN = str(Path(__file__).parent / "programs" / "all_return.py")
 GROWING = str(Path(__file__).parent / "programs" / "growing.py")
 FEWER = """
 import os, signal, sys
@@ -50,6 +51,21 @@ with kvmpi.create("dist_sync") as kv:
 ])  # fmt: skip
 def test_what_a_job_bears(label, returncode, settings, expected):
     assert Restarts(**{"most": 3, "replicas": 0, **settings}).bears(label, returncode) is expected
+
+
+@pytest.mark.parametrize(("options", "victim"), [
+    ("-n 1 -s 1", -1), ("-n 2 -c 2 -s 1", -1), ("-n 1 -s 2 --replicas 1", 0), ("-n 1 -s 2 --replicas 1", 1),
+])  # fmt: skip
+def test_an_asynchronous_store_outlives_its_clients(launch, tmp_path, options, victim):
+    """Also where servers follow others, and one that has only followed answers in the end."""
+    job = launch(
+        *options.split(), "--restart", "1", "--", ALL_RETURN, str(tmp_path), str(victim),
+        env={"KVMPI_TIMEOUT_S": "30", "PYTHONPATH": str(Path(__file__).parents[1])}, whole=True,
+    )  # fmt: skip
+    assert job.finish(60.0) == 0, job.stderr
+    workers = int(options.split()[1])
+    assert f"found {[10.0 * workers] * 3}" in job.stdout, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
 
 
 def test_who_is_to_be_heard_and_is_not_counts_as_lost():

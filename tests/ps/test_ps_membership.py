@@ -162,7 +162,9 @@ def test_a_store_that_everyone_has_left_is_forgotten(mode: str, how: str) -> Non
         assert machine.state.parts[0].shards
         leave(machine, client, how)
     state = machine.state
-    assert [*state.parts[0].shards, *state._sessions, *state._routes] == []
+    assert [*state._sessions, *state._routes] == []
+    # No round of an asynchronous store fails for want of a client: one that is lost may come back.
+    assert bool(state.parts[0].shards) == (mode == "async" and how == "lost")
     assert machine.ok(machine.send(0, m.Bye))
 
 
