@@ -366,15 +366,10 @@ def _client(
         return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
     # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
     first = (sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank))
+    words = hidden(program.command(runner=(RANK_MAIN,)))
     if places is not None and isinstance(places.reach, Jsrun):
         folders = [whole["KVMPI_JOB_DIR"], *dict.fromkeys(filter(None, map(mpi_env.get, _BACKING)))]
-        command = (
-            *places.reach.ranks(len(workers)),
-            *first,
-            *folders,
-            "--",
-            *hidden(program.command(runner=(RANK_MAIN,))),
-        )
+        command = (*places.reach.ranks(len(workers)), *first, *folders, "--", *words)
         return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, is_step=True)
     if mpi is None:
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
@@ -392,5 +387,5 @@ def _client(
         started, spans = mpi.command(len(workers), local=local or places is not None), not local and places is None
     else:
         started = mpi.command_on(hosts, agent, places.network, exported)
-    command = (*started, *first, "--", *hidden(program.command(runner=(RANK_MAIN,))))
+    command = (*started, *first, "--", *words)
     return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, spans=spans)

@@ -436,9 +436,8 @@ class StoreCore:
             call.check()
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
-            num_workers = (
-                1 if call.reduced else self.mpi_size - call.num_joined
-            )  # who has joined has no weights to push
+            # Who has joined has no weights to push, and does not count.
+            num_workers = 1 if call.reduced else self.mpi_size - call.num_joined
             scale = 1.0 / (num_workers * len(bucket[0].vectors)) if averages else call.scale
             together = not call.reduced or targets is not None or call.num_joined > 0
             tensors = [
