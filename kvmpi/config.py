@@ -119,7 +119,7 @@ class Config:
     mpirun: str = _setting("", "the mpirun to use; empty looks beside the interpreter, then on PATH")
     imports: str = _setting("", "modules, separated by commas, that servers import at start (custom rules)")
     snapshot_dir: str = _setting("", "folder into which servers write snapshots")
-    snapshot_every: int = _setting(0, "steps, or updates of a chunk, from one snapshot to the next; 0 is off")
+    snapshot_every: int = _setting(0, "steps from one snapshot to the next; 0 is off")
     snapshot_seconds: float = _setting(0.0, "seconds from one snapshot to the next; 0 is off")
     stall_s: float = _setting(
         60.0, "seconds after which a process says on standard error whom it waits for, and again after twice as long, "

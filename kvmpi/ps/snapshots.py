@@ -8,7 +8,8 @@ to wait for anybody. A chunk is copied
 - else before its first round of a later step is over;
 - else, since nobody pushes it, when every client has said that its pushes up to step N are done.
 
-Chunks of asynchronous stores are copied when their server begins.
+Chunks of asynchronous stores are copied when their server begins. Their step is the number of their updates divided by
+their clients; it counts only on servers that have nothing of a synchronous store.
 
 A server begins a snapshot when one of its chunks comes to a multiple of ``KVMPI_SNAPSHOT_EVERY``, or is about to go
 beyond, or when the scheduler says so: because another server has begun, or because ``KVMPI_SNAPSHOT_SECONDS`` are over.
@@ -209,13 +210,14 @@ class ServerSnapshots:
 
     def on_update(self, part: int, shard: Shard, slot: Slot) -> None:
         """A chunk has one round, or one update, more."""
-        number = self.base + slot.rounds
-        current, where = self._current, (part, shard.store)
-        if current is not None and number == current.number:
-            if current.parts is None and not current.has(where, slot):
-                self._copy(current, where, shard, slot)
-                self._finish_if_complete(current)
-        elif self.every and number % self.every == 0:
+        number = self._number(shard, slot.rounds)
+        current, where = self._copying, (part, shard.store)
+        # An asynchronous store that is not in it has come since it began.
+        in_rounds = shard.discipline.in_rounds
+        if current is not None and not current.has(where, slot) and (number == current.number or not in_rounds):
+            self._copy(current, where, shard, slot)
+            self._finish_if_complete(current)
+        if self.every and number > self._newest and number % self.every == 0:
             self.begin(number)
 
     def hear_done(self, done: Mapping[int, int]) -> None:
@@ -398,8 +400,23 @@ class ServerSnapshots:
 
     def round(self) -> int:
         """The number that the furthest chunk is at."""
-        slots = (slot for _, _, shard in self._shards() for slot in shard.slots.values())
-        return self.base + max((max(slot.rounds, slot.latest) for slot in slots), default=0)
+        return max(
+            (
+                self._number(shard, max(slot.rounds, slot.latest))
+                for _, _, shard in self._shards()
+                for slot in shard.slots.values()
+            ),
+            default=self.base,
+        )
+
+    def _number(self, shard: Shard, rounds: int) -> int:
+        """The step of a chunk that has seen so many rounds, or updates. Those of an asynchronous store do not say when
+        it is time for a snapshot while a synchronous one does, which others may be far behind or ahead of."""
+        if shard.discipline.in_rounds:
+            return self.base + rounds
+        if any(other.discipline.in_rounds and other.slots for _, _, other in self._shards()):
+            return self.base
+        return self.base + rounds // shard.num_clients
 
     # ---- what the daemon does
 

@@ -286,11 +286,11 @@ def test_what_all_clients_have_left_before_it_was_copied_is_in_no_snapshot() -> 
 
 
 def test_asynchronous_stores_are_copied_as_they_are() -> None:
-    machine = begin(every=4, mode="async")
+    machine = begin(every=2, mode="async")
     for number in (1, 2):
         step(machine, number, "a")
     taking = taken(machine)
-    assert (taking.number, taking.steps) == (4, {STORE: 0})  # nothing of "b" yet
+    assert (taking.number, taking.steps) == (2, {STORE: 0})  # nothing of "b" yet
     np.testing.assert_array_equal(value_of(taking, "a"), np.full(COUNT, -6.0))
     snapshots(machine).written(taking, [])
     for number in (1, 2, 3):
@@ -304,11 +304,51 @@ def test_asynchronous_stores_are_copied_as_they_are() -> None:
         again.init_all(key, np.zeros(COUNT, "f4"))
     again.rule(optim.SGD(lr=1.0))
     np.testing.assert_array_equal(again.read("b"), np.full(COUNT, -9.0))
-    for number in (1, 2):
-        step(again, number, "a")
-        step(again, number, "b")
+    step(again, 1, "a")
     taking = taken(again)
-    assert (taking.number, taking.steps) == (8, {STORE: 2})  # one update of "a" since
+    assert (taking.number, taking.steps) == (8, {STORE: 2})  # nothing of "b" since
+
+
+def test_beside_a_synchronous_store_an_asynchronous_one_does_not_say_when() -> None:
+    machine = begin(every=2, keys="a")
+    beside = {client: b"beside %d" % client for client in range(CLIENTS)}
+    for client, at in beside.items():
+        assert machine.ok(machine.hello(client, store=STORE + 1, mode="async", at=at))
+    shape = (0, 1, COUNT, [COUNT], "float32")
+    for at in beside.values():
+        first = [np.zeros(COUNT, "f4")] if at == beside[0] else []
+        assert machine.ok(machine.send(at, m.Init, "x", *shape, payloads=first))
+        assert machine.ok(machine.send(at, m.SetRule, 1, "sgd", {"lr": 1.0}))
+
+    def push_beside(numbers: range) -> None:
+        for number in numbers:
+            for at in beside.values():
+                value = np.full(COUNT, 1.0, "f4")
+                machine.send(at, m.Push, "x", 0, number, "none", False, False, 0, -1, False, payloads=[value])
+
+    push_beside(range(1, 12))
+    assert snapshots(machine).round() == 0
+    step(machine, 1, "a")
+    step(machine, 2, "a")
+    assert news(machine) == [(2, "begun")]
+    assert {store: one.step for store, one in part_of(taken(machine)).items()} == {STORE: 2, STORE + 1: 11}
+    push_beside(range(12, 14))
+    assert snapshots(machine).round() == 2
+    assert news(machine) == []
+
+
+def test_an_asynchronous_store_that_comes_while_a_snapshot_is_taken_is_in_it() -> None:
+    machine = begin(every=0, keys="a")
+    snapshots(machine).begin(1)
+    assert machine.ok(machine.hello(0, store=STORE + 1, mode="async", num_clients=1, at=b"late"))
+    assert machine.ok(
+        machine.send(b"late", m.Init, "x", 0, 1, COUNT, [COUNT], "float32", payloads=[np.zeros(COUNT, "f4")])
+    )
+    assert machine.ok(machine.send(b"late", m.SetRule, 1, "sgd", {"lr": 1.0}))
+    step(machine, 1, "a")
+    assert snapshots(machine).take_ready() is None
+    machine.send(b"late", m.Push, "x", 0, 1, "none", False, False, 0, -1, False, payloads=[np.full(COUNT, 5.0, "f4")])
+    np.testing.assert_array_equal(value_of(taken(machine), "x", STORE + 1), np.full(COUNT, -5.0))
 
 
 def test_a_store_that_nobody_has_opened_again_is_passed_on() -> None:
