@@ -15,6 +15,7 @@ from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
+from kvmpi.torch.kinds import GradientKinds, no_rows
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
 from kvmpi.torch.rules import has_stepped, keys_of_groups
 
@@ -86,9 +87,7 @@ class Trainer:
         self._kv: KVStore | None = kvmpi.create(kvstore) if isinstance(kvstore, str) else kvstore
         try:
             self._update_on_kvstore = self._decide(update_on_kvstore)
-            self._zeros: dict[int, torch.Tensor] = {}
-            self._sparse: set[int] = set()  # parameters that have had sparse gradients
-            self._unknown: set[int] | None = None  # those of which no worker has had a gradient; None: before the first
+            self._kinds = GradientKinds(self._params.tensors, self._kv)
             self._warned = self._is_summed = False
             self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
@@ -285,13 +284,11 @@ class Trainer:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
         active = self._active()
-        self._learn_kinds(active)
+        self._kinds.learn(active)
         for i in active:
-            tensor = self._params.tensors[i]
-            if tensor.grad is None:
-                tensor.grad = _no_rows(tensor) if i in self._sparse else torch.zeros_like(tensor)
+            self._kinds.fill_in(i)
         for is_sparse in (False, True):
-            if found := [i for i in active if (i in self._sparse) == is_sparse]:
+            if found := [i for i in active if self._kinds.is_sparse(i) == is_sparse]:
                 gradients = [grad for i in found if (grad := self._params.tensors[i].grad) is not None]
                 if kv.is_capable("allreduce") and not is_sparse:
                     kv.allreduce([keys[i] for i in found], gradients, scale=scale)
@@ -304,7 +301,7 @@ class Trainer:
         assert kv is not None
         rule = self._rule_in_force(kv, batch_size)
         active, weights = self._active(), self._params.data
-        self._learn_kinds(active)
+        self._kinds.learn(active)
         absent = [i for i in active if self._params.tensors[i].grad is None]
         # Others may wait for this worker's part: in the round of a synchronous store, or in the sum of a client.
         alone = kv.is_capable("async") and kv.mpi_size == 1
@@ -323,10 +320,10 @@ class Trainer:
             self._scale([g for i in pushed if (g := self._params.tensors[i].grad) is not None], factor)
         skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None
         if pushed:
-            outs = [_no_rows(weights[i]) if i in self._sparse else weights[i] for i in pushed]
-            kv.pushpull(pushed, [self._gradient(i) for i in pushed], outs, reduced=reduced)
+            outs = [no_rows(weights[i]) if self._kinds.is_sparse(i) else weights[i] for i in pushed]
+            kv.pushpull(pushed, [self._kinds.gradient(i) for i in pushed], outs, reduced=reduced)
             for i, out in zip(pushed, outs, strict=True):
-                if i in self._sparse:
+                if self._kinds.is_sparse(i):
                     weights[i][out._indices()[0]] = out._values()
         if skipped is not None:
             skipped.wait()
@@ -374,49 +371,8 @@ class Trainer:
     def _active(self) -> list[int]:
         """Keys whose gradients are exchanged, first layers first."""
         found = [i for i, tensor in enumerate(self._params.tensors) if tensor.requires_grad]
-        for i in found:
-            grad = self._params.tensors[i].grad
-            if grad is not None and (grad.layout is not torch.strided) != (i in self._sparse):
-                self._sparse ^= {i}
+        self._kinds.look_at(found)
         return found
-
-    def _learn_kinds(self, active: list[int]) -> None:
-        """Learn whether gradients are sparse that this worker has not had yet, from one that has.
-
-        Collective over those whose gradients are summed, as long as there are any that nobody has had.
-        """
-        kv = self._kv
-        if kv is not None and kv.is_capable("async"):
-            kv = kv.client if kv.mpi_size > 1 else None
-        if kv is None or kv.num_workers == 1:
-            return
-        if self._unknown is None:
-            # Where a client goes on, the others may have learnt it long ago.
-            again = self._kv is not None and self._kv.resumed_step > 0
-            self._unknown = set() if again else set(range(len(self._params)))
-        unknown = [i for i in active if i in self._unknown]
-        found = {i: self._params.tensors[i].grad for i in unknown}
-        if not unknown:
-            return
-        if not kv.any(any(grad is None for grad in found.values())):
-            self._unknown.difference_update(unknown)
-            return
-        for i, grad in found.items():
-            if kv.any(grad is not None and grad.layout is not torch.strided):
-                self._sparse.add(i)
-                self._unknown.discard(i)
-            elif kv.any(grad is not None):
-                self._unknown.discard(i)
-
-    def _gradient(self, index: int) -> torch.Tensor:
-        tensor = self._params.tensors[index]
-        if tensor.grad is not None:
-            return tensor.grad
-        if index in self._sparse:
-            return _no_rows(tensor)
-        if index not in self._zeros:
-            self._zeros[index] = torch.zeros_like(tensor)
-        return self._zeros[index]
 
     @staticmethod
     def _scale(gradients: list[torch.Tensor], factor: float) -> None:
@@ -521,10 +477,3 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in group.items() if n != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _no_rows(like: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor of the shape, dtype and device of ``like``, without rows."""
-    ids = torch.empty((1, 0), dtype=torch.int64, device=like.device)
-    values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
-    return torch.sparse_coo_tensor(ids, values, like.shape, check_invariants=False)
