@@ -54,7 +54,8 @@ class ClientSession:
         # What has left and is not answered, and what of the windows it takes.
         self._outstanding: dict[int, Ask] = {}
         self._in_flight: dict[tuple[int, bool | None], int] = {}
-        self._repeats: list[Ask] = []
+        # To be sent once more, each only once however long there is nobody to send it to.
+        self._repeats: dict[int, Ask] = {}
         self._unfinished: dict[int, Operation] = {}
         # Requests that came to a server that does not answer for their part; they are sent again soon.
         self._astray: list[Ask] = []
@@ -121,12 +122,12 @@ class ClientSession:
         return self._leaving(now_s) if self._repeats or self._ready else ()
 
     def _leaving(self, now_s: float) -> Iterator[Outgoing]:
-        repeats, self._repeats = self._repeats, []
-        for ask in repeats:
+        repeats, self._repeats = self._repeats, {}
+        for ask in repeats.values():
             if ask.number not in self._outstanding:
                 continue
             if not self._can_send(ask):
-                self._repeats.append(ask)
+                self._repeats[ask.number] = ask
             elif (outgoing := self._emit(ask)) is not None:
                 yield outgoing
         for where in list(self._ready):
@@ -176,7 +177,7 @@ class ClientSession:
             queue.remove(entry)
             heapq.heapify(queue)
             self._outstanding[ask.number], ask.sent_s = ask, waiting.sent_s
-            self._repeats.append(ask)
+            self._repeats[ask.number] = ask
 
     def _emit(self, ask: Ask) -> Outgoing | None:
         if ask.accepted:  # the push is in; only the end of its round is missing
@@ -267,7 +268,7 @@ class ClientSession:
         for ask in self._outstanding.values():
             if ask.sent_s is not None and now_s - ask.sent_s > ask.operation.retry_s:
                 ask.sent_s = now_s
-                self._repeats.append(ask)
+                self._repeats[ask.number] = ask
 
     # ---- who answers
 
@@ -337,7 +338,7 @@ class ClientSession:
         if ask.accepted and not self._replicas:
             # What was in the round has moved with it, and its memory may be another's by now.
             ask.peer = self._heads[ask.part][0]
-            self._repeats.append(ask)
+            self._repeats[ask.number] = ask
             return
         del self._outstanding[ask.number]
         if not ask.accepted:

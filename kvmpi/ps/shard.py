@@ -72,8 +72,8 @@ class Shard:
         self.discipline = consistency.get(mode)
         self.slots: dict[tuple[Key, int], Slot] = {}
         self.layouts: dict[Key, m.Init] = {}
-        # Clients that wait for another to give a key its value.
-        self._early: dict[Key, dict[tuple[int, int], tuple[bytes, m.Init]]] = {}
+        # Clients that wait for another to give a key its value, by chunk.
+        self._early: dict[Key, dict[int, dict[int, tuple[bytes, m.Init]]]] = {}
         # By client: up to which overall step it has said that its pushes are done. That stays true, also if the push
         # that said it comes to nothing.
         self._done: dict[int, int] = {}
@@ -212,13 +212,14 @@ class Shard:
         replies: list[Reply] = []
         giver = self.clients.giver
         for key, early in list(self._early.items()):
-            for where in [where for where in early if where[1] == client]:
-                del early[where]
+            for chunk in [chunk for chunk, waiting in early.items() if waiting.pop(client, None) and not waiting]:
+                del early[chunk]
             if giver is None:
-                replies += [failure(route, init.request, self._no_value(key)) for route, init in early.values()]
+                left = [found for waiting in early.values() for found in waiting.values()]
+                replies += [failure(route, init.request, self._no_value(key)) for route, init in left]
             elif giver != 0:
-                waiting = [found for (_, who), found in early.items() if who == giver]
-                replies += [Reply(route, m.Waiting(init.request, [giver])) for route, init in waiting]
+                givers = [waiting[giver] for waiting in early.values() if giver in waiting]
+                replies += [Reply(route, m.Waiting(init.request, [giver])) for route, init in givers]
             if giver is None or not early:
                 del self._early[key]
         if self.discipline.in_rounds:
@@ -271,16 +272,16 @@ class Shard:
         if client != 0 and not (client == giver and payloads):
             if giver is None:
                 raise self._no_value(key)
-            early = self._early.setdefault(key, {})
-            known = (message.chunk, client) in early
-            early[message.chunk, client] = (route, message)
+            early = self._early.setdefault(key, {}).setdefault(message.chunk, {})
+            known = client in early
+            early[client] = (route, message)
             return [Reply(route, m.Waiting(message.request, [giver]))] if known or client == giver else []
         requests.check_shape(message)
         value = requests.chunk_array(key, payloads, message.dtype, message.count, "init")
         made = (key, message.chunk, message.num_chunks, message.count, message.shape, message.dtype)
-        keep = self._log(entries.Created(*made), (value,))
+        keep, is_first = self._log(entries.Created(*made), (value,)), key not in self.layouts
         self.create(message, value.copy() if keep else value)
-        return [Reply(route, m.Ack(message.request, 0)), *self._answer_early(key, message.chunk)]
+        return [Reply(route, m.Ack(message.request, 0)), *self._answer_early(key, message.chunk, is_first=is_first)]
 
     def create(self, message: m.Init, value: Buffer) -> Slot:
         """A chunk is there."""
@@ -295,19 +296,26 @@ class Shard:
         self.layouts.setdefault(message.key, message)
         return slot
 
-    def _answer_early(self, key: Key, chunk: int) -> list[Reply]:
-        """``chunk`` has got its value: who was here before is done, or sees that it meant another key."""
+    def _answer_early(self, key: Key, chunk: int, *, is_first: bool) -> list[Reply]:
+        """``chunk`` has got its value: who was here before is done, or sees that it meant another key.
+
+        Those who wait for other chunks see it with the first: who comes later is looked at when it comes.
+        """
         replies = []
         early = self._early.pop(key, {})
-        for (of_chunk, client), (route, message) in list(early.items()):
-            try:
-                self._check_same(client, message)
-                if of_chunk != chunk:
-                    continue
-                replies.append(Reply(route, m.Ack(message.request, 0)))
-            except KVError as error:
-                replies.append(failure(route, message.request, error))
-            del early[of_chunk, client]
+        for of_chunk in list(early) if is_first else [chunk]:
+            waiting = early.get(of_chunk, {})
+            for client, (route, message) in list(waiting.items()):
+                try:
+                    self._check_same(client, message)
+                    if of_chunk != chunk:
+                        continue
+                    replies.append(Reply(route, m.Ack(message.request, 0)))
+                except KVError as error:
+                    replies.append(failure(route, message.request, error))
+                del waiting[client]
+            if not waiting:
+                early.pop(of_chunk, None)
         if early:
             self._early[key] = early
         return replies

@@ -22,6 +22,7 @@ from kvmpi.errors import (
 )
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import MAX_CLIENTS
+from kvmpi.ps.shard import Shard
 from kvmpi.wire import MAX_HEADER_BYTES, encode, entries
 from kvmpi.wire import messages as m
 
@@ -66,6 +67,27 @@ MISMATCHES: dict[str, tuple[dict[str, Any], type[KVError]]] = {
     "chunks": ({"num_chunks": 2}, ConfigError),
     "elements in the chunk": ({"count": COUNT + 1}, ConfigError),
 }
+
+
+def test_many_chunks_with_clients_that_wait_for_them_cost_no_more_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, real = 0, Shard._check_same
+
+    def check_same(*arguments: Any) -> None:
+        nonlocal checks
+        checks += 1
+        real(*arguments)
+
+    monkeypatch.setattr(Shard, "_check_same", check_same)
+    num_chunks, machine = 50, Machine("sync", 4)
+    made = {"num_chunks": num_chunks, "shape": [num_chunks]}
+    early = [machine.init(c, "k", np.zeros(1, "f4"), chunk=i, **made) for c in (1, 2, 3) for i in range(num_chunks)]
+    other = machine.init(3, "k", np.zeros(1, "f4"), chunk=7, num_chunks=num_chunks + 1, shape=[num_chunks])
+    early.pop(2 * num_chunks + 7)  # it has said another thing since
+    for chunk in range(num_chunks):
+        assert machine.ok(machine.init(0, "k", np.zeros(1, "f4"), chunk=chunk, **made))
+    assert all(machine.ok(request) for request in early)
+    assert isinstance(machine.error(other), ConfigError), "the first chunk shows it"
+    assert checks < 4 * 3 * num_chunks
 
 
 @pytest.mark.parametrize("early", [True, False])

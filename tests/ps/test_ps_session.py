@@ -426,6 +426,31 @@ def test_what_has_not_left_is_not_repeated() -> None:
     assert keys(bench.after(1.1 * RETRY_S)) == ["first"]
 
 
+def test_what_is_to_be_repeated_while_no_server_answers_is_repeated_once() -> None:
+    """A part is on its way to another server, whose head has accepted a push; that may last."""
+    bench = Bench()
+
+    def view(epoch: int, head: int, *, draining: bool = False) -> m.View:
+        chain = m.Chain(epoch, [head, 1 - head], draining=draining)
+        return m.View(epoch, 0, [chain], [m.ServerInfo(rank, 1, "host", []) for rank in range(2)], [])
+
+    bench.start("hello", *(Ask(server, m.Hello, (1, "sync", 0, 2, 1)) for server in range(2)))
+    for hello in bench.flush():
+        bench.answer(hello)
+    bench.session.adopt(view(1, 0))
+    for hello in bench.flush():
+        bench.answer(hello)
+    bench.start("op", push(0, 1, fused=True, part=0), timeout_s=1000.0)
+    (message,) = bench.flush()
+    bench.answer(message, m.Accepted)
+    bench.session.adopt(view(2, 0, draining=True))
+    for _ in range(50):
+        assert not bench.after(1.1 * RETRY_S)
+    assert len(bench.session._repeats) == 1
+    bench.session.adopt(view(3, 1))
+    assert bench.flush() == [m.Query(message.request, "k", 0, 1)]  # type: ignore[attr-defined]
+
+
 # ---- deadlines
 
 
