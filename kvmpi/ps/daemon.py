@@ -229,7 +229,7 @@ class ServerDaemon(Daemon):
         self._found: dict[int, m.ServerInfo] = {}
         self._incarnations: dict[int, int] = {}
         self._readiness_changed = False
-        self._sent_bytes = self._reports = 0
+        self._sent_bytes = self._reports = self._unreadable = 0
         # What this server reports, for its own Prometheus endpoint.
         self._statistics = Statistics(0, config.num_servers, 0, config.report_s, config.job_id)
 
@@ -311,7 +311,7 @@ class ServerDaemon(Daemon):
             now_s = time.monotonic()
             if self._waker in ready:
                 self._waker.clear()
-            while scheduler in ready and (notice := scheduler.recv()) is not None:
+            while scheduler in ready and (notice := self._recv(scheduler)) is not None:
                 self._hear(listener, scheduler, notice[0], now_s)
             for _ in range(_BATCH if listener in ready else 0):
                 received = listener.recv()
@@ -383,9 +383,28 @@ class ServerDaemon(Daemon):
             self._connect(message)
             self._dispatch(listener, self._state.adopt(message, now_s))
 
+    def _recv(self, connection: Connection) -> tuple[m.Message, list[memoryview]] | None:
+        """The next message, or None. What cannot be read is passed over: whoever has sent it says again what matters.
+
+        Raises:
+            OtherVersionError: as ``Connection.recv``.
+        """
+        while True:
+            try:
+                return connection.recv()
+            except OtherVersionError:
+                raise  # there will never be an answer
+            except ProtocolError as error:
+                self._unreadable += 1
+                if self._unreadable <= 10 or self._unreadable % 1000 == 0:  # a flood must not fill a disk
+                    _log.warning(
+                        "server %d cannot read a message from %s (%d so far): %s",
+                        self._rank, connection.endpoint, self._unreadable, error,
+                    )  # fmt: skip
+
     def _hear_other(self, listener: Listener, server: int, now_s: float) -> None:
         for _ in range(_BATCH):
-            received = self._others[server].recv() if server in self._others else None
+            received = self._recv(self._others[server]) if server in self._others else None
             if received is None:
                 return
             self._dispatch(listener, self._state.hear(server, received[0], now_s))

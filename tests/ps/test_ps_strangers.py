@@ -13,7 +13,9 @@ import zmq
 from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
 
 from kvmpi import optim
-from kvmpi.wire import encode
+from kvmpi.errors import ProtocolError
+from kvmpi.ps import daemon
+from kvmpi.wire import Connection, encode
 from kvmpi.wire import messages as m
 
 #: Strangers share the interpreter with the job: without a pause they would starve it of time.
@@ -71,3 +73,35 @@ def test_strangers_at_the_ports_do_not_disturb_a_job(start_job: Callable[..., An
     stop.set()
     for thread in threads:
         thread.join(TIMEOUT_S)
+
+
+def test_nonsense_from_another_server_or_the_scheduler_ends_no_server(
+    start_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all that they say every third message cannot be read."""
+    heard = {"the scheduler": 0, "server": 0}
+
+    class Garbling(Connection):
+        def recv(self) -> Any:
+            received = super().recv()
+            if received is not None:
+                kind = self._peer.rstrip(" 0123456789")
+                heard[kind] += 1
+                if heard[kind] % 3 == 0:
+                    raise ProtocolError("malformed header: garbled on its way")
+            return received
+
+    monkeypatch.setattr(daemon, "Connection", Garbling)
+    job = start_job(2, replicas=1, heartbeat_s=0.05, retry_s=1.0)
+    clients = job.connect(2)
+    initialise(clients, {"k": 100}, optim.Test(lr=-1.0))
+    steps = 0
+    while steps < 3 or min(heard.values()) < 6:
+        steps += 1
+        outs = [np.empty(100, "f4") for _ in clients]
+        works = [ps.pushpull("k", np.ones(100, "f4"), out, deadline()) for ps, out in zip(clients, outs, strict=True)]
+        for work, out in zip(works, outs, strict=True):
+            work.wait(TIMEOUT_S)
+            np.testing.assert_array_equal(out, whole_numbers(100) + 2 * steps)
+    assert all(thread.is_alive() for thread in job.threads)
+    assert "cannot read a message from" in caplog.text
