@@ -18,6 +18,8 @@ from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
+#: MPI counts in 32-bit integers: the bytes of all parts of an exchange, the elements of a sum.
+MAX_COUNT = (1 << 31) - 1
 #: Such a collective takes many messages, one after the other, and the library sends the next only when it is asked: a
 #: nap makes the wait longer by itself. Those that are chosen take no more than two milliseconds as a rule.
 _LIBRARY = Habit(nap_share=0.01, polling_s=2e-3)
@@ -47,12 +49,31 @@ class Library:
             self._fold(vectors, dtype, folded, act)
         # Not out: MPI forbids that it overlaps what is sent. MPICH compares addresses, also of nothing.
         total = act.scratch(max(1, out.size), wire)[: out.size]
-        counts = [stop - start for start, stop in act.segments(count)]
-        self._await(self._comm.ireduce_scatter(folded, total, counts), act)
+        if count > MAX_COUNT:
+            self._reduce_scatter_pieces(folded, total, act)
+        else:
+            counts = [stop - start for start, stop in act.segments(count)]
+            self._await(self._comm.ireduce_scatter(folded, total, counts), act)
         times(total, act.scale)
         self._unfold(total, out, dtype)
 
+    def _reduce_scatter_pieces(self, folded: Buffer, total: Buffer, act: Act) -> None:
+        """All ranks sum piece after piece, of which each keeps what is its own."""
+        own, stop = act.segments(folded.size)[act.rank]
+        memory = np.empty(min(folded.size, MAX_PIECE_COUNT), folded.dtype)
+        for start in range(0, folded.size, MAX_PIECE_COUNT):
+            piece = memory[: folded.size - start]
+            np.copyto(piece, folded[start : start + piece.size])
+            self._await(self._comm.iallreduce(piece), act)
+            first, last = max(own, start), min(stop, start + piece.size)
+            if first < last:
+                total[first - own : last - own] = piece[first - start : last - start]
+
     def allgather(self, out: Buffer, act: Act) -> None:
+        if out.nbytes > MAX_COUNT:
+            for rank, (start, stop) in enumerate(act.segments(out.size)):
+                self.broadcast(out[start:stop], rank, act)
+            return
         self._await(self._comm.iallgather(out, [stop - start for start, stop in act.segments(out.size)]), act)
 
     def broadcast(self, buffer: Buffer, root: int, act: Act) -> None:

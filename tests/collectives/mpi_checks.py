@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mpi4py
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on_host, vectors
 
 from kvmpi.arrays import DTYPES
-from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
+from kvmpi.collectives import Call, Collectives, Entry, library, mpi_comm
 from kvmpi.collectives.naive import naive_allreduce, naive_broadcast
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
@@ -111,6 +112,36 @@ def pieces() -> None:
     buffer += RANK
     naive_broadcast(comm, buffer, 1, Deadline(TIMEOUT_S), "pieces", max_piece_count=300)
     np.testing.assert_array_equal(buffer, SIZE * np.arange(1000) + sum(range(SIZE)) + 1)
+    comm.free()
+
+
+def more_than_mpi_can_count() -> None:
+    """As if its integers ended at 2000: whatever it is asked for must be less."""
+    comm, most, piece = mpi_comm.world(), library.MAX_COUNT, library.MAX_PIECE_COUNT
+    real = {name: getattr(comm, name) for name in ("iallgather", "ireduce_scatter", "iallreduce", "ibroadcast")}
+
+    def within(name: str) -> Callable[..., Any]:
+        def call(buffer: Any, *arguments: Any) -> Any:
+            assert (buffer.nbytes if name in ("iallgather", "ibroadcast") else buffer.size) <= 2000, name
+            return real[name](buffer, *arguments)
+
+        return call
+
+    for name in real:
+        setattr(comm, name, within(name))
+    library.MAX_COUNT, library.MAX_PIECE_COUNT = 2000, 300
+    try:
+        collectives = Collectives(comm, "mpi", 512)
+        for dtype in ("float32", "bfloat16", "int8"):
+            for count in (3, 500, 4097):
+                own = vectors(RANK, 2, count, dtype)
+                start, stop = segment_bounds(count, SIZE)[RANK]
+                part, whole = np.empty(stop - start, DTYPES[dtype]), np.zeros(count, DTYPES[dtype])
+                collectives.reduce_scatter(on_host(own, dtype), part, dtype, Deadline(TIMEOUT_S), "scatter")
+                collectives.allgather(part, whole, Deadline(TIMEOUT_S), "gather")
+                assert_is_sum(whole, all_vectors(SIZE, 2, count, dtype), dtype)
+    finally:
+        library.MAX_COUNT, library.MAX_PIECE_COUNT = most, piece
     comm.free()
 
 
@@ -252,7 +283,17 @@ def all_there(folder: Path, name: str, num_ranks: int) -> None:
 
 
 def main(folder: Path) -> None:
-    checks = [sums, scatters_and_gathers, mapped_sums, pieces, broadcasts, disagreements, two_threads, large_sums]
+    checks = [
+        sums,
+        scatters_and_gathers,
+        mapped_sums,
+        pieces,
+        more_than_mpi_can_count,
+        broadcasts,
+        disagreements,
+        two_threads,
+        large_sums,
+    ]
     for check in checks:
         check()
         assert not mpi_comm._under_way, f"{check.__name__} left requests behind"
