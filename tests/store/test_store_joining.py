@@ -225,6 +225,35 @@ def test_a_worker_that_is_not_heard_of_is_named_on_all(run_ranks: RunRanks, late
     assert max(run_ranks(3, rank_main)) < 4.5 * timeout_s
 
 
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_worker_that_is_lost_to_the_clients_own_store_ends_the_wait_for_it(run_ranks: RunRanks, last: int) -> None:
+    """All join the store, and one never joins ``kv.client``, as if it were stopped in between."""
+    timeout_s, over = 1.0, threading.Event()
+
+    def rank_main(comm: MemoryComm) -> float:
+        kv = store_of(comm, timeout_s)
+        assert kv.client is not kv
+        inner = kv._client_store
+        if comm.rank == last:
+            kv._client_store = None
+            kv.join()
+            over.wait(20.0)
+            kv._client_store = inner
+            kv.abort()
+            return 0.0
+        start_s = time.monotonic()
+        with pytest.raises(KVTimeoutError, match=f"MPI rank {last}"):
+            kv.join()
+        seconds = time.monotonic() - start_s
+        assert kv.broken
+        time.sleep(0.5)
+        over.set()
+        kv.abort()
+        return seconds
+
+    assert max(run_ranks(3, rank_main)) < 4.5 * timeout_s
+
+
 @pytest.mark.parametrize(("joined", "victim", "number", "word"), [
     (1, 1, signal.SIGKILL, ""), (0, 2, signal.SIGKILL, ""), (0, 2, signal.SIGSTOP, "KVTimeoutError"),
     (1, 1, signal.SIGSTOP, "KVTimeoutError"),
