@@ -33,7 +33,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             if entry.entered_after >= 0:
                 shard.clients.enter(entry.client, entry.entered_after)
         case entries.Gone():
-            shard.clients.lose(entry.client, entry.text, entry.incarnation)
+            shard.drop(entry.client, entry.text, entry.incarnation)
         case entries.Returned():
             shard.bring_back(entry.client)
         case entries.Entered():
@@ -58,11 +58,14 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry)
         case entries.Single():
             slot, encoding = _slot(shard, entry), codec.get(entry.codec)
+            wire = requests.pushed(slot, entry.rows, payloads, encoding)
             try:
-                slot.apply_alone(requests.pushed(slot, entry.rows, payloads, encoding), encoding.wire_dtype(slot.dtype))
+                answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype))
             except Exception:  # as at the head, whose client was told
                 return
-            slot.steps[entry.client] = entry.step
+            slot.note_single(entry.client, entry.step, answer, fused=entry.fused)
+        case entries.Answered():
+            _slot(shard, entry).met_by.pop(entry.client, None)
         case entries.Restored():
             slot = _slot(shard, entry)
             slot.restore(entry.updates, _named(slot, entry.names, payloads))
@@ -101,9 +104,9 @@ def dump(shard: Shard) -> list[Record]:
                 slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
                 {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()}, slot.latest,
-                slot.entering,
+                slot.entering, {client: version for client, (version, _) in slot.met_by.items()},
             ),
-            tuple(arrays),
+            (*arrays, *(met for _, met in slot.met_by.values())),
         ))  # fmt: skip
     return records
 
@@ -150,7 +153,9 @@ def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str
 
 def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryview], *, keep: bool) -> None:
     slot = _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
-    arrays = _named(slot, entry.names, payloads)
+    arrays = _named(slot, entry.names, payloads[: len(entry.names)])
+    for (client, version), payload in zip(entry.met.items(), payloads[len(entry.names) :], strict=True):
+        slot.met_by[client] = version, as_array(payload, DTYPES[slot.dtype]).copy()
     met, touched = arrays.pop(Slot.OLD_VALUE, None), arrays.pop(Slot.TOUCHED, None)
     del arrays["value"]  # it is there
     slot.restore(entry.updates, arrays)

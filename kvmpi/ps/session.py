@@ -57,6 +57,8 @@ class ClientSession:
         # To be sent once more, each only once however long there is nobody to send it to.
         self._repeats: dict[int, Ask] = {}
         self._unfinished: dict[int, Operation] = {}
+        # What servers need to hear, and answer with nothing that matters.
+        self._words: list[Outgoing] = []
         # Requests that came to a server that does not answer for their part; they are sent again soon.
         self._astray: list[Ask] = []
         # Why parts, and servers, are gone for good.
@@ -119,9 +121,11 @@ class ClientSession:
 
     def sendable(self, now_s: float) -> Iterable[Outgoing]:
         """What may leave now: (peer, message, payloads)."""
-        return self._leaving(now_s) if self._repeats or self._ready else ()
+        return self._leaving(now_s) if self._repeats or self._ready or self._words else ()
 
     def _leaving(self, now_s: float) -> Iterator[Outgoing]:
+        words, self._words = self._words, []
+        yield from words
         repeats, self._repeats = self._repeats, {}
         for ask in repeats.values():
             if ask.number not in self._outstanding:
@@ -246,6 +250,10 @@ class ClientSession:
                         raise ProtocolError(f"a {type(message).__name__} is no answer")
                     if ask.on_reply is not None:
                         ask.on_reply(message, payloads)
+                    if isinstance(message, m.Value) and message.old:  # its server may forget it
+                        key, chunk, step = ask.fields[:3]
+                        taken = m.Query(ask.number, key, chunk, step, fused=False, part=max(0, ask.part))
+                        self._words.append((ask.peer, taken, ()))
                 except Exception as caught:  # one bad answer must not end the others' thread
                     error = _as_kv_error(ask, caught)
                 self._end(ask, error)

@@ -137,6 +137,7 @@ class Shard:
             # It counts its steps from the beginning; nothing of the process before it can still come.
             for slot in self.slots.values():
                 slot.steps.pop(client, None)
+                slot.met_by.pop(client, None)
         return replaces
 
     @property
@@ -156,8 +157,14 @@ class Shard:
         if here > incarnation or (client in self.clients.gone and self.clients.has_ended(client, incarnation)):
             return []
         self._log(entries.Gone(client, why, incarnation), ())
-        self.clients.lose(client, why, incarnation)
+        self.drop(client, why, incarnation)
         return self._forget_requests(client)
+
+    def drop(self, client: int, why: str, incarnation: int) -> None:
+        """``lose``, as it was logged."""
+        self.clients.lose(client, why, incarnation)
+        for slot in self.slots.values():
+            slot.met_by.pop(client, None)
 
     def _finish(self, client: int) -> list[Reply]:
         if client not in self.clients.finished:
@@ -367,19 +374,21 @@ class Shard:
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        single = entries.Single(message.key, message.chunk, client, message.step, message.codec, message.rows)
+        single = entries.Single(
+            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused
+        )
         self._log(single, tuple(as_array(payload, DTYPES["uint8"]) for payload in payloads))
         start_ns = timeline.now() if timeline.on else 0
         answer = slot.apply_alone(wire, wire_dtype)
         if start_ns:
             self.rounds.span("update", start_ns, slot, wire, message.step, client)
-        slot.steps[client] = message.step
+        old = slot.note_single(client, message.step, answer, fused=message.fused)
         self.rounds.on_update(slot)
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
         if isinstance(wire, Rows):
             return [changed(slot, message.request, route, wire.ids)]
-        return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend() if answer is slot.value else answer,))]
+        return [Reply(route, m.Value(message.request, slot.rounds, old=old), (answer if old else slot.lend(),))]
 
     def _answer_again(
         self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None
@@ -389,8 +398,15 @@ class Shard:
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
         waiter = Waiter(route, message.request, message.fused, message.step)
         if not self.discipline.in_rounds or message.step < slot.rounds:
+            is_last = message.step == slot.steps.get(client)
             if not message.fused:
+                if is_last and client in slot.met_by:
+                    self._log(entries.Answered(message.key, message.chunk, client), ())
+                    del slot.met_by[client]
                 return [Reply(route, m.Ack(message.request, slot.rounds))]
+            if is_last and client in slot.met_by:
+                version, met = slot.met_by[client]
+                return [Reply(route, m.Value(message.request, version, old=True), (met,))]
             if isinstance(wire, Rows) and not self.discipline.in_rounds:
                 return [changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]

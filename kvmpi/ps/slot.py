@@ -138,6 +138,9 @@ class Slot:
         self.failed: Exception | None = None
         self.met: Buffer | None = None
         self.touched: Buffer | None = None
+        # By client, where pushes are updates of their own: the version and the old value that its last one was answered
+        # with, until it is known to have that. A repetition must get the same, or client and server part.
+        self.met_by: dict[int, tuple[int, Buffer]] = {}
         # What each client has contributed up to, and what waits: at most one push and one pull of each client.
         self.steps: dict[int, int] = {}
         self.held: dict[int, Contribution] = {}
@@ -233,6 +236,15 @@ class Slot:
         # Clients do not step together here: what one push has met or changed would not be right for all.
         self.met = self.touched = None
         return answer
+
+    def note_single(self, client: int, step: int, answer: Buffer, *, fused: bool) -> bool:
+        """The push ``step`` of a client was applied alone; whether its ``answer`` is kept in case it asks again."""
+        self.steps[client] = step
+        self.met_by.pop(client, None)
+        keeps = fused and answer is not self.value
+        if keeps:
+            self.met_by[client] = self.rounds, answer
+        return keeps
 
     def close_round(self, count: int, *, keep: bool = False) -> Buffer:
         """Apply the sum of ``count`` pushes; returns the value that a fused reader gets.

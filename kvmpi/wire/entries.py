@@ -126,7 +126,7 @@ class Partial(_Entry, tag="partial"):
 
 
 class Single(_Entry, tag="single"):
-    """An asynchronous push has been applied: its payloads, as they came; ``rows`` as in Push."""
+    """An asynchronous push has been applied: its payloads, as they came; ``rows`` and ``fused`` as in Push."""
 
     key: Key
     chunk: int
@@ -134,6 +134,15 @@ class Single(_Entry, tag="single"):
     step: int
     codec: str
     rows: int = -1
+    fused: bool = False
+
+
+class Answered(_Entry, tag="answered"):
+    """A client has the value that its last asynchronous push of a chunk has met: it need not be kept any more."""
+
+    key: Key
+    chunk: int
+    client: int
 
 
 class RuleCall(_Entry, tag="rulecall"):
@@ -196,7 +205,8 @@ class SlotState(_Entry, tag="slot"):
     the numbers of the rows that it has changed, if these are not all. ``marks``: by client what it knows to be done,
     and the overall steps of its last pushes; client -1: of the last rounds, whoever was in them. ``latest``: of the
     last round. ``entering``: clients that are back and not in a round yet, and the overall step after which they
-    are."""
+    are. ``met``: clients whose last push was answered with the value that it met, and the version of each: one more
+    payload for each, after those with names."""
 
     key: Key
     chunk: int
@@ -215,9 +225,10 @@ class SlotState(_Entry, tag="slot"):
     marks: dict[int, tuple[int, list[int]]] = {}
     latest: int = 0
     entering: dict[int, int] = {}
+    met: dict[int, int] = {}
 
 
 Entry = (
     Begin | Opened | Closed | Joined | Gone | Returned | Entered | Finished | Created | Round | Skipped | Partial
-    | Single | RuleCall | HyperCall | Restored | StoreState | SlotState
+    | Single | Answered | RuleCall | HyperCall | Restored | StoreState | SlotState
 )  # fmt: skip

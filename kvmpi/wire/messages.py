@@ -83,7 +83,10 @@ class Pull(Message, tag="pull"):
 
 
 class Query(Message, tag="query"):
-    """Ask again for the answer to a push that is in its round: the end of it, or whom the round waits for."""
+    """Ask again for the answer to a push that is in its round: the end of it, or whom the round waits for.
+
+    Also what is said when a ``Value`` with ``old`` has come: then not ``fused``, and its answer means nothing.
+    """
 
     request: int
     key: Key
@@ -227,12 +230,13 @@ class Value(Message, tag="value"):
 
     ``rows``: so many rows of it: those that a ``Pull`` has named, or, as the answer to a push of rows, the rows that
     its round has changed, with their numbers in a frame before them. -1: all of it, which is also an answer to such a
-    push.
+    push. ``old``: it is what an asynchronous push has met, and kept for its sender until that says a ``Query``.
     """
 
     request: int
     version: int
     rows: int = -1
+    old: bool = False
 
 
 class Waiting(Message, tag="waiting"):

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from ps_helpers import Machine, as_float, random_floats, round_of, stored, whole_numbers
+from ps_helpers import STORE, Machine, as_float, random_floats, round_of, stored, whole_numbers
 
 from kvmpi import optim
 from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ProtocolError
+from kvmpi.ps import replay
+from kvmpi.ps.shard import Shard
 from kvmpi.wire import messages as m
 
 COUNT = 9
@@ -121,6 +123,40 @@ def test_async_elastic_answers_each_push_with_the_center_that_it_met() -> None:
             np.testing.assert_array_equal(machine.value(machine.push(client, "k", step, w, fused=True)), center)
             center = center + 0.5 * (w - center)
             np.testing.assert_array_equal(machine.read("k"), center)
+
+
+def test_what_an_async_elastic_push_has_met_is_kept_until_its_sender_has_it() -> None:
+    machine = Machine("async", 3)
+    machine.init_all("k", small(COUNT, 9))
+    machine.rule(optim.Elastic(0.5))
+    slot, values = machine.slot("k"), [small(COUNT, 1, client) for client in range(3)]
+    first = machine.push(0, "k", 1, values[0], fused=True)
+    met = machine.value(first).copy()  # type: ignore[union-attr]
+    machine.push(1, "k", 1, values[1], fused=True)
+    machine.push(2, "k", 1, values[2])
+    assert sorted(slot.met_by) == [0, 1], "the third has not asked for it"
+    machine.push(0, "k", 1, values[0], fused=True, request=first)
+    assert machine.last(first) == m.Value(first, 1, old=True)
+    np.testing.assert_array_equal(machine.value(first), met)
+
+    # A server that joins the chain has it too.
+    shard = machine.state.parts[0].shards[STORE]
+    copy = Shard(1, STORE, "async", 3, lambda *_: False)
+    for entry, payloads in replay.dump(shard)[1:]:
+        frames = [memoryview(bytearray(payload.tobytes())) for payload in payloads]
+        replay.apply(copy, entry, frames, keep=False)
+    there = copy.slots["k", 0].met_by
+    assert {client: version for client, (version, _) in there.items()} == {0: 1, 1: 2}
+    np.testing.assert_array_equal(there[0][1], met)
+
+    assert machine.ok(machine.send(0, m.Query, "k", 0, 1, False))
+    machine.lose(1)
+    assert not slot.met_by
+    machine.push(0, "k", 2, values[0], fused=True)
+    machine.send(0, m.Query, "k", 0, 1, False)  # late, and of the push before
+    assert list(slot.met_by) == [0]
+    machine.push(0, "k", 3, values[0])
+    assert not slot.met_by
 
 
 @pytest.mark.parametrize("num_clients", [1, 2, 4])

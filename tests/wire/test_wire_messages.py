@@ -26,6 +26,7 @@ ENTRIES = [
     entries.Skipped("k", 3),
     entries.Partial(4, 0, 2, [1]),
     entries.Single("k", 0, 1, 9, "fp16"),
+    entries.Answered("k", 0, 1),
     entries.RuleCall(0, 1, "sgd", {"lr": 0.1}, [("k", 0, 3)]),
     entries.HyperCall(0, 1, {"lr": 0.1}, []),
     entries.Restored("k", 0, 1, 77, 3, ["value"]),

@@ -277,7 +277,7 @@ def test_a_peer_of_another_version_is_refused_and_others_are_heard(context: Cont
         context.secure_connection(peer)
         peer.connect(listener.endpoints[0])
         for _ in range(3):
-            peer.send_multipart([b"KVM\x09" + encode(m.Bye(1))[4:], b"payload"])
+            peer.send_multipart([b"KVM\x63" + encode(m.Bye(1))[4:], b"payload"])
         hears_from(listener, good)
         for _ in range(3):
             while not peer.poll(10):
