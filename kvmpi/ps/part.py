@@ -78,8 +78,8 @@ class Part:
         self._installs: list[_Record] = []
         self._install_sent = self._install_done = 0
         self._last_news_s = 0.0
-        # How many entries of a state have come, and for which version of the chain.
-        self._installed, self._installed_of = 0, -1
+        # How many entries of a state have come, and of which: for what version of the chain, after what entry.
+        self._installed, self._installed_of = 0, (-1, -1)
 
     # ---- place in the chain
 
@@ -107,14 +107,17 @@ class Part:
         if chain.version <= self.chain.version:
             return []
         joins = chain.joiner == self.server and self.chain.joiner != self.server
+        begins = self.chain.version < 0 and self.server in chain.members
         was_head = self.chain.members[:1] == [self.server]
         self._take_place(chain)
         self.replicas = replicas
         self._before, self._sent, self._installs = None, None, []
         if joins or self.server not in self._line:
             self._forget()
-        if self.server in chain.members:
+        if begins:  # later it has been given all before it is a member, or is given all again
             self.complete = True
+        if self._is_head and not self.complete:
+            _log.error("server %d is to answer for part %d, and has lost its copy of it", self.server, self.number)
         if was_head and not self.answers:
             self._step_down()
         for shard in self.shards.values():
@@ -124,7 +127,7 @@ class Part:
         return self._greet(now_s)
 
     def _forget(self) -> None:
-        self.complete = False
+        self.complete, self._sent, self._installs = False, None, []
         self.seq = self.committed = 0
         self.shards.clear()
         self.over.clear()
@@ -361,6 +364,9 @@ class Part:
             return self._greet(now_s) if self.complete else []
         if self.committed < self.seq:
             self._last_news_s = now_s
+            if not self._log or self._log[0].seq > self.committed + 1:
+                self._sent = None  # it was given all itself since: the successor has to say what it has
+                return self._greet(now_s)
             self._sent = self.committed
             return self._stream(now_s)
         return []
@@ -397,19 +403,25 @@ class Part:
         return [*out, Reply(route, m.Committed(self.number, message.version, self.committed))]
 
     def _take_install(self, route: bytes, message: m.Install, payloads: list[memoryview]) -> list[Outgoing]:
-        if self.complete:
+        if self.complete and message.seq <= self.seq:
             return [Reply(route, m.Installed(self.number, message.version, message.total))]
-        if self._installed_of != message.version:
+        state = (message.version, message.seq)
+        if state < self._installed_of:
+            return []  # it comes late, and another is on its way
+        if state > self._installed_of:
             self._forget()
-            self._installed, self._installed_of = 0, message.version
+            self._installed, self._installed_of = 0, state
         if message.index == self._installed:
             if message.index > 0:
                 self._apply(message.store, message.entry, payloads)
             self._installed += 1
             if self._installed == message.total:
-                self.seq = self.committed = message.seq
-                self.complete = True
-        return [Reply(route, m.Installed(self.number, message.version, self._installed))]
+                self.seq, self.complete = message.seq, True
+                if self._successor is None:
+                    self.committed = self.seq
+        # What was applied before the state was made may be waited for.
+        committed = [Reply(route, m.Committed(self.number, message.version, self.committed))] if self.complete else []
+        return [Reply(route, m.Installed(self.number, message.version, self._installed)), *committed]
 
     def _replay(self, store: int, entry: entries.Entry, payloads: list[memoryview]) -> None:
         self._record(store, entry, tuple(as_array(payload, np.dtype("u1")) for payload in payloads))

@@ -1,0 +1,230 @@
+"""A server that cannot make a change of the one before it: it forgets its copy, and is given all of the part again."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ps_helpers import STORE, route, whole_numbers
+
+from kvmpi import optim
+from kvmpi.ps import part, replay
+from kvmpi.ps.part import Part
+from kvmpi.ps.reply import Forward, Reply
+from kvmpi.ps.server import ServerState
+from kvmpi.wire import Message, entries
+from kvmpi.wire import messages as m
+
+COUNT = 5
+HEAD, FOLLOWER = 0, 1
+
+
+def at(server: int) -> bytes:
+    return f"server {server}".encode()
+
+
+class Chain:
+    """Servers that have one part, with one asynchronous client; what passes between them is delivered in order."""
+
+    def __init__(self, length: int = 2) -> None:
+        self.now_s, self.version = 0.0, 0
+        self.servers = [ServerState(rank) for rank in range(length)]
+        self.routes = {at(rank): rank for rank in range(length)}
+        self.way: deque[tuple[int, int, Message, list[memoryview]]] = deque()
+        self.cut = False
+        self.answers: dict[int, Message] = {}
+        self.passed: list[str] = []
+        self.is_so(list(range(length)))
+        self.ask(m.Hello(1, STORE, "async", 0, 1, 1))
+        self.ask(m.Init(2, "k", 0, 1, COUNT, [COUNT], "float32"), whole_numbers(COUNT))
+        self.ask(m.SetRule(3, 1, "sgd", optim.SGD(lr=0.5, momentum=0.5).hyperparams()))
+        self.pushed = 0
+
+    def is_so(self, members: list[int]) -> None:
+        """The scheduler says who has the part."""
+        self.version += 1
+        chain = m.Chain(self.version, members)
+        view = m.View(self.version, 1, [chain], [m.ServerInfo(rank, 1, "h", []) for rank in members], [])
+        for rank in members:
+            self._take(rank, self.servers[rank].adopt(view, self.now_s))
+        self._deliver()
+
+    def ask(self, message: Any, *payloads: np.ndarray, server: int = HEAD) -> Message | None:
+        """The answer of a server, if there is one by now."""
+        frames = [memoryview(bytearray(payload.tobytes())) for payload in payloads]
+        self._take(server, self.servers[server].handle(route(0), message, frames, self.now_s))
+        self._deliver()
+        return self.answers.get(message.request)
+
+    def push(self, server: int = HEAD) -> Message | None:
+        self.pushed += 1
+        request = m.Push(10 + self.pushed, "k", 0, self.pushed, "none", False)
+        return self.ask(request, whole_numbers(COUNT, self.pushed), server=server)
+
+    def after(self, seconds: float) -> None:
+        self.now_s += seconds
+        for rank, server in enumerate(self.servers):
+            self._take(rank, server.tick(self.now_s))
+        self._deliver()
+
+    def _take(self, sender: int, outgoing: Sequence[Any]) -> None:
+        for one in outgoing:
+            if isinstance(one, Reply) and one.route not in self.routes:
+                self.answers[one.message.request] = one.message  # type: ignore[attr-defined]
+                continue
+            frames = [memoryview(bytearray(payload.tobytes())) for payload in one.payloads]
+            to = one.server if isinstance(one, Forward) else self.routes[one.route]
+            self.way.append((sender, to, one.message, frames))
+
+    def _deliver(self) -> None:
+        while self.way:
+            sender, to, message, payloads = self.way.popleft()
+            if self.cut:
+                continue
+            self.passed.append(type(message).__name__)
+            server = self.servers[to]
+            if sender < to:
+                self._take(to, server.handle(at(sender), message, payloads, self.now_s))
+            else:
+                self._take(to, server.hear(sender, message, self.now_s))
+
+    def part(self, rank: int) -> Part:
+        return self.servers[rank].parts[0]
+
+    def have_the_same(self) -> None:
+        head = self.part(HEAD)
+        assert head.committed == head.seq
+        for rank in range(1, len(self.servers)):
+            assert self.part(rank).seq == head.seq
+            assert self._state_of(rank) == self._state_of(HEAD)
+
+    def _state_of(self, rank: int) -> list[Any]:
+        records = replay.dump(self.part(rank).shards[STORE])
+        return [(entry, [frame.tobytes() for frame in frames]) for entry, frames in records]
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int, server: int = FOLLOWER) -> None:
+    """A server cannot apply these pushes of the client, as they come in its log."""
+    real, left = replay.apply, set(steps)
+
+    def apply(shard: Any, entry: Any, payloads: Any, *, keep: bool) -> None:
+        if isinstance(entry, entries.Single) and shard.server == server and entry.step in left:
+            left.discard(entry.step)
+            raise ZeroDivisionError("a defect")
+        real(shard, entry, payloads, keep=keep)
+
+    monkeypatch.setattr(replay, "apply", apply)
+
+
+def check_that_it_is_given_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain()
+    fail_at(monkeypatch, 2)
+    assert isinstance(chain.push(), m.Ack)
+    chain.passed.clear()
+    assert isinstance(chain.push(), m.Ack), "when the other server has all, at the latest"
+    assert chain.passed[:3] == ["Log", "Attach", "Install"]
+    chain.have_the_same()
+    assert isinstance(chain.push(), m.Ack)
+    assert chain.passed[-2:] == ["Log", "Committed"], "from there on it follows again"
+    chain.have_the_same()
+    expected = chain.part(HEAD).shards[STORE].slots["k", 0].value.copy()
+    chain.is_so([FOLLOWER])
+    chain.ask(m.Hello(50, STORE, "async", 0, 1, 1), server=FOLLOWER)
+    assert isinstance(chain.ask(m.Pull(51, "k", 0, 0), server=FOLLOWER), m.Value)
+    np.testing.assert_array_equal(chain.part(FOLLOWER).shards[STORE].slots["k", 0].value, expected)
+
+
+def test_who_cannot_make_a_change_is_given_all_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_that_it_is_given_all_again(monkeypatch)
+    assert "server 1: an entry of part 0 cannot be replayed" in caplog.text
+
+
+def _keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "_forget", lambda self: None)
+
+
+def _says_that_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Part._replay
+
+    def replayed(self: Part, *arguments: Any) -> None:
+        try:
+            real(self, *arguments)
+        except ZeroDivisionError:
+            pass
+
+    monkeypatch.setattr(Part, "_replay", replayed)
+
+
+def _does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Part.hear
+
+    def hear(self: Part, message: Any, now_s: float) -> Any:
+        return [] if isinstance(message, m.Attach) and self._sent is not None else real(self, message, now_s)
+
+    monkeypatch.setattr(Part, "hear", hear)
+
+
+@pytest.mark.parametrize("plant", [_keeps_what_it_has, _says_that_it_has_it, _does_not_ask])
+def test_these_mistakes_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    logging.getLogger(part.__name__).disabled = True
+    try:
+        plant(monkeypatch)
+        with pytest.raises(AssertionError):
+            check_that_it_is_given_all_again(monkeypatch)
+    finally:
+        logging.getLogger(part.__name__).disabled = False
+
+
+@pytest.mark.parametrize(("length", "server"), [(2, 1), (3, 1), (3, 2), (4, 2)])
+def test_it_is_given_all_again_as_often_as_it_needs_it(
+    monkeypatch: pytest.MonkeyPatch, length: int, server: int
+) -> None:
+    """Those after it, too: what they lack it cannot tell them any more."""
+    chain = Chain(length)
+    fail_at(monkeypatch, 2, 4, 5, server=server)
+    for step in range(1, 7):
+        chain.push()
+        for _ in range(5):
+            chain.after(1.1)
+        assert isinstance(chain.answers.get(10 + step), m.Ack)
+        chain.have_the_same()
+
+
+def test_a_copy_that_is_not_whole_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head ends before the other server has all again: that must not answer with what it lacks."""
+    chain = Chain()
+    assert isinstance(chain.push(), m.Ack)
+    fail_at(monkeypatch, 2)
+    real = Part._begin_install
+    monkeypatch.setattr(Part, "_begin_install", lambda self: [] if setattr(chain, "cut", True) else real(self))
+    assert chain.push() is None
+    chain.cut = False
+    chain.is_so([FOLLOWER])
+    assert not chain.part(FOLLOWER).answers
+    assert chain.ask(m.Hello(50, STORE, "async", 0, 1, 1), server=FOLLOWER) is not None
+    answer = chain.ask(m.Init(51, "k", 0, 1, COUNT, [COUNT], "float32"), whole_numbers(COUNT), server=FOLLOWER)
+    assert isinstance(answer, m.Moved)
+
+
+def test_it_is_given_all_again_though_the_chain_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain()
+    assert isinstance(chain.push(), m.Ack)
+    fail_at(monkeypatch, 2)
+    real = Part._begin_install
+    monkeypatch.setattr(Part, "_begin_install", lambda self: [] if setattr(chain, "cut", True) else real(self))
+    assert chain.push() is None
+    monkeypatch.setattr(Part, "_begin_install", real)
+    chain.cut = False
+    chain.is_so([HEAD, FOLLOWER])
+    for _ in range(3):
+        chain.after(1.1)
+    assert isinstance(chain.answers.get(12), m.Ack)
+    chain.have_the_same()
