@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from kvmpi.errors import ConfigError, ProtocolError
 from kvmpi.wire.entries import CallsState, RuleInForce
 
+#: Calls that not all clients have made are kept for comparison: the last ones that together are no longer. A server
+#: that joins a chain is told of them, and of the rule, in one message.
+_MOST_BYTES = 60_000
+
 
 class SharedCalls:
-    """The calls of one kind on one server, numbered from 1. Forgets a call when every client has made it.
+    """The calls of one kind on one server, numbered from 1. Forgets a call when every client has made it,
+    and if clients are so far apart that very many are open, the oldest: these are not compared any more.
 
     Attributes:
         made: how many there were, by whoever was first.
@@ -20,7 +27,9 @@ class SharedCalls:
         self._name, self._server = name, server
         self.made = 0
         self._calls: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}  # in bytes, of the same
         self._seen: dict[int, int] = {}
+        self._bytes = 0
 
     def is_repeat(self, client: int, ordinal: int, call: Any, at: str = "") -> bool:
         """Whether this is another client's, or a repeated, copy of a call that has taken effect.
@@ -53,11 +62,16 @@ class SharedCalls:
         """``client`` has made this call, which is valid. ``clients`` are those of whom more calls are expected."""
         if ordinal > self.made:
             self.made = ordinal
-            self._calls[ordinal] = call
+            self._keep(ordinal, call)
         self._seen[client] = max(ordinal, self._seen.get(client, 0))
         done = min((self._seen.get(other, 0) for other in clients), default=ordinal)
-        for number in [number for number in self._calls if number <= done]:
-            del self._calls[number]
+        while self._calls and ((oldest := next(iter(self._calls))) <= done or self._bytes > _MOST_BYTES):
+            del self._calls[oldest]
+            self._bytes -= self._sizes.pop(oldest)
+
+    def _keep(self, number: int, call: Any) -> None:
+        self._calls[number], self._sizes[number] = call, len(msgspec.msgpack.encode(call)) + 32
+        self._bytes += self._sizes[number]
 
     def dump(self, pack: Callable[[Any], RuleInForce]) -> CallsState:
         """All of it, for ``restore``; ``pack`` makes an entry of a call."""
@@ -66,4 +80,6 @@ class SharedCalls:
     def restore(self, state: CallsState, unpack: Callable[[RuleInForce], Any]) -> None:
         """Be as ``dump`` has described it."""
         self.made, self._seen = state.made, dict(state.seen)
-        self._calls = {number: unpack(call) for number, call in state.open}
+        self._calls, self._sizes, self._bytes = {}, {}, 0
+        for number, call in state.open:
+            self._keep(number, unpack(call))

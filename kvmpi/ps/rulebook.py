@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvmpi import optim
 from kvmpi.errors import ConfigError
 from kvmpi.ps.calls import SharedCalls
 from kvmpi.ps.slot import RuleChange, Slot
-from kvmpi.wire import entries
+from kvmpi.wire import MAX_HEADER_BYTES, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
@@ -46,12 +48,12 @@ class Rulebook:
         ahead = self._ahead(client, slots)
         if isinstance(message, m.SetRule):
             if not self._choices.is_repeat(client, message.ordinal, (message.rule, message.hyperparams)):
-                optim.create(message.rule, message.hyperparams)
+                _check_length(optim.create(message.rule, message.hyperparams), "set_optimizer")
             return entries.RuleCall(client, message.ordinal, message.rule, message.hyperparams, ahead)
         if not self._changes.is_repeat(client, message.ordinal, message.hyperparams, f" at clock {message.clock}"):
             if self.rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
-            self.rule.with_hyperparams(**message.hyperparams)
+            _check_length(self.rule.with_hyperparams(**message.hyperparams), "set_hyperparams")
         return entries.HyperCall(client, message.ordinal, message.hyperparams, ahead)
 
     def has_made(self, client: int, message: m.SetRule | m.SetHyperparams) -> bool:
@@ -116,6 +118,13 @@ class Rulebook:
         self.rule, self.generation, self.resumed = change.rule, change.generation, state.resumed
         self._choices.restore(state.calls[0], lambda call: (call.rule, call.hyperparams))
         self._changes.restore(state.calls[1], lambda call: call.hyperparams)
+
+
+def _check_length(rule: optim.Rule, call: str) -> None:
+    """What is different for single keys adds up; another server is told the whole rule in one message."""
+    length, limit = len(msgspec.msgpack.encode(in_force(RuleChange(0, 0, rule)))), MAX_HEADER_BYTES // 2
+    if length > limit:
+        raise ConfigError(f"{call}: with what differs for single keys the rule has {length} bytes, limit {limit}")
 
 
 def in_force(change: RuleChange) -> entries.RuleInForce:

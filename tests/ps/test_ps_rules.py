@@ -11,7 +11,9 @@ from ps_helpers import STORE, Machine, as_float, random_floats, round_of, stored
 from kvmpi import optim
 from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ProtocolError
 from kvmpi.ps import replay
+from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.shard import Shard
+from kvmpi.wire import MAX_HEADER_BYTES, encode
 from kvmpi.wire import messages as m
 
 COUNT = 9
@@ -394,3 +396,45 @@ def test_hyperparameters_by_key(mode: str) -> None:
             expected[key] -= rate * gradient
             np.testing.assert_allclose(machine.read(key, step if mode == "sync" else 0), np.full(COUNT, expected[key]))
     assert machine.slot(4).rule_in_force.rule == optim.SGD(lr=7.0, momentum=0.5)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_one_client_says_long_before_the_others_is_not_kept_for_ever(mode: str) -> None:
+    """A server that joins is told all of it in one message; what is still kept is compared."""
+    machine = Machine(mode, 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.SGD(lr=1.0))
+    for ordinal in range(1, 6001):
+        assert machine.ok(machine.send(0, m.SetHyperparams, ordinal, {"lr": 1.0 / ordinal}, 0))
+    rulebook = machine.state.parts[0].shards[1].rulebook
+    state = rulebook.dump()
+    assert len(encode(m.Install(0, 1, 0, 1, 1, 1, state))) < MAX_HEADER_BYTES / 2
+    copy = Rulebook(1, in_rounds=mode == "sync")
+    copy.restore(state)
+    assert copy.dump() == state
+    for ordinal in (1, 2, 3):
+        assert machine.ok(machine.send(1, m.SetHyperparams, ordinal, {"lr": 1.0 / ordinal}, 0))
+    other = machine.send(1, m.SetHyperparams, 5999, {"lr": 7.0}, 0)
+    assert isinstance(machine.error(other), ConfigError), "it is not what the other has said"
+    for ordinal in range(4, 6001):
+        assert machine.ok(machine.send(1, m.SetHyperparams, ordinal, {"lr": 1.0 / ordinal}, 0))
+    assert not rulebook.dump().calls[1].open
+    assert rulebook.rule is not None
+    assert rulebook.rule.hyperparams()["lr"] == 1.0 / 6000
+
+
+def test_a_rule_that_has_become_too_long_to_be_handed_on_is_refused() -> None:
+    machine = Machine("sync", 1)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.SGD(lr=1.0))
+    errors = []
+    for ordinal in range(1, 10):
+        changes = {f"lr@layer {ordinal}.{i} of a long name": 0.5 for i in range(1000)}
+        errors.append(machine.error(machine.send(0, m.SetHyperparams, ordinal, changes, 0)))
+        if errors[-1] is not None:
+            break
+    assert isinstance(errors[-1], ConfigError)
+    assert "limit 131072" in str(errors[-1])
+    state = machine.state.parts[0].shards[1].rulebook.dump()
+    assert len(encode(m.Install(0, 1, 0, 1, 1, 1, state))) <= MAX_HEADER_BYTES
+    assert machine.ok(machine.send(0, m.SetHyperparams, len(errors), {"lr": 0.25}, 0)), "it can go on with another"
