@@ -109,8 +109,15 @@ class Link:
                 self._connections.pop(server).close()
         for server, info in found.items():
             if server not in self._connections:
-                endpoint = choose(info, self._config)
-                self._connections[server] = self._open(endpoint, f"server {server}")
+                try:
+                    endpoint = choose(info, self._config)
+                    self._connections[server] = self._open(endpoint, f"server {server}")
+                except KVError as error:
+                    if not self._joined:
+                        raise
+                    # One that has come since, with an address that is none here, is no reason to part with the others.
+                    _log.warning("%s cannot connect to server %d on %s: %s", self._name, server, info.host, error)
+                    continue
                 self._incarnations[server] = info.incarnation
         self._is_near = all(connection.is_near for peer, connection in self._connections.items() if peer != SCHEDULER)
         self._watch = None

@@ -13,7 +13,7 @@ import zmq
 from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
 
 from kvmpi import optim
-from kvmpi.errors import ProtocolError
+from kvmpi.errors import KVError, ProtocolError
 from kvmpi.ps import daemon
 from kvmpi.wire import Connection, encode
 from kvmpi.wire import messages as m
@@ -105,3 +105,28 @@ def test_nonsense_from_another_server_or_the_scheduler_ends_no_server(
             np.testing.assert_array_equal(out, whole_numbers(100) + 2 * steps)
     assert all(thread.is_alive() for thread in job.threads)
     assert "cannot read a message from" in caplog.text
+
+
+@pytest.mark.parametrize("endpoints", [[], ["tcp://no such host"], ["ipc://relative"]])
+def test_a_server_that_comes_without_an_address_ends_no_client(
+    start_job: Callable[..., Any], endpoints: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start_job(2)
+    (ps,) = job.connect(1)
+    initialise([ps], {"k": 10}, optim.Test(lr=-1.0))
+    before, until = ps._link._epoch, deadline()
+    peer = Connection(job.context, job.config.scheduler, 1 << 20)
+    try:
+        peer.send(m.Register(1, "server", 2, -1, 2, 5, "h", endpoints))
+        while ps._link._epoch == before and ps._link.is_open:
+            assert until.remaining_s() > 0
+            threading.Event().wait(0.01)
+        out = np.empty(10, "f4")
+        ps.pushpull("k", np.ones(10, "f4"), out, deadline()).wait()
+        np.testing.assert_array_equal(out, whole_numbers(10) + 1)
+        assert "cannot connect to server 2 on h" in caplog.text
+        late = job.new_client(0, 1, store=2)
+        with pytest.raises(KVError, match=r"server 2|no such host|relative"):  # it says so at once
+            late.connect(deadline())
+    finally:
+        peer.close()
