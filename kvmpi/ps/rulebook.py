@@ -45,15 +45,17 @@ class Rulebook:
             ConfigError: no such rule or hyperparameter, or another client has said something else.
             ProtocolError: the client skips a call.
         """
-        ahead = self._ahead(client, slots)
+        ahead: list[tuple[Key, int, int]] = []  # only the first copy of a call takes effect
         if isinstance(message, m.SetRule):
             if not self._choices.is_repeat(client, message.ordinal, (message.rule, message.hyperparams)):
                 _check_length(optim.create(message.rule, message.hyperparams), "set_optimizer")
+                ahead = self._ahead(client, slots)
             return entries.RuleCall(client, message.ordinal, message.rule, message.hyperparams, ahead)
         if not self._changes.is_repeat(client, message.ordinal, message.hyperparams, f" at clock {message.clock}"):
             if self.rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
             _check_length(self.rule.with_hyperparams(**message.hyperparams), "set_hyperparams")
+            ahead = self._ahead(client, slots)
         return entries.HyperCall(client, message.ordinal, message.hyperparams, ahead)
 
     def has_made(self, client: int, message: m.SetRule | m.SetHyperparams) -> bool:

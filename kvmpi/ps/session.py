@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -261,7 +261,7 @@ class ClientSession:
     def waits(self) -> list[Wait]:
         """What is under way; may be called from another thread."""
         return [
-            Wait(("operation", id(op)), op.expires_s - op.timeout_s, op.label, "; ".join(_whom(op)[:4]))
+            Wait(("operation", id(op)), op.expires_s - op.timeout_s, op.label, "; ".join(_whom(op, self._greeted)[:4]))
             for op in list(self._unfinished.values())
             if op.timeout_s < _FOR_EVER_S / 2
         ]
@@ -272,7 +272,7 @@ class ClientSession:
         for ask in astray:
             self._send_again(ask)
         for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
-            self._cancel(operation, KVTimeoutError(_explain(operation)))
+            self._cancel(operation, KVTimeoutError(_explain(operation, self._greeted)))
         for ask in self._outstanding.values():
             if ask.sent_s is not None and now_s - ask.sent_s > ask.operation.retry_s:
                 ask.sent_s = now_s
@@ -455,14 +455,14 @@ def _as_kv_error(ask: Ask, error: Exception) -> KVError:
     return wrapped
 
 
-def _explain(operation: Operation) -> str:
-    reasons = _whom(operation)
+def _explain(operation: Operation, greeted: Collection[int]) -> str:
+    reasons = _whom(operation, greeted)
     why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
     return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
 
 
-def _whom(operation: Operation) -> list[str]:
-    """Whom an operation still waits for, and where to look."""
+def _whom(operation: Operation, greeted: Collection[int]) -> list[str]:
+    """Whom an operation still waits for, and where to look. ``greeted``: the servers that know this client."""
     reasons = []
     open_asks = [ask for ask in operation.asks if not ask.ended]
     for peer in sorted({ask.peer for ask in open_asks}):
@@ -481,6 +481,8 @@ def _whom(operation: Operation) -> list[str]:
             reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
         elif any(ask.accepted for ask in asks):
             reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
+        elif all(ask.sent_s is None and ask.part >= 0 for ask in asks) and peer not in greeted:
+            reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; check that process")
         elif all(ask.sent_s is None for ask in asks):
             reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
         else:

@@ -329,7 +329,8 @@ class Shard:
 
     def _check_same(self, client: int, message: m.Init) -> None:
         key = message.key
-        known_by = "the snapshot" if key in self.saved else "client 0"
+        giver = "client 0" if 0 not in self.clients.gone else "the client that gave its value"
+        known_by = "the snapshot" if key in self.saved else giver
         slot = self.slots.get((key, message.chunk))
         requests.check_same(client, message, self.layouts[key], None if slot is None else slot.count, known_by)
 

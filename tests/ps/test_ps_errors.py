@@ -110,6 +110,15 @@ def test_a_mismatch_at_init_is_told_to_the_offender_only(name: str, early: bool)
     pushes_still_work(machine)
 
 
+def test_a_mismatch_does_not_blame_client_0_for_what_another_gave() -> None:
+    machine = Machine("sync", 3, on_client_loss="shrink")
+    machine.lose(0)
+    assert machine.ok(machine.init(1, "k", whole_numbers(COUNT), gives=True))
+    error = machine.error(machine.init(2, "k", whole_numbers(COUNT + 1)))
+    assert isinstance(error, ShapeMismatchError)
+    assert "client 2 has shape (6,), the client that gave its value has (5,)" in str(error)
+
+
 def test_an_early_client_with_another_number_of_chunks_is_not_left_waiting() -> None:
     machine = Machine("sync", 2)
     offender = machine.init(1, "k", whole_numbers(COUNT), chunk=5, num_chunks=6)

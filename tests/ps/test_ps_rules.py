@@ -13,7 +13,7 @@ from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ProtocolError
 from kvmpi.ps import replay
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.shard import Shard
-from kvmpi.wire import MAX_HEADER_BYTES, encode
+from kvmpi.wire import MAX_HEADER_BYTES, encode, entries
 from kvmpi.wire import messages as m
 
 COUNT = 9
@@ -438,3 +438,22 @@ def test_a_rule_that_has_become_too_long_to_be_handed_on_is_refused() -> None:
     state = machine.state.parts[0].shards[1].rulebook.dump()
     assert len(encode(m.Install(0, 1, 0, 1, 1, 1, state))) <= MAX_HEADER_BYTES
     assert machine.ok(machine.send(0, m.SetHyperparams, len(errors), {"lr": 0.25}, 0)), "it can go on with another"
+
+
+def test_what_is_said_of_chunks_with_a_call_is_said_once_and_no_more_than_there_are() -> None:
+    machine = Machine("sync", 3)
+    for key in range(20):
+        machine.init_all(key, whole_numbers(COUNT))
+    machine.rule(optim.SGD(lr=1.0))
+    for key in range(20):
+        for step in (1, 2, 3):  # the last one is out of turn
+            machine.push(0, key, step, whole_numbers(COUNT))
+        machine.push(1, key, 1, whole_numbers(COUNT))
+    logged: list[entries.HyperCall] = []
+    shard = machine.state.parts[0].shards[STORE]
+    shard._log = lambda entry, payloads: bool(logged.append(entry))  # type: ignore[assignment,func-returns-value,arg-type]
+    for client in range(3):
+        assert machine.ok(machine.send(client, m.SetHyperparams, 1, {"lr": 0.5}, 0))
+    assert [len(entry.ahead) for entry in logged] == [20, 0, 0]
+    assert {pushed for _, _, pushed in logged[0].ahead} == {2}
+    assert [change.from_round for change in machine.slot(7).rules][-1] == 3, "after what the first one has pushed"

@@ -502,6 +502,20 @@ def test_a_request_that_could_not_leave_says_so() -> None:
     assert "not yet sent to server 0" in str(bench.ended["second"])
 
 
+def test_what_waits_for_a_server_that_does_not_know_this_client_says_so() -> None:
+    bench = Bench()
+    bench.session.adopt(m.View(1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], []))
+    bench.start("hello", Ask(0, m.Hello, (1, "sync", 0, 2, 1)))
+    bench.flush()
+    bench.start("push", push(-2, 1, part=0), timeout_s=5.0)
+    assert not bench.flush()
+    assert "not answered this client's Hello" in next(
+        wait.whom for wait in bench.session.waits() if wait.what == "push"
+    )
+    bench.after(6.0)
+    assert "not yet sent to server 0, which has not answered this client's Hello" in str(bench.ended["push"])
+
+
 # ---- lost peers
 
 
