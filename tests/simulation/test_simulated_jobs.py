@@ -60,7 +60,7 @@ FOUND_BY = {
     "resurrected incarnation": 320, "resurrected client": 204, "open rounds forgotten": 320, "one snapshot kept": 53,
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 80, "snapshot of several rounds": 7, "lost acknowledgement": 10,
-    "returned client left out": 24, "rounds pass who enters": 84, "snapshot counted twice": 131, "resumed too far": 17,
+    "returned client left out": 24, "rounds pass who enters": 84, "snapshot counted twice": 131, "resumed too far": 53,
     "snapshot of what has ended": 33,
     "snapshot not copied": 66, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 53,
