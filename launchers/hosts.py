@@ -92,15 +92,24 @@ def _of_slurm(environ: Mapping[str, str], group: str) -> list[Host]:
     # Without --ntasks there are no tasks to count, and a node takes as many workers as it has cores.
     tasks = f"SLURM_TASKS_PER_NODE{group}"
     counts = environ.get(tasks) or environ.get(f"SLURM_JOB_CPUS_PER_NODE{group}") or f"1(x{len(found)})"
-    slots: list[int] = []
-    for word in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if match is None:
-            raise ConfigError(f"{tasks}={counts!r} makes no sense")
-        slots += [int(match[1])] * int(match[2] or 1)
+    slots = _counts(counts, tasks)
+    cores = environ.get(f"SLURM_JOB_CPUS_PER_NODE{group}", "")
+    if len(slots) != len(found) and cores and "SLURM_STEP_ID" in environ:
+        slots = _counts(cores, tasks)  # the tasks are those of the step that this process is in
     if len(slots) != len(found):
         raise ConfigError(f"{tasks}={counts!r} does not fit the {len(found)} nodes of {names!r}")
     return [Host(name, number) for name, number in zip(found, slots, strict=True)]
+
+
+def _counts(text: str, variable: str) -> list[int]:
+    """``2(x3),1`` as numbers, one for each node."""
+    found: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            raise ConfigError(f"{variable}={text!r} makes no sense")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def expand_slurm(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -22,7 +23,7 @@ from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program
 from kvmpi.launchers.rank_exec import hidden
 from kvmpi.launchers.reach import BatchReach, Reach
-from kvmpi.launchers.remote import REMOTE_EXEC
+from kvmpi.launchers.remote import KEPT, REMOTE_EXEC
 
 #: Settings that the launcher decides; what the user's environment says about them belongs to some other job.
 OWNED = {
@@ -40,8 +41,11 @@ _RESTARTS = 20
 CARD = "job.json"
 #: What an mpirun starts its own helpers on other hosts by, in the job's folder.
 AGENT = "agent"
-#: Of the user's environment, for ranks that an mpirun starts on other hosts.
-_INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+#: What of an environment belongs to a host or a session there. Ranks that an mpirun starts on other hosts get the rest.
+_OF_A_HOST = (
+    *("OMPI_", "PRTE_", "PMIX_", "PMI_", "HYDRA_", "SLURM", "LSB_", "LS_", "LSF_", "SSH_", "XDG_", "DBUS_", "DISPLAY"),
+    *("HOSTNAME", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "TERM", "_="),
+)
 
 #: By which ranks learn where their shared memory goes.
 _BACKING = ("OMPI_MCA_btl_sm_backing_directory",)
@@ -375,7 +379,8 @@ def _client(
         raise ConfigError(f"client {client_rank} has {len(workers)} workers and needs MPI, but no mpirun was given")
     # Open MPI exports its own.
     names = [name for name in (*env, *mpi_env) if not name.startswith(("OMPI_", "PRTE_"))]
-    names += [name for name in whole if name.startswith("KVMPI_") or name in _INHERITED]
+    kept = () if places is None or places.reach.kind == "ssh" else KEPT
+    names += [name for name in whole if re.fullmatch(r"\w+", name) and not f"{name}=".startswith((*_OF_A_HOST, *kept))]
     started: tuple[str, ...]
     spans = True
     exported = dict.fromkeys([*names, "KVMPI_SCHEDULER"])

@@ -129,7 +129,19 @@ def ssh(words: str) -> Reach:
 def srun(groups: Mapping[str, int] | None = None) -> Reach:
     """For the nodes of a Slurm allocation; steps share their resources, or each would wait for the one before."""
     _require("srun")
-    words = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=0", "--unbuffered", "--kill-on-bad-exit=0")
+    # Inside of a step, srun would bind what it starts on other nodes as that step is bound here.
+    words = (
+        "env",
+        "-u",
+        "SLURM_CPU_BIND",
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--input=0",
+        "--unbuffered",
+        "--kill-on-bad-exit=0",
+    )
     return Reach("srun", (*words, "--export=ALL", "--mpi=none", "--quiet"), groups or {})
 
 

@@ -18,7 +18,7 @@ from kvmpi.launchers import processes
 from kvmpi.launchers.reach import BatchReach, Reach
 
 REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
-#: Of the environment of a batch job: which hosts and devices are its.
+#: Of the environment that a batch system gives to a process: which hosts and devices are its.
 KEPT = ("SLURM_", "SLURMD_", "LSB_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 #: What is to run, its whole environment included, is written before anybody reads.
 _PIPE_BYTES = 1 << 20
@@ -54,15 +54,16 @@ class RemoteProcess:
         self._is_batch, self._reach = reach.is_batch, reach
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
-            "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.is_apart else [],
+            "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.kind != "ssh" else [],
             "alone": reach.is_apart, "spans": spans, "job": env.get("KVMPI_JOB_ID", ""), **address,
         }  # fmt: skip
         read_end, self._orders = os.pipe()
         try:
-            if hasattr(fcntl, "F_SETPIPE_SZ"):
-                fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             os.set_blocking(self._orders, False)  # nobody reads yet: a text that does not fit would wait for ever
             line = json.dumps(spec).encode() + b"\n"
+            if hasattr(fcntl, "F_SETPIPE_SZ") and fcntl.fcntl(self._orders, fcntl.F_GETPIPE_SZ) < len(line):
+                with contextlib.suppress(OSError):  # the system limits what the pipes of one user may take
+                    fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, min(len(line), _PIPE_BYTES))
             if os.write(self._orders, line) < len(line):
                 raise OSError(
                     errno.E2BIG, f"command and environment take {len(line)} bytes; the pipe to {host} has less"

@@ -16,6 +16,8 @@ from kvmpi.launchers.remote_exec import own_address
 
 #: An address that is nobody's (RFC 5737): the way there is that to other hosts.
 _ANYWHERE = "192.0.2.1"
+#: By which Slurm says where a process is: this need not be a name that anything else knows.
+_NODE = "SLURMD_NODENAME"
 
 
 def find(
@@ -63,7 +65,7 @@ def find(
         if sum(host.slots for group in before for host in group) >= bounds[-1][1]:
             for_servers = [host.name for host in last]
     layout = lay_out(found, bounds, num_servers, for_servers)
-    node = environ.get("SLURMD_NODENAME", "")  # which need not be a name that anything else knows
+    node = environ.get(_NODE, "")
     here = next((name for name in layout.names if is_here(name) or name == node), "")
     others = [name for name in layout.names if name != here]
     address = _own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
@@ -115,7 +117,9 @@ def _choose(
     for name, kind in (("slurm", "srun"), ("lsf", "blaunch")):
         if launcher in ("auto", name):
             found = _allocated(environ, kind)
-            if len(found) > 1 or (found and launcher == name):
+            # A shell of salloc's may be on a node for logins.
+            away = kind == "srun" and any(not is_here(h.name) and h.name != environ.get(_NODE) for h in found)
+            if len(found) > 1 or (found and (away or launcher == name)):
                 return found, kind
             if launcher == name:
                 return [], "batch"

@@ -136,7 +136,13 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert (places.reach.kind, places.here, places.others, places.address) == ("ssh", "", ["x1", "x2"], "127.0.0.1")
     assert find(environ=slurm).reach.kind == "srun"
     assert find(environ={"LSB_JOBID": "7", "LSB_HOSTS": "x1 x2"}).reach.kind == "blaunch"
-    assert find(environ={**slurm, "SLURM_JOB_NODELIST": "x1", "SLURM_TASKS_PER_NODE": "2"}, network="") is None
+    one = {**slurm, "SLURM_JOB_NODELIST": "x1", "SLURM_TASKS_PER_NODE": "2"}
+    assert find(environ={**one, "SLURMD_NODENAME": "x1"}, network="") is None
+    assert find(environ=one).layout.names == ["x1"], "salloc gives a shell here, and a node there"
+    three = {**slurm, "SLURM_JOB_NODELIST": "x[1-3]", "SLURM_JOB_CPUS_PER_NODE": "2(x2),1", "SLURM_TASKS_PER_NODE": "1"}
+    assert [host.slots for host in hosts.of_slurm({**three, "SLURM_STEP_ID": "0"})[0]] == [2, 2, 1]
+    with pytest.raises(ConfigError, match="does not fit the 3 nodes"):
+        hosts.of_slurm(three)
     assert find("local", environ=slurm, network="") is None
     assert find(hosts=f"{socket.gethostname()}:2").here == socket.gethostname()
     het = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "x1,x2"}
