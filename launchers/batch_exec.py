@@ -10,6 +10,7 @@ system that all hosts share: what is to run, signals to pass on, and a sign of l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,11 +21,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvmpi.launchers.batch import ENDED, SYSTEMS, WAITS, BatchSystem, Resources, script
+from kvmpi.launchers.batch import ENDED, RUNS, SYSTEMS, WAITS, BatchSystem, Resources, script
 
 POLL_S = 1.0
-#: A system that does not answer is asked again for so long.
-PATIENCE_S = 120.0
+#: While a job runs it says itself when it ends: the system is asked seldom, since many may ask it.
+RUNS_S = 5.0
+#: A system that does not answer is asked again for so long; and so long it has for an answer, in which nothing is shown
+#: and no sign of life is given.
+PATIENCE_S, ANSWER_S = 120.0, 10.0
 #: After the end of a batch job, for its last output to come over a shared file system.
 SETTLE_S = 5.0
 #: Between the signal that ends it gently and the system's; less than the launcher's own patience.
@@ -114,8 +118,11 @@ class BatchJob:
         Raises:
             OSError: the system does not answer.
         """
-        words = self._system.look(self._number)
-        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        words, nothing = self._system.look(self._number), subprocess.DEVNULL
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, stdin=nothing, check=False, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            raise OSError(f"{words[0]} has not answered for {ANSWER_S:.0f} s") from None
         text = done.stdout.strip()
         if done.returncode != 0 and not text and not _is_unknown(done.stderr):
             raise OSError(f"{words[0]}: {done.stderr.strip()}")
@@ -160,11 +167,12 @@ def follow(job: BatchJob, orders: int) -> int:
             return 128 + signal.SIGTERM
         if now_s < next_look_s:
             continue
-        next_look_s = now_s + POLL_S
         try:
             state, word = job.look()
             silent_since_s = None
+            next_look_s = time.monotonic() + (RUNS_S if state == RUNS else POLL_S)
         except OSError as error:
+            next_look_s = time.monotonic() + POLL_S
             silent_since_s = silent_since_s or now_s
             if now_s - silent_since_s > PATIENCE_S:
                 raise OSError(f"no answer for {PATIENCE_S:.0f} s: {error}") from None
@@ -211,6 +219,8 @@ def main(argv: list[str]) -> int:
         return follow(job, 0)
     except OSError as error:
         _say(f"{name}: {error}")
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            job.cancel()
         return 1
     except BaseException:
         job.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 WATCHDOG = str(Path(__file__).with_name("watchdog.py"))
 PR_SET_PDEATHSIG = 1
-AGAIN_S = 5.0  # for a second try to clear up on another host
+OTHERS_S, AGAIN_S = 15.0, 5.0  # for other hosts, all at once, to clear up; and for a second try
 
 
 def exit_status(returncode: int) -> int:
@@ -104,15 +103,7 @@ class Watchdog:
         self._command = list(command if reach is None else reach(command))
         self._env = env
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                env=env,
-                cwd="/",
-                stdin=read_end,
-                stdout=subprocess.DEVNULL,  # ours would keep ``kvmpi run | tee`` waiting for the watchdog
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = self._start(read_end)
         finally:
             os.close(read_end)
 
@@ -140,27 +131,34 @@ class Watchdog:
         """Let it, and the others, end what is left of the job, and wait for that."""
         for watchdog in (self, *self.others):
             watchdog.release()
-        self._await(timeout_s)
-        for watchdog in self.others:
-            watchdog._await(timeout_s)
+        if not self._has_ended(timeout_s):
+            from kvmpi.launchers import watchdog as here
 
-    def _await(self, timeout_s: float) -> None:
-        try:
-            if self._process.wait(timeout_s) == 0:
-                return
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if not self._here:
-            # It was killed, and another does its work; or its host is not to be reached, and what is there neither.
-            nothing = subprocess.DEVNULL
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    self._command, env=self._env, cwd="/", stdin=nothing, stdout=nothing, stderr=nothing,
-                    timeout=AGAIN_S, check=False,
-                )  # fmt: skip
-            return
-        from kvmpi.launchers import watchdog
+            here.kill_all(self._job_id)
+            here.remove(self._paths, self._since_s)
+        until_s = time.monotonic() + OTHERS_S
+        left = [watchdog for watchdog in self.others if not watchdog._has_ended(until_s - time.monotonic())]
+        # They were killed, and others do their work; or their hosts are not to be reached, and what is there neither.
+        again = [watchdog._start(subprocess.DEVNULL) for watchdog in left]
+        until_s = time.monotonic() + AGAIN_S
+        for process in again:
+            _end(process, until_s - time.monotonic())
 
-        watchdog.kill_all(self._job_id)
-        watchdog.remove(self._paths, self._since_s)
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether it has done its work, in this time."""
+        return _end(self._process, timeout_s) == 0
+
+    def _start(self, stdin: int) -> subprocess.Popen[bytes]:
+        nothing = subprocess.DEVNULL  # our output would keep ``kvmpi run | tee`` waiting for the watchdog
+        return subprocess.Popen(
+            self._command, env=self._env, cwd="/", stdin=stdin, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+
+
+def _end(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Wait for a process; kill one that takes longer."""
+    try:
+        return process.wait(max(0.0, timeout_s))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
