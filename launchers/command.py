@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -193,6 +194,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     if args.dry_run:
         print(described)
         return 0
+    _open_files(100 + 8 * (args.workers + args.servers))  # pipes and FIFOs of all that start at once
     timeline = Timeline.of(args.timeline or environ.get("KVMPI_TIMELINE", ""))
     signals = SignalCatcher()
     try:
@@ -228,9 +230,22 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             if timeline is not None:
                 output.say(f"kvmpi run: {timeline.make(job_id)}")
             _summarise(args, runner.picture, output, time.monotonic() - started_s)
+    except OSError as error:
+        if error.filename is None:  # nobody takes the output
+            raise
+        raise KVError(f"{error.filename}: {error.strerror}") from None
     finally:
         signals.close()
         output.close()
+
+
+def _open_files(count: int) -> None:
+    """Have room for so many, as far as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+        )
 
 
 def _of_before(environ: Mapping[str, str], args: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from kvmpi.errors import ConfigError
 #: Options of Python's: followed by a value, in the same word or the next; and of one letter, in any number in a word.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _FLAGS = frozenset("bBdEIOPqsSuvx")
+_PYTHON = re.compile(r"python\d*(\.\d+)*")
 
 
 class ProgramNotFoundError(ConfigError):
@@ -39,7 +41,8 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
 
     ``-m MODULE``, a ``.py`` file and a script that names Python in its first line run under ``python``, the
     interpreter of the launcher: what ``PATH`` would find is often another environment. So do ``python`` and
-    ``python3`` themselves. Everything else is an executable, by path or from ``PATH``.
+    ``python3`` themselves; another Python, by its path or its version, runs the program itself. Everything else is an
+    executable, by path or from ``PATH``.
 
     Raises:
         ProgramNotFoundError: nothing of that name can be run; the message names it.
@@ -51,17 +54,21 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
     if name == "-m":
         if not args:
             raise ConfigError("-m needs the name of a module; for example: kvmpi run -n 2 -m package.train")
-        _require_module(args[0])
+        if python == sys.executable:
+            _require_module(args[0])
         return Program((python,), ("-m", args[0]), args[1:])
-    if name in ("python", "python3"):
+    if _PYTHON.fullmatch(os.path.basename(name)) and (chosen := _interpreter(name, python)):
         # ``python -u train.py`` is the same as ``train.py``, but for the options of Python's own.
+        python = chosen
         count = _count_options(args)
         rest = args[count:]
         if rest[:1] == ("-m",) or (rest and os.path.isfile(rest[0])) or (rest and rest[0].endswith(".py")):
             program = resolve(rest, python) if rest[0] == "-m" else _script(rest[0], rest[1:], python)
             return replace(program, interpreter=(python, *args[:count]))
         return Program((), (python,), args)
-    if name.endswith(".py") or (os.path.isfile(name) and not os.access(name, os.X_OK) and _has_python_shebang(name)):
+    if name.endswith(".py") or (
+        os.path.isfile(name) and not os.access(name, os.X_OK) and b"python" in _first_line(name)
+    ):
         return _script(name, args, python)
     found = shutil.which(name)
     if found is None:
@@ -73,7 +80,21 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
         if os.path.isdir(name):
             raise ProgramNotFoundError(f"program {name!r} is a directory")
         raise ProgramNotFoundError(f"program {name!r} not found{_where(name)}")
-    return Program((), (os.path.abspath(found) if os.sep in found else found,), args)
+    path = os.path.abspath(found) if os.sep in found else found
+    by = _named_in(path)
+    return Program(() if by is None else (_interpreter(by, python) or by,), (path,), args)
+
+
+def _interpreter(name: str, own: str) -> str | None:
+    """The Python that is meant by a name or a path."""
+    return own if name in ("python", "python3") else shutil.which(name)
+
+
+def _named_in(path: str) -> str | None:
+    """The Python that the first line of an executable script names; None: another, or with options."""
+    words = _first_line(path)[2:].decode(errors="replace").split()
+    words = words[1:] if words and os.path.basename(words[0]) == "env" else words
+    return words[0] if len(words) == 1 and _PYTHON.fullmatch(os.path.basename(words[0])) else None
 
 
 def _script(name: str, args: tuple[str, ...], python: str) -> Program:
@@ -104,13 +125,14 @@ def _where(name: str) -> str:
     return " in this directory" if name.endswith(".py") else " on PATH"
 
 
-def _has_python_shebang(path: str) -> bool:
+def _first_line(path: str) -> bytes:
+    """That of a script; empty for anything else."""
     try:
         with open(path, "rb") as file:
             first = file.readline(256)
     except OSError:
-        return False
-    return first.startswith(b"#!") and b"python" in first
+        return b""
+    return first if first.startswith(b"#!") else b""
 
 
 def _require_module(module: str) -> None:

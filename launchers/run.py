@@ -183,7 +183,10 @@ class Runner:
         path = os.path.join(self._job.job_dir, name)
         if os.path.exists(path):
             os.unlink(path)  # of a process before this one
-        os.mkfifo(path, 0o600)
+        try:
+            os.mkfifo(path, 0o600)
+        except OSError as error:  # which does not say where
+            raise OSError(error.errno, error.strerror, path) from None
         self._watch(os.open(path, os.O_RDONLY | os.O_NONBLOCK), stream)
         # A FIFO that nobody has opened yet reads as ended. A writer of our own holds it open, until the rank has it;
         # that of the reports, which ranks open at different times, until the end of the job.

@@ -288,6 +288,32 @@ def test_programs(tmp_path, monkeypatch):
     assert program.resolve(["-m", "json.tool", "f"]).command() == (python, "-m", "json.tool", "f")
     assert program.resolve(["./tool", "x"]).command(runner=("r",)) == (str(tmp_path / "tool"), "x")
     assert program.resolve(["train.py"]).command(runner=("r",)) == (python, "r", "train.py")
+    for name in ("python3.99", "env/bin/python"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("#!/bin/sh\n")
+        Path(name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for given, by in (
+        ("env/bin/python", "env/bin/python"),
+        ("python3.99", str(tmp_path / "python3.99")),
+        (python, python),
+    ):
+        assert program.resolve([given, "-u", "train.py", "x"]).command(runner=("r",)) == (
+            by,
+            "-u",
+            "r",
+            "train.py",
+            "x",
+        )
+        assert program.resolve([given, "-c", "pass"]).command(runner=("r",)) == (by, "-c", "pass")
+    assert program.resolve(["env/bin/python", "-m", "only_there"]).command() == ("env/bin/python", "-m", "only_there")
+    for line, by in {
+        "#!/usr/bin/env python": [python], f"#!{tmp_path}/env/bin/python": [f"{tmp_path}/env/bin/python"],
+        "#!/usr/bin/env -S python -u": None, "#!/usr/bin/env ruby": None,
+    }.items():  # fmt: skip
+        Path("tool").write_text(f"{line}\n")
+        expected = (str(tmp_path / "tool"), "x") if by is None else (*by, "r", str(tmp_path / "tool"), "x")
+        assert program.resolve(["./tool", "x"]).command(runner=("r",)) == expected
     Path("plain").write_text("")
     with pytest.raises(ProgramNotFoundError, match=r"call it \./plain"):
         program.resolve(["plain"])

@@ -85,6 +85,13 @@ def test_output_of_every_role_has_its_name_and_keeps_its_stream(launch, write):
     assert sorted(logs["worker-1.log"].splitlines()) == ["err", "no end", "out [bold]"]
 
 
+def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):
+    (tmp_path / "logs" / "worker-0.log").mkdir(parents=True)
+    job = launch("-n", "1", "--log-dir", "logs", "/bin/true")
+    assert job.finish() == 1
+    assert job.stderr == "kvmpi run: logs/worker-0.log: Is a directory\n"
+
+
 @needs_mpi
 def test_lines_of_ranks_are_never_mixed(launch, write):
     program = write(
