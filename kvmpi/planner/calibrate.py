@@ -15,8 +15,8 @@ _NEEDED = {"size_B", "keys", "clients", "servers", "mode", "fused_p50"}
 def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
     """Of the rows over TCP with most clients: messages from the smallest size, bytes from what the largest adds.
 
-    A server handles one key of each client in the time of a small exchange, and its share of all clients' bytes in
-    what a large one takes longer. Rows of synchronous stores count; of several for one size, the fastest.
+    A server handles its share of the keys of each client in the time of a small exchange, and its share of all clients'
+    bytes in what a large one takes longer. Rows of synchronous stores count; of several for one size, the fastest.
 
     Args:
         lines: JSON, one object a line, as ``kvmpi bench ps --keys 160 --sizes 640K,64M --json FILE`` writes them.
@@ -37,7 +37,9 @@ def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
     if len(best) < 2:
         raise ConfigError(f"{name}: expected synchronous rows of two sizes or more; kvmpi bench ps --json {name}")
     small, large = best[min(best)], best[max(best)]
-    message_s = 1e-6 * small["fused_p50"] / (small["clients"] * small["keys"])
+    # The fullest server has its share of the keys, of every client.
+    handled = small["clients"] * -(-small["keys"] // small["servers"])
+    message_s = 1e-6 * small["fused_p50"] / handled
     longer_s = 1e-6 * (large["fused_p50"] - small["fused_p50"])
     if longer_s <= 0:
         raise ConfigError(

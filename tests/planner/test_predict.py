@@ -260,6 +260,26 @@ def test_figures_of_servers_are_what_was_measured() -> None:
             from_lines(bad, "f")
 
 
+@pytest.mark.parametrize("servers", [1, 2, 8])
+def test_what_bench_ps_has_measured_is_predicted(servers: int) -> None:
+    """As docs/plan.md has it: c (keys o + S/b) / s."""
+    truth, clients, keys = ServerFigures(message_s=2e-4, process_bytes_per_s=5e8), 4, 160
+
+    def measured_s(nbytes: int) -> float:
+        return clients * (keys * truth.message_s + nbytes / truth.process_bytes_per_s) / servers
+
+    def line(nbytes: int) -> str:
+        row = {"size_B": nbytes, "keys": keys, "clients": clients, "servers": servers, "mode": "sync"}
+        return json.dumps({**row, "fused_p50": 1e6 * measured_s(nbytes)})
+
+    found = from_lines([line(640 << 10), line(64 << 20)], "f")
+    assert found.message_s == pytest.approx(truth.message_s, rel=0.05)
+    on = cluster(1, server_figures=found, link_bytes_per_s=1e15)
+    planned = predict.predict(models.plain(640 << 10, 0.0, keys), on, Job("dist-SGD", clients, 1, servers))
+    # A key that is in two pieces counts twice: up to a tenth of 160.
+    assert planned.step_s == pytest.approx(measured_s(640 << 10), rel=0.2)
+
+
 def test_the_strictest_of_the_fastest_is_recommended() -> None:
     def best(rate: float) -> Prediction:
         on = replace(cluster(4), link_bytes_per_s=rate, server_hosts=0)
