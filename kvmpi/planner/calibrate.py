@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,8 @@ def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
     """Of the rows over TCP with most clients: messages from the smallest size, bytes from what the largest adds.
 
     A server handles its share of the keys of each client in the time of a small exchange, and its share of all clients'
-    bytes in what a large one takes longer. Rows of synchronous stores count; of several for one size, the fastest.
+    bytes in what a large one takes longer. Rows of synchronous stores count that send every bit and have nothing wrong;
+    of several for one size, the fastest.
 
     Args:
         lines: JSON, one object a line, as ``kvmpi bench ps --keys 160 --sizes 640K,64M --json FILE`` writes them.
@@ -57,4 +59,10 @@ def _row(line: str, where: str) -> list[dict[str, Any]]:
     if not isinstance(row, dict) or _NEEDED - set(row):
         missing = ", ".join(sorted(_NEEDED - set(row))) if isinstance(row, dict) else "everything"
         raise ConfigError(f"{where}: no row of kvmpi bench ps; it lacks {missing}")
-    return [row] if row["mode"] == "sync" else []
+    if row["mode"] != "sync" or row.get("compress", "none") != "none" or row.get("wrong", 0) != 0:
+        return []
+    for name in sorted(_NEEDED - {"mode"}):
+        value, number = row[name], (int, float) if name == "fused_p50" else int
+        if not isinstance(value, number) or not (name == "size_B" or value > 0) or not 0 <= value < math.inf:
+            raise ConfigError(f"{where}: {name} is {value!r}: expected a positive number")
+    return [row]

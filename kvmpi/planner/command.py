@@ -144,7 +144,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.ps:
         try:
             servers = from_lines(Path(args.ps).read_text().splitlines(), args.ps)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--ps {args.ps}: {error}") from None
     return Cluster(
         args.hosts, args.server_hosts, args.cores, parse_link(args.link), 1e-6 * args.latency_us, args.lab_cores,

@@ -89,6 +89,8 @@ def predict(
     """
     if steps < 1 or events < 1:
         raise ConfigError(f"{steps} steps, {events} events: both must be positive")
+    if seed < 0:
+        raise ConfigError(f"seed {seed}: expected zero or more")
     places = _place(job, cluster)
     slowdown = max(1.0, places.per_host / cluster.cores) if cluster.cores else 1.0
     compute_s = model.compute_s * slowdown

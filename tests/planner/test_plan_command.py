@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str]) -> None:
     ("--compute-seconds 1 --algorithm sgd", "--algorithm sgd: known are all"),
     ("--compute-seconds 1 -s 0 --algorithm dist-SGD", "needs servers (-s N)"),
     ("--compute-seconds 1 --ps none.json", "No such file"), ("--compute-seconds 1 -n 0", "both must be at least 1"),
-    ("--compute-seconds 1 --algorithm ,", "names none"),
+    ("--compute-seconds 1 --algorithm ,", "names none"), ("--compute-seconds 1 --jitter 0.1 --seed -1", "seed -1"),
+    (f"--compute-seconds 1 --ps {sys.executable}", f"--ps {sys.executable}: 'utf-8' codec"),
 ])  # fmt: skip
 def test_bad_options(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *options.split()]) == 2

@@ -252,12 +252,24 @@ def test_figures_of_servers_are_what_was_measured() -> None:
 
     near = {"size_B": 1 << 26, "keys": 1, "clients": 4, "servers": 2, "mode": "sync", "fused_p50": 1.0, "row": "ipc"}
     lines = [line(n, c, mode) for n in (4096, 1 << 26) for c in (1, 4) for mode in ("sync", "async")]
+    quick = {**json.loads(lines[-2]), "fused_p50": 1e5}
+    lines += [json.dumps({**quick, **more}) for more in ({"wrong": 3}, {"compress": "fp16"})]
     found = from_lines([*lines, json.dumps(near), ""], "f")
     assert found.process_bytes_per_s == pytest.approx(truth.process_bytes_per_s, rel=1e-6)
     assert found.message_s == pytest.approx(truth.message_s, rel=0.05)
     for bad, words in (([], "two sizes"), (["{}"], "line 1: no row"), (["x"], "line 1"), (lines[:1], "two sizes")):
         with pytest.raises(ConfigError, match=words):
             from_lines(bad, "f")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("clients", "4"), ("clients", 0), ("keys", 0), ("servers", 1.5), ("size_B", -1), ("fused_p50", math.nan),
+    ("fused_p50", None),
+])  # fmt: skip
+def test_figures_of_servers_that_cannot_be(name: str, value: object) -> None:
+    row = {"size_B": 1, "keys": 1, "clients": 4, "servers": 2, "mode": "sync", "fused_p50": 1.0, name: value}
+    with pytest.raises(ConfigError, match=rf"^f, line 2: {name} is "):
+        from_lines(["", json.dumps(row)], "f")
 
 
 @pytest.mark.parametrize("servers", [1, 2, 8])
