@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -63,7 +64,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.workers < 1:
         options.error(f"-n {args.workers}: there is at least one worker")
-    if bool(args.model) != bool(args.step_seconds) or args.step_seconds < 0:
+    if bool(args.model) != bool(args.step_seconds) or not 0 <= args.step_seconds < math.inf:
         options.error("--model and --step-seconds go together: --model resnet50 --step-seconds 0.25")
     environ = dict(os.environ) if environ is None else environ
     if args.clean:

@@ -52,10 +52,12 @@ def _serve_one(connection: socket.socket, token: bytes) -> None:
             connection.sendall(_exactly(connection, 1))
         (seconds,) = struct.unpack("<d", _exactly(connection, 8))
         into = bytearray(1 << 20)
-        start_s, late_s, late_bytes, total = time.perf_counter(), 0.0, 0, 0
-        # What counts is the second half: TCP is slow at its start, and queues on the way are empty then.
+        start_s = late_s = time.perf_counter()
+        late_bytes = total = 0
+        # What counts is the second half: TCP is slow at its start, and queues on the way are empty then. If nothing
+        # came from its beginning to its end, it is the whole.
         while (now_s := time.perf_counter()) - start_s < seconds:
-            if not late_s and now_s - start_s >= seconds / 2:
+            if late_s == start_s and now_s - start_s >= seconds / 2:
                 late_s, late_bytes = now_s, total
             count = connection.recv_into(into)
             if not count:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,23 @@ def test_strangers_are_hung_up_on() -> None:
         assert not server.is_alive()
     failed = pair_program.measure(address, port, b"right", 0.02)
     assert failed == {"failed": "connect", "error": "Connection refused"}
+
+
+def test_a_link_that_stands_still_has_a_rate() -> None:
+    """From before the half of the measurement until after its end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        threading.Thread(target=pair_program._serve_one, args=(listener.accept()[0], b"right"), daemon=True).start()
+        ours.settimeout(TIMEOUT_S)
+        pings = bytes(pair_program._PINGS)
+        ours.sendall(b"right" + pings)
+        pair_program._exactly(ours, len(pings))
+        start_s = time.perf_counter()
+        ours.sendall(struct.pack("<d", 0.2))
+        time.sleep(0.3)  # which is the fault
+        ours.sendall(b"late")
+        count, took_s = pair_program._RESULT.unpack(pair_program._exactly(ours, 16))
+        assert count == 4
+        assert 0.1 < took_s <= time.perf_counter() - start_s
 
 
 # ---- the ceiling

@@ -246,6 +246,8 @@ def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
     (["--hostfile", "/no/such"], "No such file"),
     (["--interface", "lo"], "for several hosts"),
     (["--model", "resnet50"], "go together"),
+    (["--model", "resnet50", "--step-seconds", "nan"], "go together"),
+    (["--model", "resnet50", "--step-seconds", "inf"], "go together"),
     (["--model", "resnet9000", "--step-seconds", "1"], "expected one of resnet50"),
     (["-n", "0"], "at least one worker"),
     (["--hosts", "a:2", "--remote-shell", "/no/such/shell"], "was not found"),
