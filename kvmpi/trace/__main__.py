@@ -22,6 +22,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvmpi.trace: {error}", file=sys.stderr)
         return 1
     print(f"{options.file}: {merged.spans} spans of {len(merged.processes)} processes")
+    if merged.dropped:
+        print(f"{merged.dropped} more were dropped")
+    for names, what in ((merged.truncated, "cut off"), (merged.unaligned, "of a clock that nobody has compared")):
+        if names:
+            print(f"{what}: {', '.join(names)}")
     return 0
 
 

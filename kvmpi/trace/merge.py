@@ -35,12 +35,14 @@ class Merged:
         processes: their names, in the order of the rows.
         spans, dropped: how many there are, and how many found no room.
         unaligned: processes whose clock nobody has compared with the others'.
+        truncated: processes, or files, of whose parts the rest cannot be read.
     """
 
     processes: list[str] = field(default_factory=list)
     spans: int = 0
     dropped: int = 0
     unaligned: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
 
 
 def merge(timeline: str, job: str = "", *, keep: bool = False) -> Merged:
@@ -53,14 +55,16 @@ def merge(timeline: str, job: str = "", *, keep: bool = False) -> Merged:
         ConfigError: there are no parts, or the file cannot be written. The parts are still there then.
     """
     folder = Path(parts.folder_of(timeline))
+    merged = Merged()
     found = []
     for path in sorted(folder.glob("*.part")):
         part = parts.read(path)
-        if part.about and (not job or part.about["job"] == job):
+        if not part.about:
+            merged.truncated.append(path.stem)
+        elif not job or part.about["job"] == job:
             found.append((path, part))
     if not found:
         raise ConfigError(f"there are no parts of a timeline in {folder}")
-    merged = Merged()
     temporary = f"{timeline}.{os.getpid()}.tmp"
     try:
         with _create(temporary, compressed=timeline.endswith(".gz")) as file:
@@ -102,6 +106,8 @@ def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
         name = _name(about, incarnations[about["role"], about["rank"]])
         if about["clock"] not in offsets:
             merged.unaligned.append(name)
+        if part.truncated:
+            merged.truncated.append(name)
         shift_ns = offsets.get(about["clock"], 0) - begin_ns
         for event in _events(part, number, name, shift_ns, masters):
             file.write(separator + json.dumps(event, separators=(",", ":")))
@@ -116,6 +122,7 @@ def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
         "dropped spans": merged.dropped,
         "processes": merged.processes,
         "clocks nobody has compared": merged.unaligned,
+        "cut off": merged.truncated,
     }
     file.write(f'\n],"otherData":{json.dumps(other)}}}\n')
 
@@ -146,6 +153,8 @@ def _events(part: Part, pid: int, name: str, shift_ns: int, has_masters: bool) -
         labels.insert(0, f"client {about['client']}")
     if part.dropped:
         labels.append(f"{part.dropped} spans dropped")
+    if part.truncated:
+        labels.append("cut off")
     yield _meta("process_labels", pid, 0, labels=", ".join(labels))
     phases, keys = part.names["phase"], part.names["key"]
     rows = _rows(part)

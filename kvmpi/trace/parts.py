@@ -54,7 +54,7 @@ class Part:
         names: by kind ("key", "thread", "phase") the names by their numbers.
         dropped: spans that found no room.
         clocks: how far other clocks are ahead of this one: name, offset in ns, round trip in ns.
-        truncated: the last block is not whole.
+        truncated: there is more, which cannot be read: a block that is not whole.
     """
 
     about: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,10 @@ def read(path: str | Path) -> Part:
         if kind == b"S":
             part.spans.append(block[: length - length % SPAN.size])
         else:
-            _learn(part, json.loads(block))
+            try:
+                _learn(part, json.loads(block))
+            except (ValueError, TypeError, LookupError, AttributeError):
+                break  # it is damaged
         place += _HEAD.size + length
     part.truncated = place < len(content)
     return part

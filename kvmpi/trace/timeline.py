@@ -13,6 +13,8 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
 import threading
 import time
@@ -32,6 +34,7 @@ FLUSH_S = 1.0
 #: Whether spans are wanted. Only ``begin`` and ``end`` change it.
 on = False
 now = time.monotonic_ns
+_log = logging.getLogger(__name__)
 _get_ident, _pack_into, _SIZE = threading.get_ident, SPAN.pack_into, SPAN.size
 
 
@@ -78,10 +81,11 @@ class Spans:
             self._room = min(self._capacity, self._left)
         return memoryview(taken)[: count * _SIZE]
 
-    def close(self) -> None:
-        """Take nothing more in."""
+    def close(self, lost: int) -> None:
+        """Take nothing more in; so many that were taken are lost."""
         with self._lock:
             self._room = self._left = self._count
+            self.dropped += lost
 
 
 class _Here(threading.local):
@@ -120,14 +124,16 @@ class Writer:
     def __init__(self, path: str, about: dict[str, Any], most: int) -> None:
         self.spans = Spans(most=most)
         self.keys, self.threads, self.phases = _Names("key"), _Names("thread"), _Names("phase")
-        self._about: dict[str, Any] | None = about
+        self._path = path
+        self._unsaid: dict[str, Any] = {"about": about}  # what is not in the file yet, besides what is new
         self._offsets: dict[str, OffsetEstimate] = {}
         self._news_of_clocks: set[str] = set()
         self._dropped = 0
         self._writes = threading.Lock()  # one flush at a time
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._wake = threading.Event()
-        self._stopped = False
+        self._end = 0  # of the file
+        self._stopped = self._failed = False
         self.flush()
         self._thread = threading.Thread(target=self._run, name="kvmpi-timeline", daemon=True)
         self._thread.start()
@@ -142,28 +148,33 @@ class Writer:
             self._news_of_clocks.add(name)
 
     def flush(self) -> None:
-        """Write what there is. A disk that is full ends the timeline, and not the process."""
+        """Write what there is. A disk that is full ends the timeline, and not the process; what is lost is counted."""
         with self._writes:
             spans = self.spans.take()
-            known: dict[str, Any] = {}
-            if self._about is not None:
-                known["about"], self._about = self._about, None
+            known, self._unsaid = self._unsaid, {}
             # After the spans: their names are there by now.
             if news := [new for names in (self.keys, self.threads, self.phases) for new in names.take()]:
-                known["names"] = [(kind, number, _plain(name)) for kind, number, name in news]
+                known.setdefault("names", []).extend((kind, number, _plain(name)) for kind, number, name in news)
             if self.spans.dropped != self._dropped:
                 known["dropped"] = self._dropped = self.spans.dropped
             if self._news_of_clocks:
                 heard, self._news_of_clocks = self._news_of_clocks, set()
-                known["clocks"] = [
+                known.setdefault("clocks", []).extend(
                     (name, self._offsets[name].offset_ns, self._offsets[name].round_trip_ns) for name in heard
-                ]
+                )
             blocks = (parts.names_block(known) if known else b"") + (parts.spans_block(spans) if spans else b"")
+            end = self._end + len(blocks)
             try:
                 while blocks:
                     blocks = blocks[os.write(self._file, blocks) :]
-            except OSError:
-                self.spans.close()
+                self._end = end
+            except OSError as error:
+                if not self._failed:
+                    _log.warning("%s: %s; the timeline of this process ends here", self._path, error.strerror)
+                self._failed, self._unsaid = True, known
+                self.spans.close(len(spans) // _SIZE)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, self._end)  # what comes after half a block cannot be read
 
     def _run(self) -> None:
         while not self._stopped:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.trace import merge, parts, timeline
+from kvmpi.trace.__main__ import main as trace_command
 from kvmpi.trace.parts import NOTHING, SPAN
 
 
@@ -111,6 +114,55 @@ def test_a_killed_process_leaves_all_whole_blocks(tmp_path: Path) -> None:
         assert part.truncated
     (tmp_path / "noise").write_bytes(np.random.default_rng(0).bytes(300))
     assert parts.read(tmp_path / "noise").num_spans == 0
+
+
+def test_a_disk_that_is_full_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline.begin(Config(timeline=str(tmp_path / "t.json"), role="worker", rank=0, job_id="j"))
+    full = False
+
+    def write(fd: int, content: bytes) -> int:
+        nonlocal room
+        if not full:
+            return real(fd, content)
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room = False
+        return real(fd, content[: len(content) // 2])
+
+    real, room = os.write, True
+    try:
+        timeline.span("push", timeline.now(), "before")
+        timeline.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(timeline.os, "write", write)
+            full = True
+            for i in range(100):
+                timeline.span("pull", timeline.now(), f"lost {i}")
+            timeline.flush()
+            assert not room
+        timeline.span("pull", timeline.now(), "after")
+    finally:
+        timeline.end()
+    merged = merge.merge(str(tmp_path / "t.json"))
+    assert (merged.spans, merged.dropped, merged.truncated) == (1, 101, [])
+    assert "No space left on device; the timeline of this process ends here" in caplog.text
+
+
+def test_a_part_that_is_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "t.json.parts"
+    later = parts.spans_block(record(5, 6))
+    for rank, damaged in enumerate((b"J\x03\0\0\0{x}", b"J\x02\0\0\0[]", b"J\x01\0\0\0\xff", b"noise")):
+        write_part(folder, "worker", rank, record(1, 2), ["reduce"], tail=damaged + later)
+    write_part(folder, "worker", 4, record(1, 2), ["reduce"])
+    (folder / "worker-5-1-0.part").write_bytes(b"")
+    assert trace_command([str(tmp_path / "t.json")]) == 0
+    said = capsys.readouterr().out
+    assert "5 spans of 5 processes" in said
+    assert "cut off: worker-5-1-0, worker 0, worker 1, worker 2, worker 3\n" in said
+    labels = [e["args"]["labels"] for e in events(tmp_path / "t.json") if e["name"] == "process_labels"]
+    assert ["cut off" in text for text in labels] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
