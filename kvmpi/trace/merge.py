@@ -91,11 +91,13 @@ def _create(path: str, *, compressed: bool) -> IO[str]:
 def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
     """The picture, as JSON, one event on each line."""
     found = sorted(found, key=_place)
-    root = found[0].about["clock"]  # the scheduler's, if there is one
-    offsets = offsets_to(
-        root, [(p.about["clock"], other, *measured) for p in found for other, measured in p.clocks.items()]
+    first = found[0].about  # the scheduler's, if there is one
+    compared = offsets_to(
+        first["clock"], [(p.about["clock"], other, *measured) for p in found for other, measured in p.clocks.items()]
     )
-    begin_ns = min(part.about["begin_ns"] + offsets.get(part.about["clock"], 0) for part in found)
+    # Clocks count from the start of their hosts: of others the time of day has to do.
+    offsets = {**{p.about["clock"]: _by_time_of_day(first, p.about) for p in reversed(found)}, **compared}
+    begin_ns = min(part.about["begin_ns"] + offsets[part.about["clock"]] for part in found)
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = ""
     incarnations: Counter[tuple[str, int]] = Counter()
@@ -104,11 +106,11 @@ def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
         about = part.about
         incarnations[about["role"], about["rank"]] += 1
         name = _name(about, incarnations[about["role"], about["rank"]])
-        if about["clock"] not in offsets:
+        if about["clock"] not in compared:
             merged.unaligned.append(name)
         if part.truncated:
             merged.truncated.append(name)
-        shift_ns = offsets.get(about["clock"], 0) - begin_ns
+        shift_ns = offsets[about["clock"]] - begin_ns
         for event in _events(part, number, name, shift_ns, masters):
             file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
@@ -116,7 +118,7 @@ def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
         merged.spans += part.num_spans
         merged.dropped += part.dropped
     other = {
-        "job": found[0].about["job"],
+        "job": first["job"],
         "begin": min(part.about["begin_time"] for part in found),
         "spans": merged.spans,
         "dropped spans": merged.dropped,
@@ -125,6 +127,11 @@ def write(file: IO[str], found: Sequence[Part], merged: Merged) -> None:
         "cut off": merged.truncated,
     }
     file.write(f'\n],"otherData":{json.dumps(other)}}}\n')
+
+
+def _by_time_of_day(root: dict[str, Any], about: dict[str, Any]) -> int:
+    """What has to be added to times of a clock that nobody has compared with the root's, by the time of day."""
+    return round(1e9 * (about["begin_time"] - root["begin_time"])) - (about["begin_ns"] - root["begin_ns"])
 
 
 def _place(part: Part) -> tuple[int, int, int]:

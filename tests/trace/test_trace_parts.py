@@ -32,10 +32,11 @@ def record(start_ns: int, end_ns: int, phase: int = 0, **fields: int) -> bytes:
 def write_part(
     folder: Path, role: str, rank: int, spans: bytes, phases: list[str], *, begin_ns: int = 0, clock: str = "here",
     clocks: list[tuple[str, int, int]] | None = None, dropped: int = 0, pid: int = 1, tail: bytes = b"",
+    begin_time: float = 0.0,
 ) -> None:  # fmt: skip
     about = {
-        "role": role, "rank": rank, "pid": pid, "host": "h", "clock": clock, "begin_ns": begin_ns, "begin_time": 0.0,
-        "job": "j", "client": 0,
+        "role": role, "rank": rank, "pid": pid, "host": "h", "clock": clock, "begin_ns": begin_ns,
+        "begin_time": begin_time, "job": "j", "client": 0,
     }  # fmt: skip
     names = [("phase", number, name) for number, name in enumerate(phases)]
     names += [("key", 0, "w"), ("thread", 0, "MainThread"), ("thread", 1, "kvmpi-reduce")]
@@ -181,6 +182,18 @@ def test_clocks_of_hosts_are_brought_together(tmp_path: Path, name: str) -> None
         ("reduce", 1.1, 0.1),
     }
     assert not folder.exists()
+
+
+def test_a_clock_that_nobody_has_compared_goes_by_the_time_of_day(tmp_path: Path) -> None:
+    """One host has been up for ten days, the other for an hour; the second of its processes comes later."""
+    folder, days, hour = tmp_path / "t.json.parts", 864_000 * 10**9, 3600 * 10**9
+    write_part(folder, "worker", 0, record(days, days + 500), ["reduce"], clock="a", begin_ns=days, begin_time=1.7e9)
+    for rank, later_s in ((1, 1.5), (2, 5.0)):
+        at_ns, at_s = hour + int(later_s * 1e9), 1.7e9 + later_s
+        write_part(folder, "worker", rank, record(at_ns, at_ns + 5), [""], clock="b", begin_ns=at_ns, begin_time=at_s)
+    assert merge.merge(str(tmp_path / "t.json")).unaligned == ["worker 1", "worker 2"]
+    starts_us = [e["ts"] for e in events(tmp_path / "t.json") if e["ph"] == "X"]
+    assert starts_us == pytest.approx([0.0, 1.5e6, 5e6], abs=1.0)
 
 
 def test_a_process_that_was_started_again_has_a_row_of_its_own(tmp_path: Path) -> None:
