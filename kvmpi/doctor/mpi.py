@@ -20,7 +20,6 @@ from kvmpi.launchers.mpirun import MPI
 
 PROGRAM = ("-m", "kvmpi.doctor.mpi_program")
 _VERSION_S = 5.0
-_AS_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 _INSTALL = "pip install 'kvmpi[mpi]'"
 _LIBRARY = "MPI4PY_LIBMPI"
 _WITHOUT = "Without MPI, make every worker a client of its own: kvmpi run -n 4 -c 4 -s 1 ..."
