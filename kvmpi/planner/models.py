@@ -134,7 +134,8 @@ def read(word: str, compute_s: float | None, num_keys: int = 1) -> Model:
             raise ConfigError(f"model {word}: {error}") from None
     if compute_s is None:
         raise ConfigError(f"model {word}: how long does a step compute? --compute-seconds S")
-    size = re.fullmatch(r"(\d+)([KMG]?)", word)
+    size = re.fullmatch(r"(\d{1,18})(?:([KMG])(?:i?B)?|B)?", word, re.IGNORECASE)  # as kvmpi bench has it
     if size:
-        return plain(int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]], compute_s, num_keys)
+        scale = {"": 0, "K": 10, "M": 20, "G": 30}[(size[2] or "").upper()]
+        return plain(int(size[1]) << scale, compute_s, num_keys)
     return preset(word, compute_s)

@@ -217,7 +217,8 @@ def test_models_are_read(tmp_path) -> None:
     assert gradients[0][0] == 4000, "the last bias is there first"
     assert gradients[0][1] == pytest.approx(0.2, rel=1e-3), "after the forward pass, a third"
     assert gradients[-1][1] == pytest.approx(0.6)
-    assert models.read("1M", 0.1, 3).nbytes == 1 << 20
+    for word in ("1M", "1m", "1MB", "1MiB", "1048576", "1048576B", "1024k"):
+        assert models.read(word, 0.1, 3).nbytes == 1 << 20
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"layers": [{"bytes": 8, "forward_s": 1, "backward_s": 2}]}))
     assert models.read(str(file), None) == models.Model("mine", (models.Layer(8, 1.0, 2.0),))
@@ -228,7 +229,7 @@ def test_models_are_read(tmp_path) -> None:
 
 @pytest.mark.parametrize(("word", "compute_s", "words"), [
     ("resnet51", 0.5, "known are resnet50"), ("resnet50", None, "--compute-seconds"), ("0", 0.5, "must be positive"),
-    ("resnet50", -1.0, "expected seconds"), ("none.json", None, "No such file"), ("x.json", 0.5, "says what its"),
+    ("9" * 5000, 0.5, "known are resnet50"), ("resnet50", -1.0, "expected seconds"), ("none.json", None, "No such file"), ("x.json", 0.5, "says what its"),
 ])  # fmt: skip
 def test_bad_models(word: str, compute_s: float | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
