@@ -28,6 +28,7 @@ examples:
 
 Equations and sources: docs/plan.md
 """
+_LEAST_WIDTH = 80
 _SHOWN = 12  # rows of a recommendation
 _EVENTS_EACH = 6_000  # of one of its many predictions
 #: Names that fit into a column.
@@ -192,7 +193,6 @@ def _show(
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print(title, soft_wrap=False)
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("algorithm", no_wrap=True)
     for name in ("c", "s", "step s", "exposed", "epoch s", "stale", "NIC", "CPU", "MB"):
@@ -204,6 +204,10 @@ def _show(
     for of in shown:
         best = recommended is not None and of is recommended.best
         table.add_row(*_cells(of), style="bold" if best else None)
+    # As wide as its numbers are: one that is cut is another one.
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.width = max(_LEAST_WIDTH, console.width, needed)
+    console.print(title, soft_wrap=False)
     console.print(table)
     console.print(
         "exposed: of a step, beyond computation. stale: pushes of others between two of one's own. NIC, CPU: how busy "

@@ -12,8 +12,11 @@ from kvmpi import cli
 JOB = ["--model", "resnet50", "--compute-seconds", "0.5", "-n", "12", "--hosts", "4", "--link", "1gbit"]
 
 
-def test_a_table_of_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_a_table_of_eighty_columns(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["plan", *JOB, "-c", "2", "-s", "2", "--algorithm", "all", "--interval", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -26,6 +29,14 @@ def test_a_table_of_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypat
     end = lines[head].index("epoch s") + len("epoch s")
     assert all(row[end - 1].isdigit() and row[end] == " " for row in rows), "figures line up below their name"
     assert "servers' links are the bottleneck: 12 clients x 102 MB" in " ".join(" ".join(lines).split())
+
+
+def test_numbers_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model 100G --compute-seconds 12345 -n 10000 -c 1250 -s 64 --interval 100000 --hosts 2500 --link 10mbit"
+    assert cli.main(["plan", *job.split(), "--algorithm", "dist-ESGD,mpi-SGD"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "dist-ESGD /100000 10000 64" in out
 
 
 def test_json_and_recommendations(capsys: pytest.CaptureFixture[str]) -> None:
