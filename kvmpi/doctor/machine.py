@@ -23,10 +23,13 @@ MIB = 1 << 20
 SHM_RANK_BYTES, SHM_ENOUGH_BYTES = 16 * MIB, 512 * MIB
 FILES_ENOUGH = 1024
 LOCKED_ENOUGH_BYTES = 64 * MIB
+#: Of a job: its number. A benchmark's folders go by their own names, which its processes and its watchdog are told.
+_JOB = r"[0-9a-f]{16}"
+_BENCH = r"kvmpi-(?:bench|lab)-[a-z0-9_]{8}"
 #: Names of the job's folders: the launcher's, those of processes in a batch system, and of servers in a worker.
-_FOLDER = re.compile(r"kvmpi-(?:([0-9a-f]{16})(?:-(?:client|server|worker)-\d+(?:-\d+)?)?|[a-z0-9_]{8})")
-#: A folder is made before anything of its job runs.
-_YOUNG_S = 60.0
+_FOLDER = re.compile(rf"kvmpi-({_JOB})(?:-(?:client|server|worker)-\d+(?:-\d+)?)?|({_BENCH})|kvmpi-[a-z0-9_]{{8}}")
+#: A folder is made before anything of its job runs, and nobody waits for a day to put something into his.
+_YOUNG_S, _DAY_S = 60.0, 86_400.0
 
 
 def python(at: Surroundings) -> Finding:
@@ -100,8 +103,8 @@ def shared_memory(at: Surroundings) -> Finding:
 
 
 def find_leftovers(at: Surroundings) -> list[str]:
-    """Files and folders of this user's jobs of which nothing runs any more."""
-    living, sockets = _living_jobs(at), at.read("/proc/net/unix")
+    """Files and folders of this user's jobs and benchmarks of which nothing runs any more."""
+    living, sockets = _living(at), at.read("/proc/net/unix")
     found = []
     for folder in dict.fromkeys((f"{at.root}/dev/shm", at.temporary, "/tmp" if not at.root else at.temporary)):
         try:
@@ -112,27 +115,39 @@ def find_leftovers(at: Surroundings) -> list[str]:
             match = _FOLDER.fullmatch(entry.name)
             try:
                 status = entry.stat(follow_symlinks=False)
-                young = time.time() - status.st_mtime < _YOUNG_S
+                age_s = time.time() - status.st_mtime
             except OSError:
                 continue
             mine = match is not None and entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
-            if match is None or not mine or young or match[1] in living or f"{entry.path}/" in sockets:
+            if match is None or not mine or age_s < _YOUNG_S or f"{entry.path}/" in sockets:
                 continue
-            if match[1] is None and not any(Path(entry.path).glob("server-*")):
-                continue  # eight letters may be anybody's
+            owner = match[1] or match[2]
+            if owner in living or (owner is None and not _was_of_servers(entry.path, status.st_mode, age_s)):
+                continue
             found.append(entry.path)
     for prefix in ("ucx_shm_posix_", "mpich_shm_"):
         found += watchdog.find_orphans(f"{at.root}/dev/shm/{prefix}", 0.0)
     return sorted(found)
 
 
-def _living_jobs(at: Surroundings) -> set[str]:
-    """Every job that some process carries in its environment or was started for."""
+def _was_of_servers(folder: str, mode: int, age_s: float) -> bool:
+    """Of a folder with eight letters, which may be anybody's: whether servers in a worker made it, dead or alive."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    private = mode & 0o777 == 0o700
+    return any(name.startswith("server-") for name in names) or (not names and private and age_s > _DAY_S)
+
+
+def _living(at: Surroundings) -> set[str]:
+    """Every job, and every folder of a benchmark, that some process carries in its environment or was started for."""
     found: set[str] = set()
     for name in filter(str.isdigit, at.names("/proc")):
         for file in ("environ", "cmdline"):
             text = "\0" + at.read(f"/proc/{name}/{file}") + "\0"
-            found.update(re.findall("\0(?:KVMPI_JOB_ID=)?([0-9a-f]{16})\0", text))
+            found.update(re.findall(f"\0(?:KVMPI_JOB_ID=)?({_JOB})\0", text))
+            found.update(re.findall(_BENCH, text))
     return found
 
 

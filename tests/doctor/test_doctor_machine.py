@@ -84,18 +84,29 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
         f"tmp/kvmpi-{used}/server-0": "",
         "tmp/kvmpi-mystuff/notes": "",
         "tmp/kvmpi-6fe0ab/file": "",
+        "tmp/kvmpi-bench-dead_123/0/keys": "",
+        "dev/shm/kvmpi-bench-dead_shm/segment": "",
+        "tmp/kvmpi-lab-dead1234/scenario.json": "",
+        "tmp/kvmpi-bench-running1/0/keys": "",
+        "tmp/kvmpi-lab-running2/scenario.json": "",
+        "proc/78/cmdline": "python\0watchdog.py\0/tmp/kvmpi-bench-running1\0",
+        "proc/79/environ": "A=/tmp/kvmpi-lab-running2/x\0",
         "proc/net/unix": f"0: 2 1 1 {tmp_path}/tmp/kvmpi-{used}/server-0\n",
         "proc/77/environ": f"A=b\0KVMPI_JOB_ID={living}\0",
         "dev/shm/ucx_shm_posix_7f": "x",
         "dev/shm/somebody": "x",
     })  # fmt: skip
+    for name, mode in (("abandon1", 0o700), ("mystuff1", 0o755)):
+        (tmp_path / f"tmp/kvmpi-{name}").mkdir()
+        (tmp_path / f"tmp/kvmpi-{name}").chmod(mode)
     for path in (tmp_path / "dev/shm").iterdir():
         os.utime(path, (0, 0))
     for path in (tmp_path / "tmp").iterdir():
         if young not in path.name:
             os.utime(path, (0, 0))
     expected = [
-        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1"
+        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1",
+        "tmp/kvmpi-bench-dead_123", "dev/shm/kvmpi-bench-dead_shm", "tmp/kvmpi-lab-dead1234", "tmp/kvmpi-abandon1",
     ]  # fmt: skip
     found = machine.leftovers(here)
     assert found.level == "warning"
