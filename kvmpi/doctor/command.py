@@ -66,6 +66,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         options.error(f"-n {args.workers}: there is at least one worker")
     if bool(args.model) != bool(args.step_seconds) or not 0 <= args.step_seconds < math.inf:
         options.error("--model and --step-seconds go together: --model resnet50 --step-seconds 0.25")
+    if args.machine and (args.hosts or args.hostfile):
+        options.error("--machine looks at this host only: leave it out, or --hosts and --hostfile")
     environ = dict(os.environ) if environ is None else environ
     if args.clean:
         return _clean(Surroundings(environ))

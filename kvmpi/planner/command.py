@@ -18,7 +18,7 @@ from kvmpi.planner.calibrate import from_lines
 from kvmpi.planner.predict import Prediction, predict
 from kvmpi.planner.presets import PRESETS
 from kvmpi.planner.recommend import Recommendation, candidates, describe, recommend
-from kvmpi.planner.spec import ALGORITHMS, Cluster, Disturbance, Job, ServerFigures, parse_link
+from kvmpi.planner.spec import ALGORITHMS, MOST, Cluster, Disturbance, Job, ServerFigures, parse_link
 
 _EXAMPLES = """\
 examples:
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="resnet50", metavar="M",
         help=f"{', '.join(PRESETS)}, a file of layers (*.json), or bytes such as 100M (default resnet50)")  # fmt: skip
     add("--compute-seconds", type=float, metavar="S", help="of a step of one worker, without communication")
-    add("--keys", type=int, default=1, metavar="K", help="arrays that share the bytes of --model 100M (default 1)")
+    add("--keys", type=int, metavar="K", help="arrays that share the bytes of --model 100M (default 1)")
     add = result.add_argument_group("the job").add_argument
     add("-n", "--workers", type=int, default=4, metavar="N", help="default 4")
     add("-c", "--clients", type=int, metavar="C", help="of the mpi algorithms (default 1)")
@@ -92,6 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    for name in ("workers", "clients", "interval", "keys"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= MOST:
+            raise ConfigError(f"--{name} {value}: expected 1 to {MOST}")
     model = models.read(args.model, args.compute_seconds, args.keys)
     cluster = _cluster(args)
     disturbance = Disturbance(
@@ -117,7 +121,7 @@ def _plan(args: argparse.Namespace) -> int:
         found = recommend(jobs, one)
         _show(args, title, found.sorted, found)
         return 0
-    clients, servers = args.clients or 1, 1 if args.servers is None else args.servers
+    clients, servers = 1 if args.clients is None else args.clients, 1 if args.servers is None else args.servers
     jobs, refused = [], []
     for name in names:
         try:

@@ -119,12 +119,16 @@ def from_json(text: str, name: str) -> Model:
     return Model(name, tuple(made))
 
 
-def read(word: str, compute_s: float | None, num_keys: int = 1) -> Model:
+def read(word: str, compute_s: float | None, num_keys: int | None = None) -> Model:
     """What a user calls a model: a preset, a file that ends in ``.json``, or bytes such as ``100M`` (powers of 1024).
 
     Raises:
-        ConfigError: it is none of these; or a step's time is missing, or is given where the file has it.
+        ConfigError: it is none of these; or a step's time is missing, or is given where the file has it; or keys are
+            given for what has layers.
     """
+    size = re.fullmatch(r"(\d{1,18})(?:([KMG])(?:i?B)?|B)?", word, re.IGNORECASE)  # as kvmpi bench has it
+    if num_keys is not None and size is None:
+        raise ConfigError(f"--keys {num_keys}: it is for bytes (--model 100M), and model {word} has layers")
     if word.endswith(".json"):
         if compute_s is not None:
             raise ConfigError(f"--compute-seconds: {word} says what its layers take")
@@ -134,8 +138,7 @@ def read(word: str, compute_s: float | None, num_keys: int = 1) -> Model:
             raise ConfigError(f"model {word}: {error}") from None
     if compute_s is None:
         raise ConfigError(f"model {word}: how long does a step compute? --compute-seconds S")
-    size = re.fullmatch(r"(\d{1,18})(?:([KMG])(?:i?B)?|B)?", word, re.IGNORECASE)  # as kvmpi bench has it
     if size:
         scale = {"": 0, "K": 10, "M": 20, "G": 30}[(size[2] or "").upper()]
-        return plain(int(size[1]) << scale, compute_s, num_keys)
+        return plain(int(size[1]) << scale, compute_s, 1 if num_keys is None else num_keys)
     return preset(word, compute_s)

@@ -87,8 +87,10 @@ def predict(
     Raises:
         ConfigError: the job cannot run there.
     """
-    if steps < 1 or events < 1:
-        raise ConfigError(f"{steps} steps, {events} events: both must be positive")
+    if not 1 <= steps < 1e18 or events < 1:
+        raise ConfigError(f"{steps} steps, {events} events: both must be positive, and fewer than 1e18")
+    if disturbance.slow_workers > job.workers:
+        raise ConfigError(f"{disturbance.slow_workers} slow workers: there are {job.workers}")
     if seed < 0:
         raise ConfigError(f"seed {seed}: expected zero or more")
     places = _place(job, cluster)

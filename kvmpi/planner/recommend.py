@@ -28,7 +28,7 @@ def candidates(
     algorithms: Iterable[str] = ALGORITHMS, interval: int | None = None, overlap: bool = False,
 ) -> list[Job]:  # fmt: skip
     """The jobs that are tried; what is given stays as it is."""
-    numbers = [clients] if clients else _numbers(workers, hosts)
+    numbers = [clients] if clients is not None else _numbers(workers, hosts)
     of_servers = [servers] if servers is not None else [0, *_powers(max(1, min(hosts, 32)))]
     found = []
     for name, num_clients, num_servers in itertools.product(algorithms, numbers, of_servers):
@@ -43,7 +43,7 @@ def candidates(
             continue  # what servers are not needed for
         if of.grouped and not of.synchronous and num_clients == 1 and clients is None:
             continue  # one client has nobody to be asynchronous to
-        for steps in ([interval] if interval else INTERVALS) if of.averages else [1]:
+        for steps in ([interval] if interval is not None else INTERVALS) if of.averages else [1]:
             group = num_clients if of.grouped else 1
             found.append(Job(name, workers, group, num_servers, steps, overlap))
     return found

@@ -12,6 +12,10 @@ from kvmpi.errors import ConfigError
 
 #: Of a link's bits that are payload: TCP over frames of 1500 bytes.
 PAYLOAD_SHARE = 0.95
+#: Workers, hosts, servers, cores: there are no more anywhere.
+MOST = 1_000_000
+#: With more, so many steps take nearly no time, and one takes it all, that no simulation comes across it.
+_MOST_JITTER = 3
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,10 @@ class Cluster:
     server_figures: ServerFigures = field(default_factory=ServerFigures)
 
     def __post_init__(self) -> None:
-        _check_positive(self, "hosts", "link_bytes_per_s")
-        _check_not_negative(self, "server_hosts", "cores", "latency_s", "lab_cores")
+        _check_positive(self, "hosts", most=MOST)
+        _check_positive(self, "link_bytes_per_s")
+        _check_not_negative(self, "server_hosts", "cores", "lab_cores", most=MOST)
+        _check_not_negative(self, "latency_s")
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Job:
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm {self.algorithm!r}: known are {', '.join(ALGORITHMS)}")
         _check_positive(self, "interval", "window_bytes", "chunk_bytes", "bucket_bytes")
-        _check_not_negative(self, "servers")
+        _check_not_negative(self, "servers", most=MOST)
         client_bounds(self.workers, self.clients)
         if not self.servers and not (self.algorithm == "mpi-SGD" and self.clients == 1):
             raise ConfigError(
@@ -150,7 +156,8 @@ class Disturbance:
     restart_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "jitter", "slow_workers", "restart_s")
+        _check_not_negative(self, "jitter", most=_MOST_JITTER)
+        _check_not_negative(self, "slow_workers", "restart_s")
         if not self.slow_factor >= 1 or math.isinf(self.slow_factor):
             raise ConfigError(f"a worker that takes {self.slow_factor} times as long: expected 1 or more")
         if not self.mtbf_s > 0:
@@ -174,15 +181,17 @@ def parse_link(text: str) -> float:
     return PAYLOAD_SHARE * rate
 
 
-def _check_positive(of: Any, *names: str) -> None:
+def _check_positive(of: Any, *names: str, most: float = 1e18) -> None:
     for name in names:
-        if not 0 < getattr(of, name) < math.inf:
-            raise ConfigError(f"{type(of).__name__}: {name} is {getattr(of, name)}: expected a positive number")
+        if not 0 < getattr(of, name) <= most:
+            seen = f"{type(of).__name__}: {name} is {getattr(of, name)}"
+            raise ConfigError(f"{seen}: expected a positive number, {most:g} at most")
 
 
-def _check_not_negative(of: Any, *names: str) -> None:
+def _check_not_negative(of: Any, *names: str, most: float = 1e18) -> None:
     known = {f.name for f in fields(of)}
     for name in names:
         assert name in known
-        if not 0 <= getattr(of, name) < math.inf:
-            raise ConfigError(f"{type(of).__name__}: {name} is {getattr(of, name)}: expected zero or more")
+        if not 0 <= getattr(of, name) <= most:
+            seen = f"{type(of).__name__}: {name} is {getattr(of, name)}"
+            raise ConfigError(f"{seen}: expected zero or more, {most:g} at most")

@@ -245,6 +245,8 @@ def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
     (["--hosts", "a", "--hostfile", "b"], "only one of them"),
     (["--hostfile", "/no/such"], "No such file"),
     (["--interface", "lo"], "for several hosts"),
+    (["--hosts", "a:2", "--machine"], "--machine looks at this host only"),
+    (["--hostfile", "hosts", "--machine"], "--machine looks at this host only"),
     (["--model", "resnet50"], "go together"),
     (["--model", "resnet50", "--step-seconds", "nan"], "go together"),
     (["--model", "resnet50", "--step-seconds", "inf"], "go together"),

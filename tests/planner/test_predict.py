@@ -229,7 +229,8 @@ def test_models_are_read(tmp_path) -> None:
 
 @pytest.mark.parametrize(("word", "compute_s", "words"), [
     ("resnet51", 0.5, "known are resnet50"), ("resnet50", None, "--compute-seconds"), ("0", 0.5, "must be positive"),
-    ("9" * 5000, 0.5, "known are resnet50"), ("resnet50", -1.0, "expected seconds"), ("none.json", None, "No such file"), ("x.json", 0.5, "says what its"),
+    ("9" * 5000, 0.5, "known are resnet50"),
+    ("resnet50", -1.0, "expected seconds"), ("none.json", None, "No such file"), ("x.json", 0.5, "says what its"),
 ])  # fmt: skip
 def test_bad_models(word: str, compute_s: float | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -326,6 +327,8 @@ def test_what_is_tried() -> None:
     (lambda: Cluster(latency_s=-1.0), "latency_s is -1"), (lambda: Disturbance(slow_factor=0.5), "1 or more"),
     (lambda: Disturbance(mtbf_s=0), "positive time"), (lambda: ServerFigures(message_s=0), "message_s is 0"),
     (lambda: parse_link("fast"), "expected a speed"),
+    (lambda: candidates(8, 4, clients=0), "8 workers in 0 clients"),
+    (lambda: candidates(8, 4, interval=0), "interval is 0"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_named(make, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
