@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kvmpi import __version__
+
 #: Name -> (module with ``main(argv) -> int``, one line of help). To add a subcommand, add a line.
 COMMANDS = {
     "run": ("kvmpi.launchers.command", "start a job: scheduler, servers and workers"),
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvmpi", description="A key-value store for data-parallel training over MPI and parameter servers."
     )
+    parser.add_argument("--version", action="version", version=f"kvmpi {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)

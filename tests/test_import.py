@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+import kvmpi
+from kvmpi import cli
+
 PROGRAM = """
 import sys, threading
 import kvmpi
@@ -19,6 +24,13 @@ kv = kvmpi.create("local")
 kv.close()
 assert not {"mpi4py", "torch", "cupy"} & set(sys.modules)
 """
+
+
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvmpi {kvmpi.__version__}\n"
 
 
 def test_importing_starts_nothing_and_needs_nothing_optional():
