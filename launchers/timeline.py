@@ -47,6 +47,8 @@ class Timeline:
         text = f"timeline of {len(merged.processes)} processes, {merged.spans} spans: {self._path}"
         if merged.dropped:
             text += f"; {merged.dropped} more were dropped, see KVMPI_TIMELINE_SPANS"
+        if merged.truncated:
+            text += f"; what {', '.join(merged.truncated)} wrote is not whole"
         if merged.unaligned:
             text += f"; nobody has compared the clocks of {', '.join(merged.unaligned)} with the others'"
         return text
