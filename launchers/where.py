@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import jsrun, reach
 from kvmpi.launchers.batch import Resources
-from kvmpi.launchers.hosts import Host, Layout, lay_out, merge, of_lsf, of_slurm, read_hostfile
+from kvmpi.launchers.hosts import Host, Layout, expand_slurm, lay_out, merge, of_lsf, of_slurm, read_hostfile
 from kvmpi.launchers.job import Places
 from kvmpi.launchers.remote_exec import own_address
 
@@ -50,7 +51,9 @@ def find(
         if server_hosts or network:
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
-    for_servers = [name for name in server_hosts.split(",") if name]
+    for_servers = []
+    if server_hosts:
+        for_servers = [host.name for host in _parse("--server-hosts", server_hosts) for _ in range(host.slots)]
     if kind == "jsrun":
         options = jsrun.parse(jsrun_options)
         layout, cores = jsrun.place(found, bounds, num_servers, for_servers, options)
@@ -113,7 +116,7 @@ def _choose(
             raise ConfigError("--hosts and --hostfile: only one of them can say where")
         if launcher not in ("auto", "mpirun"):
             raise ConfigError(f"--launcher {launcher} knows its hosts; leave out --hosts and --hostfile")
-        return read_hostfile(hostfile) if hostfile else _parse(listed), "ssh"
+        return read_hostfile(hostfile) if hostfile else _parse("--hosts", listed), "ssh"
     for name, kind in (("slurm", "srun"), ("lsf", "blaunch")):
         if launcher in ("auto", name):
             found = _allocated(environ, kind)
@@ -146,14 +149,16 @@ def allocation(environ: Mapping[str, str], *kinds: str) -> tuple[list[Host], rea
     return [], None
 
 
-def _parse(text: str) -> list[Host]:
+def _parse(option: str, text: str) -> list[Host]:
+    """``a:2, n[01-03]:4``: hosts, also in Slurm's short form, and how many workers each takes."""
     found = []
-    for word in text.split(","):
-        name, colon, slots = word.partition(":")
-        if not name or (colon and (not slots.isdigit() or int(slots) < 1)):
-            raise ConfigError(f"--hosts {text}: expected NAME:WORKERS,NAME:WORKERS,...")
-        found.append(Host(name, int(slots or 1)))
-    return merge(found, f"--hosts {text}")
+    for word in re.split(r",(?![^\[]*\])", text):  # not at commas in brackets
+        match = re.fullmatch(r"\s*([^\s:]+)(?::(0*[1-9][0-9]*))?\s*", word)
+        if match is None:
+            expected = "no IPv6 addresses" if word.count(":") > 1 else "expected NAME:WORKERS,NAME:WORKERS,..."
+            raise ConfigError(f"{option} {text}: {expected}")
+        found += [Host(name, int(match[2] or 1)) for name in expand_slurm(match[1])]
+    return merge(found, f"{option} {text}")
 
 
 def is_here(name: str) -> bool:

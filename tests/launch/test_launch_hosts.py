@@ -120,6 +120,28 @@ def test_servers_on_hosts_of_their_own_and_too_few_slots() -> None:
         hosts.lay_out(two, [(0, 4)], 0)
 
 
+@pytest.mark.parametrize(("text", "expected"), [
+    ("a:1, b:02,c ", [Host("a", 1), Host("b", 2), Host("c", 1)]),
+    ("n[01-02,7]:2,a,n7", [Host("n01", 2), Host("n02", 2), Host("n7", 3), Host("a", 1)]),
+])  # fmt: skip
+def test_hosts_in_a_list(text: str, expected: list[Host]) -> None:
+    given = {"launcher": "auto", "hostfile": "", "remote_shell": "true", "environ": {}}
+    assert where.look(hosts=text, **given)[0] == expected
+    places = where.find(hosts="a:2", server_hosts=text, network="lo", bounds=[(0, 1)], num_servers=9, **given)
+    assert places is not None
+    assert set(places.layout.servers) == {host.name for host in expected}
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (" ", "expected NAME:WORKERS"), ("a,", "expected NAME:WORKERS"), ("a b:1", "expected NAME:WORKERS"),
+    ("a:0", "expected NAME:WORKERS"), ("a:\N{SUPERSCRIPT TWO}", "expected NAME:WORKERS"), ("::1", "no IPv6 addresses"),
+    ("[::1]:2", "no IPv6 addresses"), ("n[1-:2", "no list of nodes"), ("n[1,2", "no list of nodes"),
+])  # fmt: skip
+def test_what_is_no_list_of_hosts(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        where.look("auto", "", text, "true", {})
+
+
 def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("srun", "blaunch", "sbatch", "bsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
