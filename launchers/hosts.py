@@ -42,7 +42,7 @@ def read_hostfile(path: str) -> list[Host]:
         ConfigError: the file cannot be read, a line says something else, or there is none.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # with a byte-order mark or without
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
     found = []
@@ -50,6 +50,8 @@ def read_hostfile(path: str) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
+        if words[0].count(":") > 1:
+            raise ConfigError(f"--hostfile {path}, line {number}: {words[0]!r}; IPv6 addresses are not supported")
         name, _, slots = words[0].partition(":")
         for word in words[1:]:
             key, equals, value = word.partition("=")
@@ -57,7 +59,7 @@ def read_hostfile(path: str) -> list[Host]:
                 slots = value
             elif key not in ("max_slots", "max-slots") or not equals:
                 raise ConfigError(f"--hostfile {path}, line {number}: {word!r}; expected NAME slots=N or NAME:N")
-        if slots and (not slots.isdigit() or int(slots) < 1):
+        if slots and (not slots.isdecimal() or int(slots) < 1):
             raise ConfigError(f"--hostfile {path}, line {number}: {slots!r} is no number of slots")
         found.append(Host(name, int(slots or 1)))
     return merge(found, f"--hostfile {path}")

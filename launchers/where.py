@@ -155,7 +155,9 @@ def _parse(option: str, text: str) -> list[Host]:
     for word in re.split(r",(?![^\[]*\])", text):  # not at commas in brackets
         match = re.fullmatch(r"\s*([^\s:]+)(?::(0*[1-9][0-9]*))?\s*", word)
         if match is None:
-            expected = "no IPv6 addresses" if word.count(":") > 1 else "expected NAME:WORKERS,NAME:WORKERS,..."
+            expected = (
+                "IPv6 addresses are not supported" if word.count(":") > 1 else "expected NAME:WORKERS,NAME:WORKERS,..."
+            )
             raise ConfigError(f"{option} {text}: {expected}")
         found += [Host(name, int(match[2] or 1)) for name in expand_slurm(match[1])]
     return merge(found, f"{option} {text}")
