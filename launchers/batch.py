@@ -83,6 +83,7 @@ class Slurm(BatchSystem):
     def submit(self, name: str, script: str, out: str, err: str, asked: Resources) -> list[str]:
         words = ["sbatch", "--parsable", f"--job-name={name}", f"--nodes={asked.hosts}", f"--ntasks={asked.tasks}"]
         words += [f"--ntasks-per-node={-(-asked.tasks // asked.hosts)}"] if asked.hosts > 1 else []
+        out, err = (path.replace("%", "%%") for path in (out, err))  # %j would be the number of the job
         words += [f"--output={out}", f"--error={err}", "--open-mode=append"]
         words += ["--requeue" if asked.requeue else "--no-requeue"]
         given = {"partition": asked.queue, "account": asked.project, "time": asked.time}

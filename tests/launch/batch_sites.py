@@ -100,7 +100,7 @@ def _slurm(lab: NetLab | None, path: str) -> Iterator[Site]:
     # Munge wants a socket in folders that nobody else may write to, and /tmp is one.
     home = Path(tempfile.mkdtemp(prefix="kv-slurm-", dir="/var/lib"))
     home.chmod(0o755)
-    for name in ("state", "spool", "shared"):
+    for name in ("state", "spool", "shared%j"):  # sbatch understands patterns
         (home / name).mkdir()
     key = home / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -148,7 +148,7 @@ def _slurm(lab: NetLab | None, path: str) -> Iterator[Site]:
         while subprocess.run(words, env=whole, capture_output=True, text=True, check=False).stdout.strip() != "3":
             assert time.monotonic() < deadline, (home / "slurmctld.log").read_text()[-2000:]
             time.sleep(0.3)
-        yield Site("slurm", home / "shared", env, lab)
+        yield Site("slurm", home / "shared%j", env, lab)
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()

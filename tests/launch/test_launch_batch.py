@@ -35,6 +35,8 @@ def test_what_slurm_is_told() -> None:
         Slurm().submit("n", "s", "o", "e", Resources(8, 3))
     )
     assert not [w for w in Slurm().submit("n", "s", "o", "e", Resources()) if w.startswith(("--part", "--acc", "--ti"))]
+    words = Slurm().submit("n", "/p%j/s", "/p%j/o", "/p%j/e", Resources())
+    assert {"--output=/p%%j/o", "--error=/p%%j/e", "/p%j/s"} <= set(words)
     assert Slurm().number("123;cluster\n") == "123"
     with pytest.raises(ValueError, match="Batch job refused"):
         Slurm().number("Batch job refused")
