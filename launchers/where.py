@@ -79,7 +79,11 @@ def _own_address(network: str, other: str) -> str:
     try:
         return own_address(network, other)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{f'--interface {network}' if network else f'host {other}'}: {error}") from None
+        if network:
+            raise ConfigError(f"--interface {network}: {error}") from None
+        raise ConfigError(
+            f"host {other}: {error}; name a network with --interface, or hosts by names that this one can look up"
+        ) from None
 
 
 def _submitted(

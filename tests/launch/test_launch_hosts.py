@@ -190,6 +190,7 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         (ConfigError, "expected NAME:WORKERS", lambda: find(hosts="a:b")),
         (ConfigError, "for a job on several hosts", lambda: find(server_hosts="a")),
         (ConfigError, "'no-such-shell' was not found", lambda: find(hosts="a,b", remote_shell="no-such-shell")),
+        (ConfigError, "host me@x.invalid: .*; name a network", lambda: find(hosts="me@x.invalid:2", network="")),
         (ConfigError, "--interface no0: .*has no address on 'no0'", lambda: find(hosts="a:2", network="no0")),
     ):
         with pytest.raises(error, match=words):
