@@ -20,6 +20,7 @@ import image_models
 import numpy as np
 import torch
 from torch import nn
+from training_report import at_least
 
 import kvmpi
 from kvmpi.torch import DistributedOptimizer
@@ -97,13 +98,13 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, str]:
     """The command line, and which way this process trains if it is a worker."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("-n", type=int, default=2, metavar="WORKERS", help="default 2; from 3 on, sums are rounded in another order")
+    add("-n", type=at_least(1), default=2, metavar="WORKERS", help="default 2; more of them add in another order")
     add("--data", default="digits", help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg")
     add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
-    add("--steps", type=int, default=200, help="default 200")
-    add("--batch-size", type=int, default=16, help="of each worker (default 16)")
+    add("--steps", type=at_least(1), default=200, help="default 200")
+    add("--batch-size", type=at_least(1), default=16, help="of each worker (default 16)")
     add("--lr", type=float, default=0.1, help="default 0.1")
-    add("--limit", type=int, default=0, metavar="N", help="use N training images only")
+    add("--limit", type=at_least(0), default=0, metavar="N", help="use N training images only")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
     add("--tolerance", type=float, default=1e-5, metavar="R", help="exit with status 1 above it (default 1e-5)")
     add("--out", default="losses.png", metavar="FILE", help="the picture (default losses.png)")

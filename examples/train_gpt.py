@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import check_positive
+from training_report import at_least
 
 import kvmpi
 from kvmpi.torch import DiLoCo, DistributedOptimizer
@@ -103,26 +103,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("text", nargs="?", default="", help="any file (default: texts that come with scikit-learn)")
     add("--algorithm", choices=("diloco", "mpi-sgd"), default="diloco", help="mpi-sgd: gradients after every batch")
-    add("--steps", type=int, default=400, help="batches of each worker (default 400)")
-    add("--batch-size", type=int, default=16, help="pieces of text in a batch (default 16)")
-    add("--context", type=int, default=64, help="bytes in a piece (default 64)")
-    add("--width", type=int, default=64, help="default 64")
-    add("--layers", type=int, default=4, help="default 4")
-    add("--heads", type=int, default=4, help="default 4")
+    add("--steps", type=at_least(1), default=400, help="batches of each worker (default 400)")
+    add("--batch-size", type=at_least(1), default=16, help="pieces of text in a batch (default 16)")
+    add("--context", type=at_least(1), default=64, help="bytes in a piece (default 64)")
+    add("--width", type=at_least(1), default=64, help="default 64")
+    add("--layers", type=at_least(1), default=4, help="default 4")
+    add("--heads", type=at_least(1), default=4, help="default 4")
     add("--lr", type=float, default=3e-3, help="of AdamW (default 0.003)")
-    add("--interval", type=int, default=50, help="batches between two exchanges of a parameter (default 50)")
+    add("--interval", type=at_least(1), default=50, help="batches between two exchanges of a parameter (default 50)")
     add("--outer-lr", type=float, default=0.7, help="default 0.7")
     add("--outer-momentum", type=float, default=0.9, help="default 0.9")
-    add("--fragments", type=int, default=1, help="parts of the model with an exchange each (default 1: all at once)")
+    add("--fragments", type=at_least(1), default=1, help="parts of the model with an exchange each (default 1: it all)")
     add("--overlap", type=int, default=0, help="batches done while an exchange is under way (default 0: wait for it)")
     add("--mixing", type=float, help="of local weights in a merge (default 0.5, without overlap 0)")
     add("--bfloat16", action="store_true", help="push differences in half the bytes")
     add("--seed", type=int, default=0, help="default 0")
-    add("--reports", type=int, default=8, help="lines to print (default 8)")
+    add("--reports", type=at_least(1), default=8, help="lines to print (default 8)")
     args = parser.parse_args(argv)
-    check_positive(
-        parser, args, "steps", "batch_size", "context", "width", "layers", "heads", "interval", "fragments", "reports"
-    )
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     args.interval = min(args.interval, args.steps)  # or a short trial would exchange nothing

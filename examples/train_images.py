@@ -23,7 +23,7 @@ import image_models
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report, check_positive, count
+from training_report import Report, at_least, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -120,24 +120,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--algorithm", choices=list(ALGORITHMS), default="mpi-esgd", metavar="NAME", help="default mpi-esgd; see below")
     add("--data", default="digits", help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg")
     add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
-    add("--epochs", type=int, default=10, help="default 10")
-    add("--batch-size", type=int, default=16, help="of each worker (default 16)")
+    add("--epochs", type=at_least(1), default=10, help="default 10")
+    add("--batch-size", type=at_least(1), default=16, help="of each worker (default 16)")
     add("--optimizer", choices=("sgd", "adamw"), help="default sgd; diloco: adamw")
     add("--lr", type=float, help="learning rate (default: sgd 0.1, asynchronous 0.2, adamw 0.006)")
     add("--momentum", type=float, help="of sgd (default 0.9, asynchronous 0)")
     add("--weight-decay", type=float, default=1e-4, help="default 0.0001")
     add("--schedule", choices=("cosine", "constant"), default="cosine", help="of the learning rate (default cosine)")
-    add("--interval", type=int, help="batches between exchanges of weights (default 64, at most half an epoch)")
+    add("--interval", type=at_least(1), help="batches between exchanges of weights (default 64, at most half an epoch)")
     add("--alpha", type=float, help="of elastic averaging (default 0.9 / number of clients)")
     add("--outer-lr", type=float, default=0.7, help="of DiLoCo (default 0.7)")
     add("--outer-momentum", type=float, default=0.9, help="of DiLoCo (default 0.9)")
     add("--augment", action="store_true", help="mirror and move training images at random")
-    add("--limit", type=int, default=0, metavar="N", help="use N training images only")
+    add("--limit", type=at_least(0), default=0, metavar="N", help="use N training images only")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
     add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
     add("--target-accuracy", type=float, default=0.0, metavar="A", help="exit with status 1 below it, e.g. 0.95")
     args = parser.parse_args(argv)
-    check_positive(parser, args, "epochs", "batch_size", "interval")
     return args
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training_report import Report, check_positive, count
+from training_report import Report, at_least, count
 
 import kvmpi
 from kvmpi.config import Config
@@ -142,18 +142,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--data", default="", metavar="DIR", help="folder of rt-polarity.pos and .neg; without it sentences are made up"
     )
-    add("--limit", type=int, default=0, metavar="N", help="use N sentences only")
-    add("--epochs", type=int, default=5, help="default 5")
-    add("--batch-size", type=int, default=2, help="sentences of each worker between two exchanges (default 2)")
+    add("--limit", type=at_least(0), default=0, metavar="N", help="use N sentences only")
+    add("--epochs", type=at_least(1), default=5, help="default 5")
+    add("--batch-size", type=at_least(1), default=2, help="sentences of each worker between two exchanges (default 2)")
     add("--lr", type=float, default=0.01, help="learning rate of Adagrad (default 0.01)")
-    add("--dimension", type=int, default=64, help="numbers of a word (default 64)")
-    add("--maps", type=int, default=50, help="of each convolution (default 50)")
+    add("--dimension", type=at_least(1), default=64, help="numbers of a word (default 64)")
+    add("--maps", type=at_least(1), default=50, help="of each convolution (default 50)")
     add("--dropout", type=float, default=0.5, help="default 0.5")
-    add("--interval", type=int, default=16, help="mpi-esgd: batches between exchanges of weights (default 16)")
+    add("--interval", type=at_least(1), default=16, help="mpi-esgd: batches between exchanges of weights (default 16)")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
     add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
     args = parser.parse_args(argv)
-    check_positive(parser, args, "epochs", "batch_size", "dimension", "maps", "interval")
     return args
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -16,11 +17,15 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """End the program with a word about the first of these options that is given, and below 1."""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number, and no smaller one."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return int(text)
+
+    return integer
 
 
 class Report:

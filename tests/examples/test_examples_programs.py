@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import compare
+import compare_ddp
 import pytest
 import train_digits
 import train_gpt
@@ -127,9 +128,14 @@ def test_comparison_fails_with_its_runs(
 
 
 @pytest.mark.parametrize(("program", "options", "said"), [
-    (train_images, "--batch-size 0", "--batch-size must be at least 1"),
-    (train_text, "--epochs 0", "--epochs must be at least 1"),
-    (train_gpt, "--reports 0", "--reports must be at least 1"),
+    (train_images, "--batch-size 0", "--batch-size: must be at least 1"),
+    (train_images, "--limit -5", "--limit: must be at least 0"),
+    (train_text, "--epochs 0", "--epochs: must be at least 1"),
+    (train_text, "--limit -5", "--limit: must be at least 0"),
+    (train_gpt, "--reports 0", "--reports: must be at least 1"),
+    (train_gpt, "--steps many", "--steps: invalid integer value: 'many'"),
+    (compare_ddp, "--steps 0", "--steps: must be at least 1"),
+    (compare_ddp, "-n 0", "-n: must be at least 1"),
     (train_gpt, "--heads 7", "--width 64 is no multiple of --heads 7"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_said(
