@@ -155,6 +155,10 @@ def main(argv: list[str] | None = None) -> int:
     names = [name.strip() for name in args.algorithms.split(",") if name.strip()]
     if unknown := [name for name in names if name not in COLOURS]:
         parser.error(f"unknown algorithm {', '.join(unknown)}; known: {', '.join(COLOURS)}")
+    if not names:
+        parser.error(f"--algorithms names none of {', '.join(COLOURS)}")
+    if own := [word for word in options if word.startswith(("--alg", "--lo"))]:
+        parser.error(f"{own[0]}: --algorithms says which, and their logs go to --out")
     args.out.mkdir(parents=True, exist_ok=True)
     results = []
     for name in names:

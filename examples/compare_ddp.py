@@ -110,6 +110,8 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, str]:
     add("--out", default="losses.png", metavar="FILE", help="the picture (default losses.png)")
     add("--worker", choices=list(WAYS), default="", help=argparse.SUPPRESS)
     args: Any = parser.parse_args(argv)
+    if not Path(args.out).absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
     way = args.worker
     del args.worker
     return args, way
@@ -122,7 +124,10 @@ def main(argv: list[str] | None = None) -> int:
         train(args, way)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        results = {way: run(args, way, folder) for way in WAYS}
+        try:
+            results = {way: run(args, way, folder) for way in WAYS}
+        except subprocess.CalledProcessError as error:  # the job has said why
+            return error.returncode
     curves = {way: result["losses"] for way, result in results.items()}
     apart = float(np.max(np.abs(curves["kvmpi"] - curves["ddp"]) / np.abs(curves["ddp"])))
     for way, result in results.items():

@@ -113,7 +113,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--interval", type=at_least(1), default=50, help="batches between two exchanges of a parameter (default 50)")
     add("--outer-lr", type=float, default=0.7, help="default 0.7")
     add("--outer-momentum", type=float, default=0.9, help="default 0.9")
-    add("--fragments", type=at_least(1), default=1, help="parts of the model with an exchange each (default 1: it all)")
+    add("--fragments", type=at_least(1), default=1, help="parts of the model with an exchange each (default 1: all)")
     add("--overlap", type=int, default=0, help="batches done while an exchange is under way (default 0: wait for it)")
     add("--mixing", type=float, help="of local weights in a merge (default 0.5, without overlap 0)")
     add("--bfloat16", action="store_true", help="push differences in half the bytes")

@@ -215,6 +215,8 @@ def main(argv: list[str] | None = None) -> float:
     torch.set_num_threads(1)  # workers share the cores of a host
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch asks for a word on that
     config = Config.from_env()
+    if args.algorithm == "local" and config.num_workers > 1:
+        sys.exit("--algorithm local is for one worker: start it with plain python, or with -n 1")
     with kvmpi.create(STORES[args.algorithm]) as kv:
         with contextlib.closing(Report(active=kv.rank == 0, tty=config.tty, log=args.log)) as report:
             return train(args, kv, report)

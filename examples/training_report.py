@@ -54,7 +54,10 @@ class Report:
     def header(self, text: str, settings: dict[str, Any], *, again: bool = False) -> None:
         """Once: what is about to run; ``again``: the log has what processes before this one have done."""
         if self._path:
-            self._log = open(self._path, "a" if again else "w", encoding="utf-8")  # noqa: SIM115
+            try:
+                self._log = open(self._path, "a" if again else "w", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                sys.exit(f"--log {self._path}: {error.strerror}")
         self._write({"event": "config", **settings})
         if self._active:
             print(text)

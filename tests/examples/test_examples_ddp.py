@@ -24,3 +24,11 @@ def test_a_difference_is_a_failure(
     monkeypatch.setattr(compare_ddp, "run", lambda args, way, folder: {"losses": curves[way], "seconds": np.ones(5)})
     assert compare_ddp.main(["--steps", "5", "--out", str(tmp_path / "losses.png")]) == 1
     assert "1.0e-03" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_has_said_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(tmp_path / "nothing"), "--out", str(tmp_path / "losses.png")]
+    assert compare_ddp.main(["-n", "1", *options]) == 1
+    err = capfd.readouterr().err
+    assert "expected 'digits', a folder" in err
+    assert "Traceback" not in err

@@ -80,6 +80,14 @@ def test_local_refuses_several_workers(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("KVMPI_NUM_WORKERS", "2")
     assert train_images.main(["--algorithm", "local"]) == 2
     assert "one worker" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="one worker"):
+        train_text.main(["--algorithm", "local"])
+
+
+@pytest.mark.parametrize("program", [train_images, train_text])
+def test_a_log_that_cannot_be_written_is_said(program: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="--log /no/such/folder: No such file or directory"):
+        program.main(["--algorithm", "local", "--limit", "40", "--log", "/no/such/folder"])
 
 
 def test_a_job_without_servers_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +130,15 @@ def test_comparison_fails_with_its_runs(
     assert compare.main(["--algorithms", "mpi-sgd", "--target-accuracy", "0.97", "--out", str(tmp_path)]) == 1
     assert compare.main(["--algorithms", "mpi-esgd,mpi-sgd", "--out", str(tmp_path)]) == 1
     assert "failed (3)" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        compare.main(["--algorithms", "mpi-sdg"])
-    assert "unknown algorithm mpi-sdg" in capsys.readouterr().err
+    for options, said in (
+        (["--algorithms", "mpi-sdg"], "unknown algorithm mpi-sdg"),
+        (["--algorithms", " , "], "--algorithms names none of local, dist-sgd"),
+        (["--log", "x"], "--log: --algorithms says which"),
+        (["--algorithm=local"], "--algorithm=local: --algorithms says which"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.main([*options, "--out", str(tmp_path)])
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("program", "options", "said"), [
@@ -136,6 +150,7 @@ def test_comparison_fails_with_its_runs(
     (train_gpt, "--steps many", "--steps: invalid integer value: 'many'"),
     (compare_ddp, "--steps 0", "--steps: must be at least 1"),
     (compare_ddp, "-n 0", "-n: must be at least 1"),
+    (compare_ddp, "--out /no/such/x.png", "--out /no/such/x.png: there is no such folder"),
     (train_gpt, "--heads 7", "--width 64 is no multiple of --heads 7"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_said(
