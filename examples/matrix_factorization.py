@@ -8,6 +8,7 @@ worker.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import numpy as np
 
@@ -17,18 +18,23 @@ import kvmpi
 def read(path: str) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Pairs of user and item numbers of shape ``(n, 2)``, their ratings, and how many users and items there are.
 
-    A line of the file is ``USER ITEM RATING``, with names of any kind; more columns are ignored.
+    A line of the file is ``USER ITEM RATING``, with names of any kind; more columns are ignored, and so is a header.
     """
     users: dict[str, int] = {}
     items: dict[str, int] = {}
     pairs, ratings = [], []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                user, item, rating, *_ = line.replace(",", " ").split()
-                pairs.append((users.setdefault(user, len(users)), items.setdefault(item, len(items))))
-                ratings.append(float(rating))
-    return np.array(pairs), np.array(ratings, "f4"), len(users), len(items)
+        for number, line in enumerate(file, 1):
+            words = line.replace(",", " ").split()
+            try:
+                user, item, rating = words[0], words[1], float(words[2])
+            except (IndexError, ValueError):
+                if words and number > 1:
+                    sys.exit(f"--ratings {path}, line {number}: expected USER ITEM RATING")
+                continue
+            pairs.append((users.setdefault(user, len(users)), items.setdefault(item, len(items))))
+            ratings.append(rating)
+    return np.array(pairs).reshape(-1, 2), np.array(ratings, "f4"), len(users), len(items)
 
 
 def generate(
@@ -51,7 +57,7 @@ def batches(count: int, batch_size: int, epoch: int, worker: int, num_workers: i
     """One worker's mini-batches of the ratings 0 .. count-1: as many for every worker, and all in a new order."""
     order = np.random.default_rng(epoch).permutation(count)[worker::num_workers]
     number = count // num_workers // batch_size
-    return np.split(order[: number * batch_size], max(1, number))
+    return np.split(order[: number * batch_size], number)
 
 
 def rmse(kv: kvmpi.KVStore, pairs: np.ndarray, ratings: np.ndarray, mean: float, rank: int) -> float:
@@ -73,14 +79,19 @@ def main(argv: list[str] | None = None) -> list[float]:
     add("--lr", type=float, default=0.5, help="learning rate of Adagrad (default 0.5)")
     add("--decay", type=float, default=0.02, help="how strongly large vectors are punished (default 0.02)")
     args = parser.parse_args(argv)
+    if min(args.rank, args.epochs, args.batch_size) < 1:
+        parser.error("--rank, --epochs and --batch-size must be at least 1")
 
     pairs, ratings, num_users, num_items = read(args.ratings) if args.ratings else generate()
     apart = np.arange(len(ratings)) % 10 == 9  # every tenth rating is for testing
     test, test_ratings, pairs, ratings = pairs[apart], ratings[apart], pairs[~apart], ratings[~apart]
-    mean = float(ratings.mean())
 
     found = []
     with kvmpi.create(args.store) as kv:
+        if not len(test) or len(ratings) < args.batch_size * kv.num_workers:
+            few = f"{len(ratings)} ratings for training and {len(test)} for testing are too few"
+            sys.exit(f"{few} for batches of {args.batch_size} on {kv.num_workers} workers")
+        mean = float(ratings.mean())
         kv.init(["users", "items"], [start_values(num_users, args.rank, 1), start_values(num_items, args.rank, 2)])
         kv.set_optimizer(kvmpi.optim.Adagrad(args.lr))  # on the servers, and of the rows that are pushed only
         kv.barrier()

@@ -26,6 +26,8 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker (default 32)")
     parser.add_argument("--checkpoint", type=Path, help="written after every epoch; if it is there, training goes on")
     args = parser.parse_args(argv)
+    if min(args.epochs, args.batch_size) < 1:
+        parser.error("--epochs and --batch-size must be at least 1")
     torch.set_num_threads(1)  # workers share the cores of a host
 
     digits = load_digits()

@@ -12,6 +12,7 @@ from typing import Any
 
 import compare
 import compare_ddp
+import matrix_factorization
 import pytest
 import train_digits
 import train_gpt
@@ -159,6 +160,18 @@ def test_options_that_cannot_be_are_said(
     with pytest.raises(SystemExit):
         program.arguments(options.split())
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "options"), [
+    (train_digits, "--epochs 0"), (train_digits, "--batch-size 0"), (matrix_factorization, "--batch-size 0"),
+    (matrix_factorization, "--rank -1"),
+])  # fmt: skip
+def test_programs_that_stand_alone_check_numbers_too(
+    program: ModuleType, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(options.split())
+    assert "--batch-size must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("program", "options", "said"), [

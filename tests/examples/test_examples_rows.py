@@ -74,6 +74,29 @@ def test_factors_of_three_workers(ratings: Path) -> None:
     np.testing.assert_allclose(found, plain(ratings, 3), atol=1e-4)
 
 
+def test_a_header_is_no_rating(ratings: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ratings.csv"
+    path.write_text("userId,movieId,rating,timestamp\n" + ratings.read_text())
+    for found, expected in zip(
+        matrix_factorization.read(str(path)), matrix_factorization.read(str(ratings)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    path.write_text("1 2 3.5\n1::3::4\n")
+    with pytest.raises(SystemExit, match="line 2: expected USER ITEM RATING"):
+        matrix_factorization.read(str(path))
+
+
+@pytest.mark.parametrize(("text", "options", "said"), [
+    ("", "", "0 ratings for training and 0 for testing are too few"),
+    ("a b 1\na c 2\n", "--batch-size 1", "2 ratings for training and 0 for testing are too few"),
+    ("a b 1\n" * 20, "--batch-size 100", "18 ratings .* for batches of 100 on 1 workers"),
+])  # fmt: skip
+def test_too_few_ratings_are_said(text: str, options: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "ratings").write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        matrix_factorization.main(["--ratings", str(tmp_path / "ratings"), *options.split()])
+
+
 def test_made_up_ratings_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """Their noise has a deviation of 0.1."""
     found = matrix_factorization.main(["--store", "local", "--epochs", "3", "--batch-size", "400"])
