@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from jobs import run_job
 
 from kvmpi.benchmarks.train_models import MODELS
 
@@ -45,6 +47,18 @@ def test_all_ways_train_alike(bench, tmp_path):
     written = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert [row["row"] for row in written] == names
     assert all(row["comm_ms"] > 0 for row in written[1:-1])
+
+
+@pytest.mark.parametrize("lie", ["nothing", "last"])
+def test_one_way_by_itself_can_be_wrong(lie):
+    """It is not compared with itself, and rank 0 counts what is wrong on others."""
+    options = ("--model", "gpt-small", "--rows", "kvmpi", "--rounds", 1, "--steps", 1, "--batch-size", 1)
+    done = run_job("-n 2", Path(__file__).parent / "programs" / "train_liar.py", lie, *options)
+    lines = done.stdout.replace("[worker 0] ", "").splitlines()
+    wrong = {row["row"]: row["wrong"] for row in map(json.loads, lines)}
+    assert wrong["alone"] == 0, done.stdout + done.stderr
+    assert wrong["kvmpi"] > 100
+    assert done.returncode == 1
 
 
 def test_models_have_the_sizes_of_their_papers():
