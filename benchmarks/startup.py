@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from kvmpi.errors import ConfigError
+from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.runner import Runner
 from kvmpi.launchers import mpirun
 
 BARE = "import torch, mpi4py.MPI"
@@ -49,31 +48,30 @@ def main(name: str, argv: Sequence[str]) -> int:
     add("-s", "--servers", type=int, default=2, help="default 2")
     add("--rounds", type=int, default=3, help="how often each is started (default 3)")
     args = parser.parse_args(argv)
-    try:
-        bare = _bare(args.workers)
-    except ConfigError as error:
-        print(f"kvmpi bench {name}: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _bench(args))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    mpi = mpirun.find(mpirun.clean(os.environ), args.workers)
+    bare = [*mpi.command(args.workers, local=True), sys.executable, "-c", BARE]
     bare_s: list[float] = []
     ends_s: list[list[float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "first_step.py")
+    with Runner(mpi.litter()) as runner:
+        env = {**mpirun.clean(os.environ), **mpi.env(runner.folder, "", crowded=True, one_host=True)}
+        program = Path(runner.folder, "first_step.py")
         program.write_text(WORKER)
         shape = [f"-n{args.workers}", f"-c{args.clients}", f"-s{args.servers}"]
+        ours = [sys.executable, "-m", "kvmpi", "run", *shape, str(program)]
         for _ in range(args.rounds):
-            env = {**mpirun.clean(os.environ), **_mpi(args.workers).env(folder, "", crowded=True, one_host=True)}
             started_s = time.monotonic()
-            done = subprocess.run([*bare, sys.executable, "-c", BARE], env=env, capture_output=True, text=True)
+            status, said = runner.run(bare, env, with_errors=True)
             bare_s.append(time.monotonic() - started_s)
-            if done.returncode != 0:
-                print(done.stdout + done.stderr, file=sys.stderr)
-                return 1
-            started_s = time.monotonic()
-            command = [sys.executable, "-m", "kvmpi", "run", *shape, str(program)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            times = [line.split()[3:] for line in done.stdout.splitlines() if " times " in line]
-            if done.returncode != 0 or len(times) != args.workers:
-                print(done.stdout + done.stderr, file=sys.stderr)
+            if status == 0:
+                started_s = time.monotonic()
+                status, said = runner.run(ours, with_errors=True)
+                times = [line.split()[3:] for line in said.splitlines() if " times " in line]
+            if status != 0 or len(times) != args.workers:
+                print(said, file=sys.stderr)
                 return 1
             ends_s.append([max(map(float, column)) - started_s for column in zip(*times, strict=True)])
     _show(args, median(bare_s), [median(column) for column in zip(*ends_s, strict=True)])
@@ -88,12 +86,3 @@ def _show(args: argparse.Namespace, bare_s: float, ends_s: list[float]) -> None:
     for command, phase, end_s in lines:
         print(f"{command:<58} {phase:<16} {end_s:>6.2f} {end_s / bare_s:>6.2f}")
     print(f"medians of {args.rounds}; the ratio is to the bare mpirun")
-
-
-def _mpi(num_workers: int) -> mpirun.MPI:
-    return mpirun.find(mpirun.clean(os.environ), num_workers)
-
-
-def _bare(num_workers: int) -> tuple[str, ...]:
-    """An mpirun as the launcher would start it."""
-    return _mpi(num_workers).command(num_workers, local=True)

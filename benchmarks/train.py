@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
-from kvmpi.benchmarks.report import complain
+from kvmpi.benchmarks.report import complain, exit_status
+from kvmpi.benchmarks.runner import Runner
 from kvmpi.benchmarks.table import Table
 from kvmpi.config import Config
-from kvmpi.errors import KVError, UnsupportedError
+from kvmpi.errors import UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.trace import COMMUNICATION, parts, timeline
 
@@ -71,22 +71,23 @@ def main(name: str, argv: Sequence[str]) -> int:
         parser.error("--link is about simulated hosts; say how many with --hosts")
     if "KVMPI_ROLE" in os.environ:
         return _rank(args)
-    print(_table().header(), flush=True)
+    return exit_status(lambda: _bench(args))
+
+
+def _bench(args: argparse.Namespace) -> int:
     options = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--rows", args.rows]
     options += ["--batch-size", str(args.batch_size)] if args.batch_size else []
-    try:
-        with ExitStack() as stack:
-            lab = stack.enter_context(NetLab(args.hosts, args.link or "1gbit")) if args.hosts else None
-            json_file = stack.enter_context(open(args.json, "w")) if args.json else None
-            for ranks in args.ranks.split(","):
-                for model in args.model.split(","):
-                    words = ["--", __file__, "-n", ranks, "--model", model, *options]
-                    status = _job(_command(int(ranks), lab) + words, lab, json_file)
-                    if status:
-                        return status
-    except (KVError, OSError) as error:
-        complain(str(error))
-        return 1
+    with ExitStack() as stack:
+        json_file = stack.enter_context(open(args.json, "w")) if args.json else None
+        print(_table().header(), flush=True)
+        runner = stack.enter_context(Runner())
+        lab = stack.enter_context(NetLab(args.hosts, args.link or "1gbit")) if args.hosts else None
+        for ranks in args.ranks.split(","):
+            for model in args.model.split(","):
+                words = ["--", __file__, "-n", ranks, "--model", model, *options]
+                status = _job(runner, _command(int(ranks), lab) + words, lab, json_file)
+                if status:
+                    return status
     return 0
 
 
@@ -120,11 +121,11 @@ def _command(ranks: int, lab: NetLab | None) -> list[str]:
     return lab.command_on(0, [*run, "--remote-shell", f"{PRIVATE}/agent", "--hosts", listed, "--interface", lab.subnet])
 
 
-def _job(command: Sequence[str], lab: NetLab | None, json_file: Any) -> int:
+def _job(runner: Runner, command: Sequence[str], lab: NetLab | None, json_file: Any) -> int:
     """Run the ranks, and show their rows; the exit status."""
     env = {name: value for name, value in os.environ.items() if lab is None or not name.startswith("KVMPI_")}
-    job = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
-    for line in job.stdout.replace("[worker 0] ", "").splitlines():
+    status, said = runner.run(command, env)
+    for line in said.replace("[worker 0] ", "").splitlines():
         if not line.startswith("{"):
             print(line, flush=True)
             continue
@@ -135,7 +136,7 @@ def _job(command: Sequence[str], lab: NetLab | None, json_file: Any) -> int:
             json_file.flush()
         if row["wrong"]:
             complain(f"WRONG: {row['model']}, {row['row']}: {row['wrong']} weights after {_CHECKED_STEPS} steps")
-    return job.returncode
+    return status
 
 
 def _table() -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +15,13 @@ import numpy as np
 
 from kvmpi import arrays
 from kvmpi.benchmarks.environment import memory_rates
+from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.runner import Runner
 from kvmpi.collectives import Collectives, Comm, mpi_comm
 from kvmpi.collectives.cost import Figures, save
 from kvmpi.collectives.topology import Layout, locate
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVError
 from kvmpi.launchers.rank_exec import mpi_rank
 
 _TAG = 100
@@ -50,16 +50,19 @@ def main(_: str, argv: Sequence[str]) -> int:
     parser.add_argument("--out", default="kvmpi-tuning.json", metavar="FILE", help="default kvmpi-tuning.json")
     args = parser.parse_args(argv)
     inside = mpi_comm.started_by_mpi() or bool(os.environ.get("KVMPI_ROLE"))
-    if not inside:
-        if args.ranks < 2:
-            parser.error("it takes two ranks or more to measure between them")
-        words = [sys.executable, "-m", "kvmpi", "run", "-n", str(args.ranks), "--", __file__, "--out", args.out]
-        return subprocess.call(words)
-    try:
-        measured, layout = measure()
-    except KVError as error:
-        print(f"kvmpi bench: {error}", file=sys.stderr)
-        return 1
+    if not inside and args.ranks < 2:
+        parser.error("it takes two ranks or more to measure between them")
+    return exit_status(lambda: _as_rank(args) if inside else _as_parent(args))
+
+
+def _as_parent(args: argparse.Namespace) -> int:
+    with Runner() as runner:
+        run = [sys.executable, "-m", "kvmpi", "run", "-n", str(args.ranks)]
+        return runner.show([*run, "--", __file__, "--out", args.out])
+
+
+def _as_rank(args: argparse.Namespace) -> int:
+    measured, layout = measure()
     if max(0, mpi_rank(dict(os.environ))) == 0:
         save(args.out, measured)
         print(f"ranks by host: {layout.describe()}")

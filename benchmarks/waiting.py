@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvmpi
+from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.runner import Runner
 from kvmpi.machine import num_cores
 
 _SETTLE_S = 0.2  # until waiting threads have reached their longest naps
@@ -33,11 +34,16 @@ def main(_: str, argv: Sequence[str]) -> int:
     if "KVMPI_ROLE" in os.environ:
         _rank(args)
         return 0
-    for ranks in args.ranks.split(","):
-        options = ["--seconds", str(args.seconds), "--rounds", str(args.rounds)]
-        status = subprocess.call([sys.executable, "-m", "kvmpi", "run", "-n", ranks, "--", __file__, *options])
-        if status:
-            return status
+    return exit_status(lambda: _bench(args))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    options = ["--seconds", str(args.seconds), "--rounds", str(args.rounds)]
+    with Runner() as runner:
+        for ranks in args.ranks.split(","):
+            status = runner.show([sys.executable, "-m", "kvmpi", "run", "-n", ranks, "--", __file__, *options])
+            if status:
+                return status
     return 0
 
 

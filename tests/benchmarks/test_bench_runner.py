@@ -1,0 +1,47 @@
+"""Benchmarks that only wait for jobs of their own: what ends them ends the jobs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from jobs import wait_for
+from processes import processes_with
+
+pytest.importorskip("mpi4py")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("words", "word", "number"), [
+    ("waiting -n 2 --seconds 60", "waiting.py", signal.SIGINT),
+    ("waiting -n 2 --seconds 60", "waiting.py", signal.SIGKILL),
+    ("train --model gpt-small --rows kvmpi --rounds 9999", "train.py", signal.SIGTERM),
+    ("startup -n 2 -c 1 -s 1 --rounds 99", "mpi4py", signal.SIGTERM),
+    ("tune", "tune.py", signal.SIGTERM),
+])  # fmt: skip
+def test_no_job_outlives_its_benchmark(tmp_path: Path, words: str, word: str, number: signal.Signals) -> None:
+    mark = f"TEST_MARK={uuid.uuid4().hex}"
+    name, value = mark.split("=")
+    (tmp_path / "tmp").mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "kvmpi", "bench", *words.split()], cwd=tmp_path, stdout=subprocess.PIPE,
+        env={**os.environ, name: value, "TMPDIR": str(tmp_path / "tmp")}, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: sum(word in line for line in processes_with(mark).values()) >= 3, "ranks")
+    parent.send_signal(number)
+    _, errors = parent.communicate(timeout=60)
+    if number == signal.SIGKILL:
+        wait_for(lambda: not processes_with(mark), "end of the job", 30)
+        wait_for(lambda: not os.listdir(tmp_path / "tmp"), "end of its files", 30)
+        return
+    assert not processes_with(mark)
+    assert errors.splitlines()[-1] == f"kvmpi bench: stopped by {number.name}"
+    assert "Traceback" not in errors
+    assert parent.returncode == 128 + number
+    assert not os.listdir(tmp_path / "tmp")
