@@ -19,6 +19,7 @@ from math import prod
 from typing import TextIO
 
 from kvmpi.benchmarks import environment, lab_jobs, lab_report
+from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.lab_jobs import Scenario
 from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.benchmarks.report import complain, exit_status
@@ -132,8 +133,7 @@ def _figure(args: argparse.Namespace) -> list[Scenario]:
 
 
 def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -> int:
-    if os.environ.get("KVMPI_ROLE"):
-        raise ConfigError(f"kvmpi bench {name} starts its jobs itself; run it outside of kvmpi run")
+    refuse_ranks(name)
     lab_jobs.check_memory(scenarios)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts and folders are removed on the way
     here = environment.here()

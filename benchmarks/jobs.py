@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from kvmpi.collectives import mpi_comm
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers import job as launcher_jobs
 from kvmpi.launchers import mpirun, processes
@@ -323,6 +324,16 @@ class Stage:
                     self._look(0.05)
                 except InterruptedBySignal:
                     time.sleep(0.02)
+
+
+def refuse_ranks(benchmark: str) -> None:
+    """For benchmarks that start jobs of their own, of which each rank of another job would start one.
+
+    Raises:
+        ConfigError: this process is such a rank.
+    """
+    if mpi_comm.started_by_mpi() or os.environ.get("KVMPI_ROLE"):
+        raise ConfigError(f"kvmpi bench {benchmark} starts its jobs itself; run it outside of mpirun and kvmpi run")
 
 
 def _drain(fd: int) -> bytes:

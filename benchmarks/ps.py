@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmpi.benchmarks import environment, ps_jobs, ps_mxnet, ps_options
-from kvmpi.benchmarks.jobs import Stage
+from kvmpi.benchmarks.jobs import Stage, refuse_ranks
 from kvmpi.benchmarks.plan import Case
 from kvmpi.benchmarks.ps_jobs import PsJob
 from kvmpi.benchmarks.ps_options import ITEM_BYTES, Layout
@@ -19,9 +19,7 @@ from kvmpi.benchmarks.ps_rows import MXNET, PsRow, by_job
 from kvmpi.benchmarks.report import exit_status
 from kvmpi.benchmarks.sizes import format_bytes
 from kvmpi.benchmarks.turns import acquaint, drive
-from kvmpi.collectives import mpi_comm
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 from kvmpi.launchers.signals import SignalCatcher
 
@@ -35,8 +33,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if mpi_comm.started_by_mpi() or os.environ.get("KVMPI_ROLE"):
-        raise ConfigError("kvmpi bench ps starts its jobs itself; run it outside of mpirun and kvmpi run")
+    refuse_ranks("ps")
     Config.from_env()  # a bad setting must not start anything
     if (grouped := next((layout for layout in args.layouts if layout.grouped), None)) is not None:
         mpirun.find(mpirun.clean(os.environ), grouped.workers)

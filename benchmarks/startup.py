@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.report import exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.launchers import mpirun
@@ -52,6 +53,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    refuse_ranks("startup")
     mpi = mpirun.find(mpirun.clean(os.environ), args.workers)
     bare = [*mpi.command(args.workers, local=True), sys.executable, "-c", BARE]
     bare_s: list[float] = []

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.benchmarks.report import complain, exit_status
 from kvmpi.benchmarks.runner import Runner
@@ -75,6 +76,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    refuse_ranks("train")
     options = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--rows", args.rows]
     options += ["--batch-size", str(args.batch_size)] if args.batch_size else []
     with ExitStack() as stack:

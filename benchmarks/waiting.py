@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvmpi
+from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.report import exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.machine import num_cores
@@ -38,6 +39,7 @@ def main(_: str, argv: Sequence[str]) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    refuse_ranks("waiting")
     options = ["--seconds", str(args.seconds), "--rounds", str(args.rounds)]
     with Runner() as runner:
         for ranks in args.ranks.split(","):

@@ -13,6 +13,8 @@ import pytest
 from jobs import wait_for
 from processes import processes_with
 
+from kvmpi.launchers import mpirun
+
 pytest.importorskip("mpi4py")
 
 
@@ -45,3 +47,14 @@ def test_no_job_outlives_its_benchmark(tmp_path: Path, words: str, word: str, nu
     assert "Traceback" not in errors
     assert parent.returncode == 128 + number
     assert not os.listdir(tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("words", ["train --rows kvmpi", "waiting", "startup -n 2", "figure12", "predict", "ps"])
+def test_ranks_of_another_job_start_none(words: str, tmp_path: Path) -> None:
+    mpi = mpirun.find(os.environ, 2)
+    command = [*mpi.command(2, local=True), sys.executable, "-m", "kvmpi", "bench", *words.split()]
+    env = {**mpirun.clean(os.environ), **mpi.env(str(tmp_path), "", crowded=True, one_host=True)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    name = words.split()[0]
+    assert f"kvmpi bench {name} starts its jobs itself; run it outside of mpirun and kvmpi run" in done.stderr
