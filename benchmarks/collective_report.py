@@ -64,6 +64,9 @@ class CollectiveReport(Report):
     def subject(self, row: Row) -> str:
         return f"{row['op']} by {row['algo']} on {row['ranks']} ranks, {row['size_B']} B of {row['dtype']}"
 
+    def is_drawn(self, row: Row) -> bool:
+        return bool(row["size_B"] and row["busbw"])  # no bus has carried anything for one rank
+
     def draw(self, path: str, drawn: Sequence[Row]) -> None:
         from kvmpi.benchmarks import limits, plot
 

@@ -9,20 +9,16 @@ own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from math import prod
-from typing import TextIO
 
 from kvmpi.benchmarks import environment, lab_jobs, lab_report
 from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.lab_jobs import Scenario
 from kvmpi.benchmarks.netlab import NetLab
-from kvmpi.benchmarks.report import complain, exit_status
+from kvmpi.benchmarks.report import JsonLines, check_plot, complain, exit_status, writing
 from kvmpi.benchmarks.sizes import parse_bytes
 from kvmpi.benchmarks.table import Row
 from kvmpi.errors import ConfigError
@@ -111,8 +107,6 @@ def _figure(args: argparse.Namespace) -> list[Scenario]:
         raise ValueError(f"--compute-seconds {args.compute_seconds}: expected zero or more")
     if args.plot and not args.plot.endswith(".png"):
         raise ValueError(f"--plot {args.plot}: expected a name that ends in .png")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; pip install 'kvmpi[bench]'")
     if args.model in PRESETS:
         counts = tuple(prod(shape) for shape in PRESETS[args.model]())
     else:
@@ -135,6 +129,9 @@ def _figure(args: argparse.Namespace) -> list[Scenario]:
 def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -> int:
     refuse_ranks(name)
     lab_jobs.check_memory(scenarios)
+    plot = getattr(args, "plot", None)
+    check_plot(plot)
+    lines = JsonLines(args.json)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts and folders are removed on the way
     here = environment.here()
     commit = f" ({here['commit']})" if here["commit"] else ""
@@ -143,27 +140,27 @@ def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -
         print(f"# {text}")
     print(lab_report.table().header(), flush=True)
     rows: list[Row] = []
-    with open(args.json or os.devnull, "a") as file:
-        for scenario in scenarios:
-            rows.append(_one(scenario, here, file))
+    for scenario in scenarios:
+        rows.append(_one(scenario, here, lines))
+    lines.close()
     if name == "figure12" and (faster := lab_report.speedups(rows)):
         print(f"# {faster}")
     print(f"# {lab_report.errors(rows)}")
-    if getattr(args, "plot", None):
+    if plot:
         what = f"{args.workers} workers, {args.servers} servers, {args.clients} clients, {args.link}, {args.model}"
-        lab_report.draw(args.plot, rows, f"Mean epoch of {args.steps} steps: {what}")
+        with writing(plot):
+            lab_report.draw(plot, rows, f"Mean epoch of {args.steps} steps: {what}")
     return int(any(row["wrong"] for row in rows))
 
 
-def _one(scenario: Scenario, here: dict[str, object], file: TextIO) -> Row:
+def _one(scenario: Scenario, here: dict[str, object], lines: JsonLines) -> Row:
     planned = lab_report.plan(scenario)
     with NetLab(scenario.num_lab_hosts, link=scenario.link) as lab:
         row = lab_report.row_of(scenario, lab_jobs.run(lab, scenario), planned)
     print(lab_report.line(row), flush=True)
     if row["wrong"]:
         complain(f"WRONG: {lab_jobs.describe(scenario)}: {row['wrong']} keys")
-    file.write(json.dumps({**row, **here}) + "\n")
-    file.flush()
+    lines.write({**row, **here})
     return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,8 +11,8 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvmpi.benchmarks.jobs import InterruptedBySignal
 from kvmpi.benchmarks.plan import Case
@@ -42,6 +43,63 @@ def exit_status(measure: Callable[[], int], *, complains: bool = True) -> int:
         return 128 + signal.SIGPIPE
 
 
+def check_writable(path: str) -> None:
+    """Better now than after minutes of measuring.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if os.path.isdir(path):
+        raise ConfigError(f"{path} cannot be written: it is a folder")
+    if not os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
+
+
+def check_plot(path: str | None) -> None:
+    """What ``--plot`` needs, if it is given.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; pip install 'kvmpi[bench]'")
+    if path:
+        check_writable(path)
+
+
+@contextlib.contextmanager
+def writing(path: str | None) -> Iterator[None]:
+    """What fails inside was about this file.
+
+    Raises:
+        KVError: it could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise KVError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+class JsonLines:
+    """The file of ``--json``, which gets a line for each row; without a path, nothing."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        try:
+            self._file = open(path or os.devnull, "w")  # noqa: SIM115 - closed in close()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    def write(self, row: Row) -> None:
+        with writing(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
 class Report(ABC):
     """The table on standard output, and the files that the user asked for.
 
@@ -52,18 +110,10 @@ class Report(ABC):
         self._args = args
         self.rows: list[Row] = []
         self._table: Table | None = None
-        self._json: TextIO | None = None
         self._date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.progress = Progress()
-        if args.plot and importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; pip install 'kvmpi[bench]'")
-        if args.plot and not os.access(os.path.dirname(os.path.abspath(args.plot)), os.W_OK):
-            raise ConfigError(f"{args.plot} cannot be written")  # better now than after minutes of measuring
-        if args.json:
-            try:
-                self._json = open(args.json, "w", buffering=1)  # noqa: SIM115 - closed in end()
-            except OSError as error:
-                raise ConfigError(f"{args.json} cannot be written: {error.strerror}") from None
+        check_plot(args.plot)
+        self._json = JsonLines(args.json)
 
     # ---- what subclasses know
 
@@ -82,6 +132,10 @@ class Report(ABC):
     @abstractmethod
     def subject(self, row: Row) -> str:
         """What a row has measured, in words, for a complaint about its results."""
+
+    def is_drawn(self, row: Row) -> bool:
+        """Whether a row has a place in the picture."""
+        return bool(row["size_B"])
 
     @abstractmethod
     def draw(self, path: str, drawn: Sequence[Row]) -> None:
@@ -109,9 +163,7 @@ class Report(ABC):
         sentences = self.sentences(found)
         for row in found:
             self._print(self._table.line(row))
-            if self._json is not None:
-                line = {**row, **self.about(row), "command": self._args.command, "date": self._date}
-                self._json.write(json.dumps(line) + "\n")
+            self._json.write({**row, **self.about(row), "command": self._args.command, "date": self._date})
         for sentence in sentences:
             self.note(sentence)
         self.rows += found
@@ -119,20 +171,20 @@ class Report(ABC):
     def end(self) -> int:
         """Everything was measured; the exit status."""
         self.progress.hide()
-        if self._json is not None:
-            self._json.close()
-        if self._args.plot:
-            drawn = [row for row in self.rows if row["size_B"]]
-            if drawn:
-                self.draw(self._args.plot, drawn)
-            else:
-                self.note(f"{self._args.plot} was not drawn: nothing to show")
+        self._json.close()
         if not self.rows:
             complain("nothing could be measured")
             return 1
         bad = [row for row in self.rows if row["wrong"]]
         for row in bad:
             complain(f"WRONG: {self.subject(row)}: {row['wrong']} elements")
+        if self._args.plot:
+            drawn = [row for row in self.rows if self.is_drawn(row)]
+            if drawn:
+                with writing(self._args.plot):
+                    self.draw(self._args.plot, drawn)
+            else:
+                self.note(f"{self._args.plot} was not drawn: nothing to show")
         return int(bool(bad))
 
     def _print(self, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
-from kvmpi.benchmarks.report import complain, exit_status
+from kvmpi.benchmarks.report import JsonLines, complain, exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.benchmarks.table import Table
 from kvmpi.config import Config
@@ -80,14 +80,14 @@ def _bench(args: argparse.Namespace) -> int:
     options = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--rows", args.rows]
     options += ["--batch-size", str(args.batch_size)] if args.batch_size else []
     with ExitStack() as stack:
-        json_file = stack.enter_context(open(args.json, "w")) if args.json else None
+        lines = JsonLines(args.json)
         print(_table().header(), flush=True)
         runner = stack.enter_context(Runner())
         lab = stack.enter_context(NetLab(args.hosts, args.link or "1gbit")) if args.hosts else None
         for ranks in args.ranks.split(","):
             for model in args.model.split(","):
                 words = ["--", __file__, "-n", ranks, "--model", model, *options]
-                status = _job(runner, _command(int(ranks), lab) + words, lab, json_file)
+                status = _job(runner, _command(int(ranks), lab) + words, lab, lines)
                 if status:
                     return status
     return 0
@@ -123,7 +123,7 @@ def _command(ranks: int, lab: NetLab | None) -> list[str]:
     return lab.command_on(0, [*run, "--remote-shell", f"{PRIVATE}/agent", "--hosts", listed, "--interface", lab.subnet])
 
 
-def _job(runner: Runner, command: Sequence[str], lab: NetLab | None, json_file: Any) -> int:
+def _job(runner: Runner, command: Sequence[str], lab: NetLab | None, lines: JsonLines) -> int:
     """Run the ranks, and show their rows; the exit status."""
     env = {name: value for name, value in os.environ.items() if lab is None or not name.startswith("KVMPI_")}
     status, said = runner.run(command, env)
@@ -133,9 +133,7 @@ def _job(runner: Runner, command: Sequence[str], lab: NetLab | None, json_file: 
             continue
         row = json.loads(line)
         print(_table().line(row), flush=True)
-        if json_file is not None:
-            json_file.write(line + "\n")
-            json_file.flush()
+        lines.write(row)
         if row["wrong"]:
             complain(f"WRONG: {row['model']}, {row['row']}: {row['wrong']} weights after {_CHECKED_STEPS} steps")
     return status
