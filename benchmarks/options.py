@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 
 from kvmpi.arrays import DTYPES
 from kvmpi.benchmarks import rows, sizes
@@ -79,7 +79,7 @@ def add_common(parser: argparse.ArgumentParser, *, seconds: float, drawn: str) -
     """What every benchmark with a table has; see ``check_common``."""
     add = parser.add_argument
     text = f"time for a row of a size (default {seconds:g})"
-    add("--seconds", type=float, default=seconds, metavar="S", help=text)
+    add("--seconds", type=duration, default=seconds, metavar="S", help=text)
     add("--json", metavar="FILE", help="write a JSON line for each row, with all that belongs to it")
     add("--plot", metavar="FILE.png", help=f"draw {drawn} against size")
 
@@ -90,21 +90,42 @@ def check_common(args: argparse.Namespace) -> None:
     Raises:
         ValueError: one of them.
     """
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds}: must be positive")
     if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"--plot {args.plot}: expected a name that ends in .png, .svg or .pdf")
 
 
-def numbers(option: str, text: str) -> list[int]:
+def at_least(least: int) -> Callable[[str], int]:
+    """What ``argparse`` makes a number with; smaller ones are refused."""
+
+    def number(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def duration(text: str) -> float:
+    """As ``at_least``: a positive time that ends."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive number of seconds")
+    return found
+
+
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
     """``2,4`` -> 2 and 4, each once.
 
     Raises:
-        ValueError: these are not positive numbers.
+        ValueError: these are no such numbers.
     """
     words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"{option} {text}: expected positive numbers such as 2 or 2,4")
+    if not all(word.strip().isdecimal() and int(word) >= least for word in words):
+        kind = "positive numbers" if least == 1 else f"numbers from {least} on"
+        raise ValueError(f"{option} {text}: expected {kind} such as 2 or 2,4")
     return list(dict.fromkeys(map(int, words)))
 
 
@@ -153,7 +174,7 @@ def _complete(args: argparse.Namespace) -> None:
 def cases(args: argparse.Namespace, num_ranks: int) -> tuple[Case, ...]:
     """What to measure on so many ranks."""
     if args.preset:
-        return (Case(tuple(prod(shape) for shape in PRESETS[args.preset]()), args.preset),)
+        return (Case(tuple(math.prod(shape) for shape in PRESETS[args.preset]()), args.preset),)
     itemsize = DTYPES[args.dtype].itemsize
     if args.sizes:
         counts = sizes.parse_sizes(args.sizes, itemsize)

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from kvmpi.benchmarks.jobs import refuse_ranks
+from kvmpi.benchmarks.options import at_least
 from kvmpi.benchmarks.report import exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.launchers import mpirun
@@ -44,10 +45,10 @@ def main(name: str, argv: Sequence[str]) -> int:
         "mpirun of as many Pythons that import torch and mpi4py, start to end.",
     )
     add = parser.add_argument
-    add("-n", "--workers", type=int, default=8, help="default 8")
-    add("-c", "--clients", type=int, default=2, help="default 2")
-    add("-s", "--servers", type=int, default=2, help="default 2")
-    add("--rounds", type=int, default=3, help="how often each is started (default 3)")
+    add("-n", "--workers", type=at_least(1), default=8, help="default 8")
+    add("-c", "--clients", type=at_least(1), default=2, help="default 2")
+    add("-s", "--servers", type=at_least(0), default=2, help="default 2")
+    add("--rounds", type=at_least(1), default=3, help="how often each is started (default 3)")
     args = parser.parse_args(argv)
     return exit_status(lambda: _bench(args))
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 import kvmpi
-from kvmpi.benchmarks.sizes import format_bytes, parse_bytes
+from kvmpi.benchmarks.options import at_least
+from kvmpi.benchmarks.sizes import format_bytes, parse_sizes
 from kvmpi.config import Config
 from kvmpi.trace import parts, timeline
 
@@ -29,15 +30,19 @@ def main(name: str, argv: Sequence[str]) -> int:
     """The exit status: 1 if a value was wrong."""
     parser = argparse.ArgumentParser(prog=f"kvmpi bench {name}", description=__doc__)
     parser.add_argument("--sizes", default="4K,64K,1M,4M", help="bytes of a push and pull (default 4K,64K,1M,4M)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each kind (default 15)")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="rounds of each kind (default 15)")
     options = parser.parse_args(argv)
+    try:
+        counts = parse_sizes(options.sizes, 4)
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
     print(
         "# times of one pushpull in us: medians of rounds; cpu: of all threads; overhead: median over pairs of rounds"
     )
     print(f"{'size':>6} {'off':>9} {'on':>9} {'overhead':>9} {'cpu off':>9} {'cpu on':>9} {'overhead':>9} {'spans':>6}")
     right = True
-    for size in options.sizes.split(","):
-        row = _measure(parse_bytes(size), options.rounds)
+    for count in counts:
+        row = _measure(max(1, count), options.rounds)
         right = right and row.pop("right")
         print(
             "{size:>6} {off:9.1f} {on:9.1f} {wall:8.2f}% {cpu_off:9.1f} {cpu_on:9.1f} {cpu:8.2f}% {spans:6.1f}".format(
@@ -48,8 +53,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     return 0 if right else 1
 
 
-def _measure(nbytes: int, rounds: int) -> dict[str, Any]:
-    count = max(1, nbytes // 4)
+def _measure(count: int, rounds: int) -> dict[str, Any]:
     value, out = np.arange(count, dtype=np.float32), np.empty(count, np.float32)
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder, kvmpi.create("dist_sync") as kv:
@@ -72,7 +76,7 @@ def _measure(nbytes: int, rounds: int) -> dict[str, Any]:
         tuple(1e6 * statistics.median(found[i] for found in times[kind]) for i in (0, 1)) for kind in (False, True)
     )
     return {
-        "size": format_bytes(nbytes), "off": off, "on": on_us, "wall": wall, "cpu_off": cpu_off, "cpu_on": cpu_on,
+        "size": format_bytes(4 * count), "off": off, "on": on_us, "wall": wall, "cpu_off": cpu_off, "cpu_on": cpu_on,
         "cpu": cpu, "spans": spans / (rounds * calls), "right": right,
     }  # fmt: skip
 

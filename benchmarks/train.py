@@ -17,6 +17,7 @@ from typing import Any
 
 from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
+from kvmpi.benchmarks.options import at_least, numbers
 from kvmpi.benchmarks.report import JsonLines, complain, exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.benchmarks.table import Table
@@ -64,10 +65,10 @@ def main(name: str, argv: Sequence[str]) -> int:
     for option, text, known in (("--model", args.model, MODELS), ("--rows", args.rows, WAYS)):
         if unknown := sorted(set(text.split(",")) - set(known)):
             parser.error(f"{option} {','.join(unknown)}: known are {', '.join(known)}")
-    if any(not n.isdecimal() or int(n) < 2 for n in args.ranks.split(",")):
-        parser.error(f"--ranks {args.ranks}: expected numbers from 2 on, separated by commas")
-    if min(args.rounds, args.steps, args.batch_size or 1, args.hosts or 1) < 1:
-        parser.error("--rounds, --steps, --batch-size and --hosts must be at least 1")
+    try:
+        args.ranks = numbers("-n", args.ranks, least=2)
+    except ValueError as error:
+        parser.error(str(error))
     if args.link and not args.hosts:
         parser.error("--link is about simulated hosts; say how many with --hosts")
     if "KVMPI_ROLE" in os.environ:
@@ -84,10 +85,10 @@ def _bench(args: argparse.Namespace) -> int:
         print(_table().header(), flush=True)
         runner = stack.enter_context(Runner())
         lab = stack.enter_context(NetLab(args.hosts, args.link or "1gbit")) if args.hosts else None
-        for ranks in args.ranks.split(","):
+        for ranks in args.ranks:
             for model in args.model.split(","):
-                words = ["--", __file__, "-n", ranks, "--model", model, *options]
-                status = _job(runner, _command(int(ranks), lab) + words, lab, lines)
+                words = ["--", __file__, "-n", str(ranks), "--model", model, *options]
+                status = _job(runner, _command(ranks, lab) + words, lab, lines)
                 if status:
                     return status
     return 0
@@ -105,10 +106,10 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--synthetic", action="store_true", help="random data, as always")
     usual = ",".join(way for way in WAYS if way != _TRACED)
     add("--rows", default=usual, metavar="ROW,...", help=f"some of those above (default all but {_TRACED})")
-    add("--batch-size", type=int, metavar="B", help="samples of one rank in a step")
-    add("--rounds", type=int, default=10, metavar="R", help="rounds (default 10)")
-    add("--steps", type=int, default=10, metavar="S", help="steps of each row in a round (default 10)")
-    add("--hosts", type=int, metavar="N", help="spread the ranks over N simulated hosts (root, Linux)")
+    add("--batch-size", type=at_least(1), metavar="B", help="samples of one rank in a step")
+    add("--rounds", type=at_least(1), default=10, metavar="R", help="rounds (default 10)")
+    add("--steps", type=at_least(1), default=10, metavar="S", help="steps of each row in a round (default 10)")
+    add("--hosts", type=at_least(1), metavar="N", help="spread the ranks over N simulated hosts (root, Linux)")
     add("--link", metavar="SPEED", help="of the simulated hosts' links (default 1gbit)")
     add("--json", metavar="FILE", help="write each row as a line of JSON too")
     return parser

@@ -15,13 +15,15 @@ import numpy as np
 
 from kvmpi import arrays
 from kvmpi.benchmarks.environment import memory_rates
-from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.options import at_least
+from kvmpi.benchmarks.report import check_writable, exit_status, writing
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.collectives import Collectives, Comm, mpi_comm
 from kvmpi.collectives.cost import Figures, save
 from kvmpi.collectives.topology import Layout, locate
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
+from kvmpi.errors import ConfigError
 from kvmpi.launchers.rank_exec import mpi_rank
 
 _TAG = 100
@@ -46,25 +48,30 @@ def main(_: str, argv: Sequence[str]) -> int:
         "KVMPI_TUNING=FILE choose algorithms by them.",
         epilog="On a cluster, run it inside the job: mpirun -n 16 --hostfile hosts kvmpi bench tune",
     )  # fmt: skip
-    parser.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="ranks on this host (default 2)")
+    parser.add_argument(
+        "-n", "--ranks", type=at_least(2), default=2, metavar="N", help="ranks on this host (default 2)"
+    )
     parser.add_argument("--out", default="kvmpi-tuning.json", metavar="FILE", help="default kvmpi-tuning.json")
     args = parser.parse_args(argv)
     inside = mpi_comm.started_by_mpi() or bool(os.environ.get("KVMPI_ROLE"))
-    if not inside and args.ranks < 2:
-        parser.error("it takes two ranks or more to measure between them")
     return exit_status(lambda: _as_rank(args) if inside else _as_parent(args))
 
 
 def _as_parent(args: argparse.Namespace) -> int:
+    check_writable(args.out)
     with Runner() as runner:
         run = [sys.executable, "-m", "kvmpi", "run", "-n", str(args.ranks)]
         return runner.show([*run, "--", __file__, "--out", args.out])
 
 
 def _as_rank(args: argparse.Namespace) -> int:
+    first = max(0, mpi_rank(dict(os.environ))) == 0
+    if first:
+        check_writable(args.out)
     measured, layout = measure()
-    if max(0, mpi_rank(dict(os.environ))) == 0:
-        save(args.out, measured)
+    if first:
+        with writing(args.out):
+            save(args.out, measured)
         print(f"ranks by host: {layout.describe()}")
         for name, value in asdict(measured).items():
             meaning, scale, unit = _MEANINGS[name]
@@ -79,6 +86,8 @@ def measure() -> tuple[Figures, Layout]:
     from mpi4py import MPI
 
     world, comm = MPI.COMM_WORLD, mpi_comm.world(_TIMEOUT_S)
+    if comm.size < 2:
+        raise ConfigError("it takes two ranks or more to measure between them")
     topology = locate(comm, Figures(), Deadline(_TIMEOUT_S), "tune")
 
     def slowest_s(work: Callable[[], Any], repeats: int = _REPEATS) -> float:

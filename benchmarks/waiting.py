@@ -13,6 +13,7 @@ import numpy as np
 
 import kvmpi
 from kvmpi.benchmarks.jobs import refuse_ranks
+from kvmpi.benchmarks.options import at_least, duration, numbers
 from kvmpi.benchmarks.report import exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.machine import num_cores
@@ -29,21 +30,27 @@ def main(_: str, argv: Sequence[str]) -> int:
         "and while further ranks wait in such a sum. Compared with the same training when nobody waits.",
     )  # fmt: skip
     parser.add_argument("-n", "--ranks", metavar="N,...", default="2,4", help="numbers of ranks (default 2,4)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="of one measurement (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each kind (default 5)")
+    parser.add_argument("--seconds", type=duration, default=1.0, metavar="S", help="of one measurement (default 1)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=5, metavar="R", help="measurements of each kind (default 5)"
+    )
     args = parser.parse_args(argv)
+    try:
+        ranks = numbers("-n", args.ranks, least=2)
+    except ValueError as error:
+        parser.error(str(error))
     if "KVMPI_ROLE" in os.environ:
         _rank(args)
         return 0
-    return exit_status(lambda: _bench(args))
+    return exit_status(lambda: _bench(args, ranks))
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace, ranks: Sequence[int]) -> int:
     refuse_ranks("waiting")
     options = ["--seconds", str(args.seconds), "--rounds", str(args.rounds)]
     with Runner() as runner:
-        for ranks in args.ranks.split(","):
-            status = runner.show([sys.executable, "-m", "kvmpi", "run", "-n", ranks, "--", __file__, *options])
+        for number in ranks:
+            status = runner.show([sys.executable, "-m", "kvmpi", "run", "-n", str(number), "--", __file__, *options])
             if status:
                 return status
     return 0

@@ -98,7 +98,7 @@ def test_shapes_of_jobs_and_keys_of_a_call():
         ("--keys 0", "--keys 0: must be positive"),
         ("--keys 2 --preset resnet50", "a preset has its own"),
         ("--sizes 4X", "'4X' is no size"),
-        ("--seconds 0", "must be positive"),
+        ("--seconds 0", "a positive number of seconds"),
         ("--plot picture.txt", "expected a name that ends in .png"),
     ],
 )

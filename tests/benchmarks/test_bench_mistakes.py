@@ -1,0 +1,51 @@
+"""Options that make no sense: refused before anything is started, and the user is told what is expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+
+from kvmpi.benchmarks import command, tune
+from kvmpi.launchers import processes
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("timeline --sizes foo", "--sizes: 'foo' is no size"), ("timeline --rounds 0", "a whole number from 1 on"),
+    ("startup --rounds 0", "a whole number from 1 on"), ("startup -n 0", "a whole number from 1 on"),
+    ("waiting --rounds 0", "a whole number from 1 on"), ("waiting -n 1", "-n 1: expected numbers from 2 on"),
+    ("waiting --seconds 0", "a positive number of seconds"), ("waiting --seconds -1", "a positive number of seconds"),
+    ("ps --seconds inf", "a positive number of seconds"), ("allreduce --seconds nan", "a positive number of seconds"),
+    ("tune -n 1", "a whole number from 2 on"), ("train --steps 0", "a whole number from 1 on"),
+])  # fmt: skip
+def test_mistakes_are_named(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "start", None)
+    with pytest.raises(SystemExit) as ended:
+        command.main(words.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_empty_size_is_none(bench):
+    done = bench("timeline", "--sizes", "4K,,8K", "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[2:]] == [["4", "KiB"], ["8", "KiB"]]
+
+
+@pytest.mark.parametrize("words", [
+    "tune --out /nonexistent/x", "train --rows kvmpi --json /nonexistent/x"
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused(bench, words):
+    done = bench(*words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "/nonexistent/x cannot be written" in done.stderr
+
+
+def test_one_rank_has_nothing_to_tune(tmp_path):
+    pytest.importorskip("mpi4py")
+    done = run_job("-n 1", Path(tune.__file__), "--out", tmp_path / "x")
+    assert done.returncode == 2
+    assert "kvmpi bench: it takes two ranks or more to measure between them" in done.stderr
