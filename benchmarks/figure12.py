@@ -25,6 +25,8 @@ from kvmpi.errors import ConfigError
 from kvmpi.planner.presets import PRESETS
 from kvmpi.planner.spec import ALGORITHMS
 
+#: A job may take so many times what is planned, and a time to start and to end.
+_SLOWER, _PATIENCE_S = 5.0, 420.0
 _FIGURE = "dist-SGD,dist-ASGD,mpi-SGD,mpi-ASGD,mpi-ESGD"
 
 
@@ -70,7 +72,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--model", default="resnet50", metavar="M", help=f"{', '.join(PRESETS)}, or bytes such as 40M in 40 keys")
     add("--compute-seconds", type=float, default=0.5, metavar="S", help="of a step (default 0.5)")
     add("--steps", type=int, default=4, metavar="B", help="of an epoch (default 4)")
-    add("--interval", type=int, default=4, metavar="T", help="of mpi-ESGD (default 4: once an epoch)")
+    add("--interval", type=int, default=4, metavar="T", help="of ESGD and DiLoCo (default 4: once an epoch)")
     add("--plot", metavar="FILE.png", help="draw the bars")
     return result
 
@@ -123,6 +125,13 @@ def _figure(args: argparse.Namespace) -> list[Scenario]:
         )  # fmt: skip
     if not found:
         raise ValueError("--algorithms names none")
+    few = [one for one in found if ALGORITHMS[one.algorithm].averages and one.total_steps < args.interval]
+    if few:
+        steps = few[0].total_steps
+        raise ValueError(f"--interval {args.interval}: {few[0].algorithm} would exchange nothing in its {steps} steps")
+    if 0 in lab_jobs.spread(args.workers, args.hosts):
+        each = -(-args.workers // args.hosts)
+        raise ValueError(f"-n {args.workers}: every host needs a worker, and with {each} on each one is left without")
     return found
 
 
@@ -155,8 +164,9 @@ def _bench(args: argparse.Namespace, name: str, scenarios: Sequence[Scenario]) -
 
 def _one(scenario: Scenario, here: dict[str, object], lines: JsonLines) -> Row:
     planned = lab_report.plan(scenario)
+    timeout_s = _PATIENCE_S + _SLOWER * scenario.total_steps * planned.step_s
     with NetLab(scenario.num_lab_hosts, link=scenario.link) as lab:
-        row = lab_report.row_of(scenario, lab_jobs.run(lab, scenario), planned)
+        row = lab_report.row_of(scenario, lab_jobs.run(lab, scenario, timeout_s), planned)
     print(lab_report.line(row), flush=True)
     if row["wrong"]:
         complain(f"WRONG: {lab_jobs.describe(scenario)}: {row['wrong']} keys")

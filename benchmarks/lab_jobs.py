@@ -20,7 +20,6 @@ from kvmpi.errors import ConfigError, KVError
 from kvmpi.planner.spec import ALGORITHMS
 
 _WORKER = str(Path(__file__).with_name("lab_worker.py"))
-_STARTUP_S = 120.0
 _GRACE_S = 10.0
 
 
@@ -52,6 +51,11 @@ class Scenario:
     def nbytes(self) -> int:
         """Of all keys."""
         return 4 * sum(self.counts)
+
+    @property
+    def total_steps(self) -> int:
+        """Of a worker, those included that are not measured."""
+        return self.warm_ups + self.epochs * self.steps
 
     @property
     def num_lab_hosts(self) -> int:
@@ -88,7 +92,7 @@ def check_memory(scenarios: Sequence[Scenario]) -> None:
             raise ConfigError(f"{describe(scenario)} takes about {format_bytes(needed)} of memory, and {have}")
 
 
-def run(lab: NetLab, scenario: Scenario, timeout_s: float = 300.0) -> Measured:
+def run(lab: NetLab, scenario: Scenario, timeout_s: float) -> Measured:
     """Run ``scenario`` on the first hosts of ``lab``; returns when nothing of it is left.
 
     Raises:
@@ -97,7 +101,7 @@ def run(lab: NetLab, scenario: Scenario, timeout_s: float = 300.0) -> Measured:
     folder = tempfile.mkdtemp(prefix="kvmpi-lab-")
     try:
         Path(folder, "scenario.json").write_text(json.dumps(asdict(scenario)))
-        _run(lab, scenario, folder, timeout_s + _STARTUP_S)
+        _run(lab, scenario, folder, timeout_s)
         return _read(folder, scenario)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from kvmpi.benchmarks import figure12, lab_jobs, lab_report
 from kvmpi.benchmarks.lab_jobs import Measured, Scenario
 from kvmpi.benchmarks.netlab import NetLab
+from kvmpi.benchmarks.report import JsonLines
 from kvmpi.errors import ConfigError
 
 needs_lab = pytest.mark.skipif(
@@ -58,6 +60,8 @@ def test_a_row_says_how_far_the_plan_is_off() -> None:
 @pytest.mark.parametrize(("name", "options", "words"), [
     ("figure12", "--algorithms sgd", "known are dist-SGD"), ("figure12", "--steps 0", "at least 1"),
     ("figure12", "-n 1", "needs a worker"), ("figure12", "--plot x.svg", "ends in .png"),
+    ("figure12", "--algorithms DiLoCo,mpi-ESGD --interval 10", "DiLoCo would exchange nothing in its 9 steps"),
+    ("figure12", "-n 5 --hosts 4", "every host needs a worker"),
     ("figure12", "--model 5X", "no size"), ("predict", "--only 99", "numbers from 1 to"),
 ])  # fmt: skip
 def test_bad_options(name: str, options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +69,23 @@ def test_bad_options(name: str, options: str, words: str, capsys: pytest.Capture
         figure12.main(name, options.split())
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_deadline_of_a_job_follows_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(lab: object, scenario: Scenario, timeout_s: float) -> Measured:
+        given.append(timeout_s)
+        return Measured((1.0,), 0)
+
+    monkeypatch.setattr(lab_jobs, "run", run)
+    monkeypatch.setattr(figure12, "NetLab", lambda *_, **__: contextlib.nullcontext())
+    for steps in (4, 400):
+        scenario = Scenario("mpi-SGD", 2, 1, 1, 2, (1000,), compute_s=2.0, steps=steps, epochs=3)
+        figure12._one(scenario, {}, JsonLines(None))
+    short_s, long_s = given
+    assert short_s < 900
+    assert long_s > 3 * 400 * 2.0 + 60, "even if all goes as planned"
 
 
 def test_what_does_not_fit_into_memory_is_not_started() -> None:
