@@ -109,6 +109,7 @@ def _figure(args: argparse.Namespace) -> list[Scenario]:
         raise ValueError(f"--compute-seconds {args.compute_seconds}: expected zero or more")
     if args.plot and not args.plot.endswith(".png"):
         raise ValueError(f"--plot {args.plot}: expected a name that ends in .png")
+    NetLab(args.hosts + args.servers, args.link)  # refuses what cannot be
     if args.model in PRESETS:
         counts = tuple(prod(shape) for shape in PRESETS[args.model]())
     else:

@@ -44,10 +44,10 @@ def parse_rate(link: str | None) -> float | None:
     """``"1gbit"`` in bytes per second; ``None`` is no limit."""
     if link is None:
         return None
-    match = re.fullmatch(r"(\d+)([kmg])bit", link)
-    if match is None or int(match[1]) == 0:
-        raise ConfigError(f"link={link!r} is no speed; expected 100mbit, 1gbit, 10gbit or the like, or None")
-    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", link, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"link={link!r} is no speed; expected 100mbit, 1gbit, 2.5gbit or the like, or None")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()] / 8
 
 
 def search_path() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvmpi.arrays import DTYPES
 from kvmpi.benchmarks import rows, sizes
+from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.benchmarks.plan import Case, RowName
 from kvmpi.errors import ConfigError
 from kvmpi.planner.presets import PRESETS
@@ -167,6 +168,7 @@ def _complete(args: argparse.Namespace) -> None:
         args.link = args.link or "1gbit"
         if args.hosts < 1 or args.ranks_per_host < 1:
             raise ValueError("--hosts and --ranks-per-host must be positive")
+        NetLab(args.hosts, args.link)  # refuses what cannot be
         args.ranks = [args.hosts * args.ranks_per_host]
     args.rows = rows.parse(args.algorithms, args.op) if args.algorithms else None
 

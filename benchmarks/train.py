@@ -22,7 +22,7 @@ from kvmpi.benchmarks.report import JsonLines, complain, exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.benchmarks.table import Table
 from kvmpi.config import Config
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.trace import COMMUNICATION, parts, timeline
 
@@ -71,12 +71,16 @@ def main(name: str, argv: Sequence[str]) -> int:
         parser.error(str(error))
     if args.link and not args.hosts:
         parser.error("--link is about simulated hosts; say how many with --hosts")
+    try:
+        lab = NetLab(args.hosts, args.link or "1gbit") if args.hosts else None
+    except ConfigError as error:
+        parser.error(str(error))
     if "KVMPI_ROLE" in os.environ:
         return _rank(args)
-    return exit_status(lambda: _bench(args))
+    return exit_status(lambda: _bench(args, lab))
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace, lab: NetLab | None) -> int:
     refuse_ranks("train")
     options = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--rows", args.rows]
     options += ["--batch-size", str(args.batch_size)] if args.batch_size else []
@@ -84,7 +88,8 @@ def _bench(args: argparse.Namespace) -> int:
         lines = JsonLines(args.json)
         print(_table().header(), flush=True)
         runner = stack.enter_context(Runner())
-        lab = stack.enter_context(NetLab(args.hosts, args.link or "1gbit")) if args.hosts else None
+        if lab is not None:
+            stack.enter_context(lab)
         for ranks in args.ranks:
             for model in args.model.split(","):
                 words = ["--", __file__, "-n", str(ranks), "--model", model, *options]

@@ -61,7 +61,7 @@ def test_a_row_says_how_far_the_plan_is_off() -> None:
     ("figure12", "--algorithms sgd", "known are dist-SGD"), ("figure12", "--steps 0", "at least 1"),
     ("figure12", "-n 1", "needs a worker"), ("figure12", "--plot x.svg", "ends in .png"),
     ("figure12", "--algorithms DiLoCo,mpi-ESGD --interval 10", "DiLoCo would exchange nothing in its 9 steps"),
-    ("figure12", "-n 5 --hosts 4", "every host needs a worker"),
+    ("figure12", "-n 5 --hosts 4", "every host needs a worker"), ("figure12", "--link fast", "'fast' is no speed"),
     ("figure12", "--model 5X", "no size"), ("predict", "--only 99", "numbers from 1 to"),
 ])  # fmt: skip
 def test_bad_options(name: str, options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from kvmpi.launchers import processes
     ("waiting --rounds 0", "a whole number from 1 on"), ("waiting -n 1", "-n 1: expected numbers from 2 on"),
     ("waiting --seconds 0", "a positive number of seconds"), ("waiting --seconds -1", "a positive number of seconds"),
     ("ps --seconds inf", "a positive number of seconds"), ("allreduce --seconds nan", "a positive number of seconds"),
-    ("tune -n 1", "a whole number from 2 on"), ("train --steps 0", "a whole number from 1 on"),
+    ("allreduce --hosts 2 --link 1gbps", "'1gbps' is no speed"), ("train --hosts 2 --link 1gbps", "is no speed"),
+    ("allreduce --hosts 201", "1 to 200 hosts"), ("tune -n 1", "a whole number from 2 on"),
+    ("train --steps 0", "a whole number from 1 on"),
 ])  # fmt: skip
 def test_mistakes_are_named(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -27,6 +29,14 @@ def test_mistakes_are_named(
         command.main(words.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_bad_option_leaves_the_rows_of_the_last_time(bench, tmp_path):
+    (tmp_path / "rows.json").write_text("{}\n")
+    for name in ("allreduce", "train"):
+        done = bench(name, "--hosts", 2, "--link", "1gbps", "--json", "rows.json")
+        assert (done.returncode, done.stdout) == (2, "")
+    assert (tmp_path / "rows.json").read_text() == "{}\n"
 
 
 def test_an_empty_size_is_none(bench):

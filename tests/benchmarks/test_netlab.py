@@ -351,8 +351,11 @@ def test_mpirun_spans_the_hosts(tmp_path, num_hosts, ranks_per_host):
 
 
 @pytest.mark.parametrize(
-    ("link", "rate"), [("100mbit", 12.5e6), ("1gbit", 125e6), ("10gbit", 1.25e9), ("800kbit", 1e5), (None, None)]
-)
+    ("link", "rate"), [
+        ("100mbit", 12.5e6), ("1gbit", 125e6), ("10gbit", 1.25e9), ("800kbit", 1e5), (None, None),
+        ("2.5gbit", 312.5e6), ("1Gbit", 125e6),
+    ],
+)  # fmt: skip
 def test_rates_are_in_bytes(link, rate):
     assert NetLab(1, link).rate_bytes_per_s == rate
 
@@ -380,7 +383,10 @@ def test_programs_keep_to_the_cores_of_their_host(lab):
         assert list(map(int, words)) == cores_of(host, 4, sorted(os.sched_getaffinity(0)))
 
 
-@pytest.mark.parametrize(("num_hosts", "link"), [(0, None), (201, None), (2, "fast"), (2, "0mbit"), (2, "1gbps")])
+@pytest.mark.parametrize(
+    ("num_hosts", "link"),
+    [(0, None), (201, None), (2, "fast"), (2, "0mbit"), (2, "0.0mbit"), (2, "2.gbit"), (2, "1gbps")],
+)
 def test_nonsense_is_refused(num_hosts, link):
     with pytest.raises(ConfigError, match=r"NetLab has|is no speed"):
         NetLab(num_hosts, link)
