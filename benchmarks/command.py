@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     parser = argparse.ArgumentParser(
         prog="kvmpi bench",
-        description="Measure this machine. Each benchmark starts the processes that it needs, verifies every result, "
-        "and prints a table.",
+        description="Measure this machine. Each benchmark starts the processes that it needs and says what it finds. "
+        "Results are verified, and what is wrong is counted; only tune and waiting do not look at them.",
         epilog="kvmpi bench NAME --help has the options of each.",
     )
     subparsers = parser.add_subparsers(dest="benchmark", metavar="NAME")

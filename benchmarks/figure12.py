@@ -69,7 +69,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("-s", "--servers", type=int, default=2, metavar="S", help="each on a host of its own (default 2)")
     add("--hosts", type=int, default=2, metavar="H", help="that workers are on (default 2)")
     add("--link", default="1gbit", metavar="RATE", help="of each host (default 1gbit)")
-    add("--model", default="resnet50", metavar="M", help=f"{', '.join(PRESETS)}, or bytes such as 40M in 40 keys")
+    add("--model", default="resnet50", metavar="M",
+        help=f"{', '.join(PRESETS)}, or bytes such as 40M in 40 keys; gpt-small: as GPT-2 small, 498 MB")  # fmt: skip
     add("--compute-seconds", type=float, default=0.5, metavar="S", help="of a step (default 0.5)")
     add("--steps", type=int, default=4, metavar="B", help="of an epoch (default 4)")
     add("--interval", type=int, default=4, metavar="T", help="of ESGD and DiLoCo (default 4: once an epoch)")

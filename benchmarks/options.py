@@ -54,7 +54,8 @@ def parser(op: str) -> argparse.ArgumentParser:
         "--sizes", metavar="S,...", help="bytes of an array: 0,4,4K,1M,... in powers of 1024 (default: 0, 4, 16, ... "
         "256M and two odd counts)",
     )  # fmt: skip
-    group.add_argument("--preset", choices=list(PRESETS), help="all gradients of a model instead of one array")
+    group.add_argument("--preset", choices=list(PRESETS),
+        help="all gradients of a model instead of one array; gpt-small: as GPT-2 small, 498 MB")  # fmt: skip
     add("--dense", action="store_true", help="by default every power of 2, not of 4")
     add("--large", action="store_true", help="by default also 1 GiB and a bit over 2 GiB")
     add("--algorithms", "--algorithm", metavar="ROW,...", help="rows of the table, see below (default: all of use)")

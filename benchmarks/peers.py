@@ -128,8 +128,12 @@ class Gloo(Contestant):
 
     def open(self, case: Case) -> None:
         setting = self.setting
-        if setting.op in ("reduce_scatter", "allgather") and any(count % setting.size for count in case.counts):
-            raise UnsupportedError(f"its segments must be equal, and {setting.size} does not divide the count")
+        if setting.op in ("reduce_scatter", "allgather") and (
+            odd := [count for count in case.counts if count % setting.size]
+        ):
+            raise UnsupportedError(
+                f"its segments must be equal, and {setting.size} does not divide {odd[0]:,} elements"
+            )
         super().open(case)
         if setting.op == "allreduce":
             self.outs = [vectors[0] for vectors in self.sources]

@@ -17,11 +17,16 @@ from collections.abc import Sequence
 from kvmpi.launchers import processes
 
 
-def missing(python: str) -> str:
+def missing(python: str, timeout_s: float = 60.0) -> str:
     """Why ``python`` cannot be used; empty if it can."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_")}
     try:
-        done = subprocess.run([python, "-c", "import mxnet"], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [python, "-c", "import mxnet"], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False, timeout=timeout_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"{python}: `import mxnet` takes longer than {timeout_s:g} s"
     except OSError as error:
         return f"{python}: {error.strerror}"
     lines = done.stderr.strip().splitlines() or [processes.describe_end(done.returncode)]

@@ -69,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
         "--sizes", metavar="S,...", default=_SIZES,
         help=f"bytes of a call: 0,4,4K,1M,... in powers of 1024 (default {_SIZES})",
     )  # fmt: skip
-    group.add_argument("--preset", choices=list(PRESETS), help="the gradients of a model, in one call")
+    group.add_argument("--preset", choices=list(PRESETS),
+        help="the gradients of a model, in one call; gpt-small: as GPT-2 small, 498 MB")  # fmt: skip
     add("--keys", type=int, metavar="K", help="keys of a call, which share its bytes evenly (default 1)")
     add("--mode", metavar="M,...", default="sync", help="sync, async: dist_sync, dist_async (default sync)")
     group = result.add_mutually_exclusive_group()

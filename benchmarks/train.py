@@ -107,7 +107,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-n", "--ranks", metavar="N,...", default="2", help="numbers of ranks (default 2)")
     add("--model", default=",".join(_DEFAULT_MODELS), metavar="NAME,...",
-        help=f"of {', '.join(MODELS)} (default {','.join(_DEFAULT_MODELS)})")  # fmt: skip
+        help=f"of {', '.join(MODELS)} (default {','.join(_DEFAULT_MODELS)}); gpt-small: of 20 MB, "
+        "not the preset's 498 MB")  # fmt: skip
     add("--synthetic", action="store_true", help="random data, as always")
     usual = ",".join(way for way in WAYS if way != _TRACED)
     add("--rows", default=usual, metavar="ROW,...", help=f"some of those above (default all but {_TRACED})")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
-from kvmpi.benchmarks import command, tune
+from kvmpi.benchmarks import command, ps_mxnet, tune
 from kvmpi.launchers import processes
 
 
@@ -59,3 +59,28 @@ def test_one_rank_has_nothing_to_tune(tmp_path):
     done = run_job("-n 1", Path(tune.__file__), "--out", tmp_path / "x")
     assert done.returncode == 2
     assert "kvmpi bench: it takes two ranks or more to measure between them" in done.stderr
+
+
+def test_an_mxnet_that_hangs_is_left_out(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    assert ps_mxnet.missing(str(python), timeout_s=0.2) == f"{python}: `import mxnet` takes longer than 0.2 s"
+
+
+def test_a_size_that_gloo_cannot_do_is_named(bench):
+    pytest.importorskip("torch")
+    pytest.importorskip("mpi4py")
+    done = bench("allgather", "-n", 2, "--sizes", "12,20,24", "--seconds", "0.01", "--algorithms", "ring,gloo")
+    assert done.returncode == 0, done.stderr
+    notes = [line.rpartition("divide ")[2] for line in done.stdout.splitlines() if "gloo left out" in line]
+    assert notes == ["3 elements", "5 elements"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("", "only tune and waiting"), ("train", "20 MB"), ("allreduce", "498 MB"), ("ps", "498 MB"), ("figure12", "498 MB")
+])  # fmt: skip
+def test_help_says_what_is_true(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([*words.split(), "--help"])
+    assert said in " ".join(capsys.readouterr().out.split())
