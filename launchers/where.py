@@ -124,13 +124,16 @@ def _choose(
     for name, kind in (("slurm", "srun"), ("lsf", "blaunch")):
         if launcher in ("auto", name):
             found = _allocated(environ, kind)
-            # A shell of salloc's may be on a node for logins.
-            away = kind == "srun" and any(not is_here(h.name) and h.name != environ.get(_NODE) for h in found)
-            if len(found) > 1 or (found and (away or launcher == name)):
+            if len(found) > 1 or (found and (launcher == name or _is_away(found[0].name, kind, environ))):
                 return found, kind
             if launcher == name:
                 return [], "batch"
     return [], ""
+
+
+def _is_away(node: str, kind: str, environ: Mapping[str, str]) -> bool:
+    """Whether this is not the only node of an allocation: a shell of salloc's may be on one for logins."""
+    return kind == "srun" and node != environ.get(_NODE) and not is_here(node)
 
 
 def _allocated(environ: Mapping[str, str], kind: str) -> list[Host]:
