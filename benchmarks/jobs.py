@@ -29,6 +29,7 @@ from kvmpi.machine import num_cores
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _FINALIZE_S = 30.0  # for a job to end when it was told to
+_SILENCE_S = 1800.0  # what a job may take for a row, the slowest on the largest arrays included
 _SHM = "/dev/shm"
 _LONGEST_TMPDIR = 40  # characters; unix sockets below it must stay under 108
 #: What every rank of an MPI job runs, before the folder of the job.
@@ -196,13 +197,15 @@ class Stage:
         """Have all processes of ``job`` carry out ``command`` while the other jobs wait; their events.
 
         Raises:
-            JobFailedError: the job has ended instead.
+            JobFailedError: the job has ended instead, or hangs.
             InterruptedBySignal: Ctrl-C and the like.
         """
         job.tell(command)
         left = job.num_answering
+        end_s = time.monotonic() + _SILENCE_S
         while True:
             for event in job.events():
+                end_s = time.monotonic() + _SILENCE_S
                 if event["kind"] == "done":
                     left -= 1
                 else:
@@ -212,7 +215,9 @@ class Stage:
             if job.process.poll() is not None:
                 self._show_rest()
                 raise JobFailedError(f"the job under {job.name} {processes.describe_end(job.process.returncode)}")
-            self._look(None)
+            if (left_s := end_s - time.monotonic()) <= 0:
+                raise JobFailedError(f"the job under {job.name} has said nothing for {_SILENCE_S / 60:.0f} minutes")
+            self._look(left_s)
 
     def drop(self, job: RankJob) -> None:
         """Go on without a job."""

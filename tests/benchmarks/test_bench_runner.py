@@ -8,12 +8,16 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jobs import wait_for
 from processes import processes_with
 
+from kvmpi.benchmarks import jobs as bench_jobs
 from kvmpi.launchers import mpirun
+from kvmpi.launchers.signals import SignalCatcher
 
 pytest.importorskip("mpi4py")
 
@@ -58,3 +62,25 @@ def test_ranks_of_another_job_start_none(words: str, tmp_path: Path) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     name = words.split()[0]
     assert f"kvmpi bench {name} starts its jobs itself; run it outside of mpirun and kvmpi run" in done.stderr
+
+
+def test_a_job_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_jobs, "_SILENCE_S", 0.3)
+    spec: Any = SimpleNamespace(name="slow")
+    (asked, ask), (answers_from, answer) = os.pipe(), os.pipe()
+    os.set_blocking(answers_from, False)
+    os.write(answer, b'{"kind": "row"}\n')
+    signals, process = SignalCatcher(), subprocess.Popen(["sleep", "1000"])
+    try:
+        job = bench_jobs.RankJob(spec, process, [ask], [answers_from])
+        stage = bench_jobs.Stage([], signals, print)
+        answers = stage.ask(job, "go")
+        assert next(answers) == {"kind": "row"}
+        with pytest.raises(bench_jobs.JobFailedError, match="the job under slow has said nothing for"):
+            next(answers)
+    finally:
+        process.kill()
+        process.wait()
+        signals.close()
+        for fd in (asked, ask, answers_from, answer):
+            os.close(fd)
