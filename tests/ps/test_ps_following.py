@@ -198,15 +198,27 @@ def test_it_is_given_all_again_as_often_as_it_needs_it(
         chain.have_the_same()
 
 
-def test_a_copy_that_is_not_whole_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head ends before the other server has all again: that must not answer with what it lacks."""
-    chain = Chain()
+def with_half_a_copy(monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """The follower has lost its copy, and nothing passes any more when the head begins to give it all again."""
+    chain, real = Chain(), Part._begin_install
     assert isinstance(chain.push(), m.Ack)
     fail_at(monkeypatch, 2)
-    real = Part._begin_install
-    monkeypatch.setattr(Part, "_begin_install", lambda self: [] if setattr(chain, "cut", True) else real(self))
-    assert chain.push() is None
+
+    def begin(self: Part) -> Any:
+        chain.cut = True
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "_begin_install", begin)
+        assert chain.push() is None
+    assert chain.cut
     chain.cut = False
+    return chain
+
+
+def test_a_copy_that_is_not_whole_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head ends before the other server has all again: that must not answer with what it lacks."""
+    chain = with_half_a_copy(monkeypatch)
     chain.is_so([FOLLOWER])
     assert not chain.part(FOLLOWER).answers
     assert chain.ask(m.Hello(50, STORE, "async", 0, 1, 1), server=FOLLOWER) is not None
@@ -215,14 +227,7 @@ def test_a_copy_that_is_not_whole_is_no_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_is_given_all_again_though_the_chain_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = Chain()
-    assert isinstance(chain.push(), m.Ack)
-    fail_at(monkeypatch, 2)
-    real = Part._begin_install
-    monkeypatch.setattr(Part, "_begin_install", lambda self: [] if setattr(chain, "cut", True) else real(self))
-    assert chain.push() is None
-    monkeypatch.setattr(Part, "_begin_install", real)
-    chain.cut = False
+    chain = with_half_a_copy(monkeypatch)
     chain.is_so([HEAD, FOLLOWER])
     for _ in range(3):
         chain.after(1.1)
