@@ -442,17 +442,24 @@ def test_secrets_stand_on_no_command_line(tmp_path: Path) -> None:
 def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
         pytest.skip("needs iproute2 and nsenter")
+    shell = tmp_path / "shell"  # ssh gives nothing on of the environment here
+    shell.write_text(f'#!/bin/sh\nexec env -i PATH="$PATH" HOME="$HOME" {PRIVATE}/agent "$@"\n')
+    shell.chmod(0o755)
+    said = "two\nlines; 'quoted' \"twice\"=, and \u00fc"
     with NetLab(2, link=None) as lab:
         listed = ",".join(f"{name}:2" for name in lab.hosts)
-        words = ["--remote-shell", f"{PRIVATE}/agent", "--hosts", listed, "--interface", lab.subnet, "-n4", "-s1"]
+        words = ["--remote-shell", str(shell), "--hosts", listed, "--interface", lab.subnet, "-n4", "-s1"]
         command = [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py")]
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+        env["TEST_WORDS"] = said
         done = subprocess.run(
             lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         where_from = sorted(line.split()[-3] for line in done.stdout.splitlines() if line.endswith("got 10.0"))
         assert where_from == sorted([*lab.hosts, *lab.hosts]), done.stdout
+        heard = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "words" in line)
+        assert heard == sorted(2 * [f"{name} words {said!a}" for name in lab.hosts]), done.stdout
         assert "Warning" not in done.stdout + done.stderr
         # The cores of a host are for its own workers.
         words[words.index(listed)], words[-2:] = listed.replace(":2", ":1"), ["-n2", "-s0"]

@@ -1,6 +1,7 @@
 """A worker that says where it is and what the sum of all workers' ranks plus one is; with "wait" it then stays.
 
-With "threads" it says how many threads it is to compute with, too, and whether its MPI yields.
+With "threads" it says how many threads it is to compute with, too, and whether its MPI yields; with TEST_WORDS in its
+environment, what they are.
 """
 
 import os
@@ -21,5 +22,7 @@ with kvmpi.create("mpi" if "mpi" in sys.argv else "dist_sync_mpi") as kv:
     if "threads" in sys.argv:
         yields = os.environ.get(YIELD, "0")
         print(socket.gethostname(), "threads", os.environ[THREADS], "yield", yields, flush=True)
+    if "TEST_WORDS" in os.environ:
+        print(socket.gethostname(), "words", ascii(os.environ["TEST_WORDS"]), flush=True)
     if "wait" in sys.argv:
         time.sleep(1000)
