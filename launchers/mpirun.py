@@ -47,7 +47,8 @@ class MPI:
 
     def litter(self) -> tuple[str, ...]:
         """Files that ranks leave behind when they are killed, for ``watchdog.remove``."""
-        return ("/dev/shm/ucx_shm_posix_*", *(("/dev/shm/mpich_shm_*",) if self.kind == "mpich" else ()))
+        # Open MPI's where it has no folder of the job's.
+        return ("/dev/shm/ucx_shm_posix_*", f"/dev/shm/{'mpich_shm_' if self.kind == 'mpich' else 'sm_segment.'}*")
 
     def command_on(self, hosts: Sequence[Host], agent: str, network: str, exported: Iterable[str]) -> tuple[str, ...]:
         """The words before the program of a client whose ranks are on these hosts, as many as each has slots.

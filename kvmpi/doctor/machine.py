@@ -125,7 +125,7 @@ def find_leftovers(at: Surroundings) -> list[str]:
             if owner in living or (owner is None and not _was_of_servers(entry.path, status.st_mode, age_s)):
                 continue
             found.append(entry.path)
-    for prefix in ("ucx_shm_posix_", "mpich_shm_"):
+    for prefix in ("ucx_shm_posix_", "mpich_shm_", "sm_segment."):
         found += watchdog.find_orphans(f"{at.root}/dev/shm/{prefix}", 0.0)
     return sorted(found)
 
