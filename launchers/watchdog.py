@@ -19,6 +19,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
+#: How long a process may take to start a program before a scan goes on without it; a matter of microseconds, or of
+#: a time slice where the processors are busy.
+EXEC_S = 1.0
+
 
 def find_processes(job_id: str, proc: str = "/proc", marks: Iterable[str] = ()) -> list[int]:
     """Every living process whose environment at its start held ``KVMPI_JOB_ID=job_id``; none where there is no /proc.
@@ -32,18 +36,37 @@ def find_processes(job_id: str, proc: str = "/proc", marks: Iterable[str] = ()) 
         names = os.listdir(proc)
     except OSError:
         return []
+    give_up = time.monotonic() + EXEC_S
     for name in names:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
-            with open(f"{proc}/{name}/environ", "rb") as file:
-                environ = file.read()
+            environ = _read_environ(f"{proc}/{name}", give_up)
         except OSError:  # it has ended, or belongs to somebody else
             continue
         whole = b"\0" + environ + b"\0"
         if all(needle in whole for needle in needles):
             found.append(int(name))
     return found
+
+
+def _read_environ(process: str, give_up: float) -> bytes:
+    """The environment of a process; of one that is just starting a program (execve), that of this program.
+
+    While a process starts a program, its environment and its command line are empty. So an environment is empty only
+    if it is so after there was a command line; zombies and the kernel's own threads have neither, and no program.
+    """
+    has_started = False
+    while True:
+        with open(f"{process}/environ", "rb") as file:
+            environ = file.read()
+        if environ or has_started or time.monotonic() > give_up:
+            return environ
+        os.readlink(f"{process}/exe")
+        with open(f"{process}/cmdline", "rb") as file:
+            has_started = bool(file.read())
+        if not has_started:
+            time.sleep(0.001)
 
 
 def kill_all(job_id: str, deadline_s: float = 30.0, marks: Sequence[str] = ()) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from jobs import is_mpirun
 
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import mpirun
+from kvmpi.launchers import mpirun, watchdog
 
 try:
     mpirun.find(os.environ, 2)
@@ -62,8 +64,8 @@ def stuck_job(launch, write):
         environs = job.environs()
         job_dir = next(env["KVMPI_JOB_DIR"] for env in environs.values() if "KVMPI_JOB_DIR" in env)
         assert os.stat(job_dir).st_mode & 0o777 == 0o700
-        for rank in "012":
-            assert len(job.pids(ROLE="worker", RANK=rank)) == 2, "a worker and its grandchild"
+        for rank in "012":  # a worker and its grandchild, which shows no environment before it is all there
+            wait_until(lambda rank=rank: len(job.pids(ROLE="worker", RANK=rank)) == 2)
         shared = shared_memory(job)
         assert shared, "MPI has mapped none: this test does not see what it should"
 
@@ -133,6 +135,45 @@ def test_signals_to_the_launcher_stop_everything(stuck_job, number, status):
     assert job.finish(timeout_s=30) == status, job.stderr
     assert job.stderr.splitlines()[-1] == f"kvmpi run: stopped by {signal.Signals(number).name}"
     assert_nothing_left(timeout_s=0)
+
+
+def test_a_process_that_is_just_starting_a_program_is_found(tmp_path):
+    """For a moment of execve a process has neither environment nor command line: a sweep must not pass it over."""
+    starting, kernel_thread = tmp_path / "2000000001", tmp_path / "2000000002"
+    for process in (starting, kernel_thread):
+        process.mkdir()
+        for name in ("environ", "cmdline"):
+            (process / name).touch()
+    (starting / "exe").symlink_to("/usr/bin/sleep")
+    asked = []
+
+    def execve():
+        wait_until(lambda: asked)
+        (starting / "environ").write_bytes(b"HOME=/\0KVMPI_JOB_ID=abc\0")
+        (starting / "cmdline").write_bytes(b"sleep\0001000\0")
+
+    def readlink(path):
+        asked.append(path)
+        return os.readlink(path)
+
+    kernel = threading.Thread(target=execve)
+    kernel.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(watchdog, "os", SimpleNamespace(**{**vars(os), "readlink": readlink}))
+        found = watchdog.find_processes("abc", proc=str(tmp_path))
+    kernel.join()
+    assert found == [int(starting.name)]
+
+
+def test_a_process_without_environment_is_not_waited_for(tmp_path):
+    process = tmp_path / "2000000001"
+    process.mkdir()
+    (process / "environ").touch()
+    (process / "cmdline").write_bytes(b"sleep\0001000\0")
+    (process / "exe").symlink_to("/usr/bin/sleep")
+    start = time.monotonic()
+    assert watchdog.find_processes("abc", proc=str(tmp_path)) == []
+    assert time.monotonic() - start < watchdog.EXEC_S / 2
 
 
 STUBBORN = """
