@@ -8,8 +8,11 @@ from setuptools import Extension, find_packages, setup
 compiled = Path("kvmpi/collectives/compiled")
 native = Extension(
     "kvmpi.collectives._native",
-    [str(compiled / name) for name in ("native.c", "copies.c", "rings.c", "slots.c", "terms.c", "elements.c")],
-    depends=[str(compiled / name) for name in ("native.h", "terms.h", "elements.h")],
+    [
+        str(compiled / name)
+        for name in ("native.c", "copies.c", "rings.c", "segments.c", "slots.c", "terms.c", "elements.c")
+    ],
+    depends=[str(compiled / name) for name in ("native.h", "copies.h", "terms.h", "elements.h")],
     extra_compile_args=["-O3"],
     optional=True,
 )

@@ -70,6 +70,15 @@ class SlotMemory(NamedTuple):
     finished: int
 
 
+class Target(NamedTuple):
+    """Where compiled code delivers to: as ``Source``; unless a word at ``given_up`` is set."""
+
+    address: int
+    pid: int = 0
+    given_up: int = 0
+    past_caches: bool = False
+
+
 class Word(NamedTuple):
     """Where compiled code counts, and from what."""
 
@@ -98,6 +107,7 @@ class HostGroup:
             for owner, peer in enumerate(peers)
         ]
         self._pages = [peer.words for peer in peers]
+        self._given_up = [address_of(page) + 8 * _GIVEN_UP for page in self._pages]
         # Single words are read and written three times as fast through a memoryview.
         self._words = [memoryview(peer.words.data).cast("B").cast("Q") for peer in peers]
         self._mine = self._words[index]
@@ -150,6 +160,10 @@ class HostGroup:
         memory = self._peers[rank].memory
         assert memory is not None, "a private vector was posted where ranks cannot read from each other's memory"
         return Source(place, memory.pid)
+
+    def target(self, rank: int, place: int) -> Target:
+        """Where compiled code delivers what ``rank`` has posted at ``place`` for its result."""
+        return Target(*self.source(rank, place), self._given_up[rank])
 
     def read(self, rank: int, place: int, part: slice, into: Buffer) -> None:
         """Copy the elements ``part`` of what ``rank`` has posted at ``place``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.cross_memory import Source
-from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
+from kvmpi.collectives.host_group import MAX_PLACES, HostGroup, Target
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
 from kvmpi.kernels import host
@@ -136,16 +136,14 @@ class Delivery:
         parts: of each, what this rank makes of the result.
         stage_bytes: private memory of tensors up to this size is staged: scratch stands in for what others make and
             read. So it is with all private memory where ranks cannot attach.
-        copy_by: what copies to this rank's copies.
     Raises:
         KVTimeoutError: a rank did not begin this call.
     """
 
     def __init__(
-        self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0,
-        copy_by: Callable[[Buffer, Buffer], None] = np.copyto,
-    ) -> None:  # fmt: skip
-        self._group, self._tensors, self._copy = group, tensors, copy_by
+        self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0
+    ) -> None:
+        self._group, self._tensors = group, tensors
         self._staged: list[tuple[Buffer, Buffer, slice]] = []
         self._copies: list[list[Buffer]] = []  # by tensor: to which others deliver as well
         self._late: list[tuple[Buffer, Buffer]] = []
@@ -194,11 +192,21 @@ class Delivery:
         group, done = self._group, self._tensors[tensor].out[part]
         mine = self.places[group.index][tensor][0]
         for copy in self._copies[tensor]:
-            self._copy(copy[part], done)
+            np.copyto(copy[part], done)
         for peer in group.others:
             for place in self.places[peer][tensor][0]:
                 if not any(group.are_one(place, own) for own in mine):
                     group.deliver(peer, place, part, done)
+
+    def targets(self, tensor: int, past_caches: bool) -> list[Target]:
+        """Where ``deliver`` copies to, for compiled code; to this rank's copies ``past_caches`` or not."""
+        group, mine = self._group, self.places[self._group.index][tensor][0]
+        found = [Target(address_of(copy), past_caches=past_caches) for copy in self._copies[tensor]]
+        for peer in group.others:
+            for place in self.places[peer][tensor][0]:
+                if not any(group.are_one(place, own) for own in mine):
+                    found.append(group.target(peer, place))
+        return found
 
     def settle(self) -> None:
         """All have delivered: what this rank has to copy by itself."""

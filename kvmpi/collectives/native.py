@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvmpi.arrays import DTYPES, address_of
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source, refusal
-from kvmpi.collectives.host_group import SlotMemory, Word
+from kvmpi.collectives.host_group import SlotMemory, Target, Word
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
 from kvmpi.collectives.schedule import Schedule
@@ -28,7 +28,7 @@ except ImportError:
 
 Buffer = npt.NDArray[Any]
 
-# ``struct ring``, ``struct part``, ``struct terms`` and ``struct source`` of compiled/.
+# ``struct ring``, ``struct terms``, ``struct part``, ``struct source`` and ``struct target`` of compiled/.
 _RING_WORDS = (
     "in_fd out_fd receives sends num_transfers num_chunks num_kept num_summed piece_bytes incoming partials progress "
     "announced received sent received_bytes ready sent_bytes own wake_bytes in_error out_error"
@@ -52,6 +52,7 @@ _KIND_OF = {dtype: KINDS[name] for name, dtype in DTYPES.items() if name != "bfl
 
 _AT_THE_START = (0,) * 9
 _DONE, _FAILED = 2, 3
+_DELIVERED, _NOT_READ, _NOT_WRITTEN, _GIVEN_UP = range(4)
 #: More elements than there are, so that their bytes can still be counted.
 _ENDLESS = 1 << 48
 #: What ``SlotSum.run`` returns.
@@ -71,11 +72,6 @@ def is_built() -> bool:
     return _native is not None
 
 
-def copy_past(out: Buffer, source: Buffer) -> None:
-    """Copy ``source`` to ``out``, of as many bytes, which is not read soon: past the caches."""
-    _native.copy_past(out, source)
-
-
 class Terms(Protocol):
     """What a rank contributes to a sum, for compiled code; see ``ring.Terms`` for others.
 
@@ -88,6 +84,68 @@ class Terms(Protocol):
 
     @property
     def sources(self) -> Sequence[Source]: ...
+
+
+class NativeTerms:
+    """``struct terms``: tensors that lie end to end, what is added up of each, and where it goes.
+
+    Args:
+        outs: of each tensor, where the result is made.
+        terms: of each tensor, of one dtype; none to add nothing.
+        base: the number of the first element.
+        block_count: elements that are added up at a time, and delivered.
+        targets: of each tensor, where else the result goes.
+    """
+
+    def __init__(
+        self, outs: Sequence[Buffer], terms: Sequence[Terms], scratch: Scratch, *, base: int = 0,
+        block_count: int = _BLOCK_COUNT, targets: Sequence[Sequence[Target]] = (),
+    ) -> None:  # fmt: skip
+        dtype = outs[0].dtype
+        sum_dtype = terms[0].sum_dtype if terms else dtype
+        sources = [each.sources for each in terms] or [()] * len(outs)
+        found = [source for of_part in sources for source in of_part]
+        goals = [target for of_part in targets for target in of_part]
+        listed, aims = np.array(found or [Source(0)], np.int64), np.array(goals or [Target(0)], np.int64)
+        parts, start, place, aim = list[tuple[int, ...]](), base, address_of(listed), address_of(aims)
+        for out, of_part, to in zip(outs, sources, targets or [()] * len(outs), strict=True):
+            parts.append((start, start + out.size, address_of(out), len(of_part), place, len(to), aim))
+            start += out.size
+            place += len(of_part) * listed.strides[0]
+            aim += len(to) * aims.strides[0]
+        if len(parts) == 1:  # vectors of a reduce-scatter have more elements than it
+            parts[0] = (0, _ENDLESS, address_of(outs[0]) - base * dtype.itemsize, *parts[0][3:])
+        table = np.array(parts, np.int64)
+        kind, scale = (KINDS[terms[0].dtype], terms[0].scale) if terms else (0, 1.0)
+        as_they_are = sum_dtype == dtype and all(len(of_part) == 1 for of_part in sources)
+        fetched = scratch(block_count if any(source.pid for source in found) else 0, dtype)
+        wide = scratch(block_count if sum_dtype != dtype else 0, sum_dtype)
+        head = [
+            *(kind, dtype.itemsize, sum_dtype.itemsize, len(parts), address_of(table), as_they_are),
+            *(block_count, address_of(fetched), address_of(wide)),
+        ]
+        self.sum_dtype, self.struct = sum_dtype, np.array([(*head, scale, 0, 0)], TERMS)
+        self._alive = [outs, terms, listed, aims, table, fetched, wide]
+
+    def sum_segment(self, start: int, stop: int) -> bool:
+        """Sum the elements from ``start`` to ``stop`` and deliver them; whether nobody has given up.
+
+        Raises:
+            PeerLostError: another process's memory is not there any more.
+            PermissionError: the system refuses to let this process read or write there.
+        """
+        result = _native.sum_segment(self.struct, start, stop)
+        if result in (_NOT_READ, _NOT_WRITTEN):
+            raise self._refusal("read from" if result == _NOT_READ else "write to")
+        return bool(result == _DELIVERED)
+
+    def check(self) -> None:
+        """Raise if a ring could not read something, as ``sum_segment`` does."""
+        if self.struct["error"][0]:
+            raise self._refusal("read from")
+
+    def _refusal(self, verb: str) -> Exception:
+        return refusal(verb, int(self.struct["lost"][0]), int(self.struct["error"][0]))
 
 
 class NativeRings:
@@ -113,33 +171,12 @@ class NativeRings:
         self._channels, self._schedules = channels, schedules
         self._idle_ms = _IDLE_MS if alone else min(_IDLE_MS, _BESIDE_MS)
         self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
-        dtype = outs[0].dtype
-        sum_dtype = terms[0].sum_dtype if terms else dtype
-        sources = [list(each.sources) for each in terms] or [[] for _ in outs]
-        found = [source for of_part in sources for source in of_part]
-        listed, start = np.array(found or [Source(0)], np.int64), base
-        parts, place = list[tuple[int, ...]](), address_of(listed)
-        for out, of_part in zip(outs, sources, strict=True):
-            parts.append((start, start + out.size, address_of(out), len(of_part), place))
-            start += out.size
-            place += len(of_part) * listed.strides[0]
-        if len(parts) == 1:  # vectors of a reduce-scatter have more elements than it
-            parts[0] = (0, _ENDLESS, address_of(outs[0]) - base * dtype.itemsize, *parts[0][3:])
-        table = np.array(parts, np.int64)
-        kind, scale = (KINDS[terms[0].dtype], terms[0].scale) if terms else (0, 1.0)
-        as_they_are = sum_dtype == dtype and all(len(of_part) == 1 for of_part in sources)
-        fetched = scratch(_BLOCK_COUNT if any(source.pid for source in found) else 0, dtype)
-        wide = scratch(_BLOCK_COUNT if sum_dtype != dtype else 0, sum_dtype)
-        head = [
-            *(kind, dtype.itemsize, sum_dtype.itemsize, len(parts), address_of(table), as_they_are),
-            *(_BLOCK_COUNT, address_of(fetched), address_of(wide)),
-        ]
-        self._terms = np.array([(*head, scale, 0, 0)], TERMS)
-        self._alive = [outs, terms, listed, table, fetched, wide]
+        self._terms = NativeTerms(outs, terms, scratch, base=base)
+        self._alive = list[Any]()
         rows = list[tuple[int, ...]]()
         for channel, schedule in zip(channels, schedules, strict=True):
-            incoming = scratch(schedule.longest_chunk if terms else 0, sum_dtype)
-            partials = scratch(schedule.kept_count, sum_dtype)
+            incoming = scratch(schedule.longest_chunk if terms else 0, self._terms.sum_dtype)
+            partials = scratch(schedule.kept_count, self._terms.sum_dtype)
             receives, sends = schedule.tables
             words = [
                 *(channel.in_fd, channel.out_fd, address_of(receives), address_of(sends), len(sends)),
@@ -158,11 +195,10 @@ class NativeRings:
             PeerLostError: the other end of a connection is closed, or another process's memory is not there any more.
             PermissionError: the system refuses to let this process read there.
         """
-        result = _native.move_rings(self._rings, self._terms, self._idle_ms, self._most_ms)
+        result = _native.move_rings(self._rings, self._terms.struct, self._idle_ms, self._most_ms)
         self.done = result == _DONE
         if result == _FAILED:
-            if error := int(self._terms["error"][0]):
-                raise refusal("read from", int(self._terms["lost"][0]), error)
+            self._terms.check()
             for ring, channel in zip(self._rings, self._channels, strict=True):
                 for peer, error in ((channel.left, int(ring["in_error"])), (channel.right, int(ring["out_error"]))):
                     if error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvmpi.collectives.host_sum import (
     ONE_OF_EACH,
     Delivery,
     HostSum,
+    Piece,
     Posted,
     block_for,
     fits,
@@ -39,7 +40,7 @@ from kvmpi.collectives.host_sum import (
     places_of,
     read_first,
 )
-from kvmpi.collectives.native import SlotSum
+from kvmpi.collectives.native import NativeTerms, SlotSum
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
@@ -85,7 +86,7 @@ class Shared:
         self, group: HostGroup, block_bytes: int = BLOCK_BYTES, *, slot_bytes: int = SLOT_BYTES,
         stage_bytes: int = STAGE_BYTES, use_native: bool = True,
     ) -> None:  # fmt: skip
-        self._group, self._block_bytes, self._use_native = group, block_bytes, use_native
+        self._group, self._block_bytes, self._compiled = group, block_bytes, use_native and native.is_built()
         self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
         # Of all views: of a length for every sum there would soon be much.
@@ -197,7 +198,7 @@ class Shared:
         if like.nbytes <= self.slot_bytes:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
             views.block = self._block(count if group.size > 2 else 0, dtype)
-            if self._use_native and native.sums_slots(dtype):
+            if self._compiled and native.sums_slots(dtype):
                 views.compiled = [SlotSum(group.slot_memory(count, dtype, call)) for call in (0, 1)]
             return views
         block_count = max(1, self._block_bytes // dtype.itemsize)
@@ -256,26 +257,43 @@ class Shared:
     def _sum_segments(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         """Every rank sums one segment of all tensors end to end, and delivers it."""
         group = self._group
-        block = block_for(dtype, self._block_bytes, act)
         nbytes = sum(tensor.out.nbytes for tensor in tensors)
         tensors = [read_first(tensor) for tensor in tensors]
-        past_caches = nbytes >= _PAST_CACHES_BYTES and self._use_native and native.is_built()
-        copy = native.copy_past if past_caches else np.copyto
         with self._exposed(*tensors, act.scratch):
+            block = block_for(dtype, self._block_bytes, act)
             pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)[group.index]
-            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes, copy)
-            sums: dict[int, HostSum] = {}
-            for number, start, stop in pieces:
-                if number not in sums:
-                    sums[number] = HostSum(group, delivery, number, tensors[number].vectors, dtype, block, act.scale)
-                sums[number].finish(None, start, stop, tensors[number].out[start:stop])
-                delivery.deliver(number, slice(start, stop))
+            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes)
+            sums = {
+                number: HostSum(group, delivery, number, tensors[number].vectors, dtype, block, act.scale)
+                for number in dict.fromkeys(piece.tensor for piece in pieces)
+            }
+            if self._compiled:
+                self._sum_compiled(tensors, pieces, sums, delivery, act, block[0].size, nbytes >= _PAST_CACHES_BYTES)
+            else:
+                for number, start, stop in pieces:
+                    sums[number].finish(None, start, stop, tensors[number].out[start:stop])
+                    delivery.deliver(number, slice(start, stop))
             start_ns = timeline.now() if timeline.on else 0
             group.finish(group.others, act.deadline, act.describe)
             if start_ns:
                 own = sum(stop - start for _, start, stop in pieces)
                 timeline.span("exchange", start_ns, nbytes=nbytes - own * tensors[0].out.itemsize)
         delivery.settle()
+
+    def _sum_compiled(
+        self, tensors: Sequence[Tensor], pieces: Sequence[Piece], sums: Mapping[int, HostSum], delivery: Delivery,
+        act: Act, block_count: int, past_caches: bool,
+    ) -> None:  # fmt: skip
+        """Sum and deliver this rank's pieces, which follow each other, without the interpreter and its lock."""
+        if not pieces:
+            return
+        outs = [tensors[number].out for number in sums]
+        targets = [delivery.targets(number, past_caches) for number in sums]
+        terms = NativeTerms(outs, [*sums.values()], act.scratch, block_count=block_count, targets=targets)
+        start = pieces[0].start
+        if not terms.sum_segment(start, start + sum(piece.stop - piece.start for piece in pieces)):
+            for peer in self._group.others:
+                self._group.check(peer)
 
     @contextlib.contextmanager
     def _exposed(self, *memory: Any) -> Iterator[None]:
@@ -294,8 +312,13 @@ class Shared:
             self._scatter_slots(vectors, out, dtype, act)
             return
         posted = Posted(group, [Tensor(vectors, out)], act, with_results=False)
-        total = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, self._block_bytes, act), act.scale)
-        total.finish(None, *act.segments(count)[group.index], out)
+        block = block_for(dtype, self._block_bytes, act)
+        total = HostSum(group, posted, 0, vectors, dtype, block, act.scale)
+        start, stop = act.segments(count)[group.index]
+        if self._compiled:
+            NativeTerms([out], [total], act.scratch, base=start, block_count=block[0].size).sum_segment(start, stop)
+        else:
+            total.finish(None, start, stop, out)
         group.finish(group.others, act.deadline, act.describe)
 
     def _scatter_slots(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:

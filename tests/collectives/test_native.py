@@ -26,10 +26,11 @@ from kvmpi.arrays import DTYPES, address_of
 from kvmpi.collectives import Collectives, native, ring, rings, shared, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
-from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
+from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory, Target
+from kvmpi.collectives.host_sum import Delivery
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
-from kvmpi.collectives.native import NativeRings, SlotSum
+from kvmpi.collectives.native import NativeRings, NativeTerms, SlotSum
 from kvmpi.collectives.ring import Machine, Ring, drive
 from kvmpi.collectives.schedule import even_schedules, segment_bounds
 from kvmpi.collectives.terms import HostTerms
@@ -551,7 +552,47 @@ def test_memory_that_is_not_of_rings_is_refused() -> None:
             native._native.move_rings(memory, terms, 0, 0)
 
 
-# ---- copies past the caches
+# ---- sums of segments
+
+
+def deliver(vector: np.ndarray, targets: list[Target]) -> np.ndarray:
+    """What compiled code makes of one vector of bytes, after it has copied it to ``targets``."""
+    out = np.empty_like(vector)
+    terms = NativeTerms([out], [HostTerms([vector], "uint8")], np.empty, block_count=1000, targets=[targets])
+    assert terms.sum_segment(0, out.size)
+    return out
+
+
+@built
+def test_memory_that_is_not_of_terms_is_refused() -> None:
+    assert native._native is not None
+    with pytest.raises(ValueError, match=r"not the memory of native\.TERMS"):
+        native._native.sum_segment(np.zeros(5, "u1"), 0, 1)
+
+
+@built
+def test_memory_of_a_process_that_has_ended_is_an_error_in_segments() -> None:
+    own, ended = np.ones(9, "f4"), subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(PeerLostError, match=f"cannot write to process {ended.pid}: No such process; it has probably"):
+        deliver(own.view("u1"), [Target(address_of(own), ended.pid)])
+    there = Contribution([Source(address_of(own)), Source(address_of(own), ended.pid)])
+    with pytest.raises(PeerLostError, match=f"cannot read from process {ended.pid}: No such process; it has probably"):
+        NativeTerms([np.empty_like(own)], [there], np.empty).sum_segment(0, own.size)
+
+
+@built
+def test_nothing_is_delivered_to_who_has_given_up() -> None:
+    word, taken, kept = np.ones(1, "u8"), np.zeros(9, "u1"), np.zeros(9, "u1")
+    own = np.arange(9, dtype="u1")
+    targets = [Target(address_of(taken)), Target(address_of(kept), given_up=address_of(word))]
+    terms = NativeTerms([np.empty(9, "u1")], [HostTerms([own], "uint8")], np.empty, targets=[targets])
+    assert not terms.sum_segment(0, 9)
+    assert not kept.any()
+    np.testing.assert_array_equal(taken, own)
+    word[0] = 0
+    assert terms.sum_segment(0, 9)
+    np.testing.assert_array_equal(kept, own)
 
 
 @built
@@ -564,12 +605,8 @@ def test_copies_past_the_caches_are_those_bytes_and_no_others() -> None:
                 out = np.full(length + 64, 7, "u1")
                 expected = out.copy()
                 expected[first : first + length] = source[start : start + length]
-                native.copy_past(out[first : first + length], source[start : start + length])
+                deliver(source[start : start + length], [Target(address_of(out) + first, past_caches=True)])
                 np.testing.assert_array_equal(out, expected)
-    with pytest.raises(ValueError, match="5 bytes cannot be copied to 4"):
-        native.copy_past(np.empty(4, "u1"), np.empty(5, "u1"))
-    with pytest.raises((BufferError, ValueError)):
-        native.copy_past(np.frombuffer(b"1234"), np.empty(4, "u1"))
 
 
 @built
@@ -580,13 +617,14 @@ def test_ranks_of_both_kinds_copy_large_results_to_the_bit(
 ) -> None:
     """Sums in common memory, as a store keeps them; copies where the vectors were, mapped or private, or elsewhere."""
     monkeypatch.setattr(shared, "_PAST_CACHES_BYTES", 1)
-    copied, original = list[int](), native.copy_past
+    copied, original = list[int](), Delivery.targets
 
-    def noting(out: np.ndarray, source: np.ndarray) -> None:
-        copied.append(out.nbytes)
-        original(out, source)
+    def noting(self: Delivery, tensor: int, past_caches: bool) -> list[Target]:
+        found = original(self, tensor, past_caches)
+        copied.append(sum(target.past_caches for target in found))
+        return found
 
-    monkeypatch.setattr(native, "copy_past", noting)
+    monkeypatch.setattr(Delivery, "targets", noting)
     counts, timeout_s = (70_001, 3, 130_000, 0, 65_537), TIMEOUT_S
 
     def rank_main(compiled: Sequence[int], dtype: str, comm: MemoryComm) -> list[bytes]:

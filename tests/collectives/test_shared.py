@@ -23,6 +23,7 @@ from kvmpi.collectives.forming import form
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.host_sum import ONE_OF_EACH
 from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.collectives.native import NativeTerms
 from kvmpi.collectives.shared import Shared
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError, UnsupportedError
@@ -55,10 +56,10 @@ def act_of(group: HostGroup, op: str, label: str = "test", timeout_s: float = TI
 
 def reduce_shared(
     group: HostGroup, own: list[np.ndarray], dtype: str, block_bytes: int, *, in_place: bool = False,
-    out_mapped: bool = False, **limits: int,
+    out_mapped: bool = False, **options: int,
 ) -> np.ndarray:  # fmt: skip
     out = own[0] if in_place else placed([np.full_like(own[0], 77)], int(out_mapped))[0]
-    way = Shared(group, block_bytes, **limits)
+    way = Shared(group, block_bytes, **options)
     way.allreduce([Tensor(own, out)], dtype, act_of(group, "allreduce"))
     return out
 
@@ -68,11 +69,11 @@ def reduce_shared(
     size=st.integers(2, 6), count=st.integers(0, 700), num_vectors=st.integers(1, 8), block_bytes=st.integers(1, 600),
     in_place=st.booleans(), dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "int8", "int64"]),
     stage_bytes=st.sampled_from([0, 1 << 20]),
-    mapped=st.lists(st.integers(0, 511), min_size=6, max_size=6),
+    mapped=st.lists(st.integers(0, 511), min_size=6, max_size=6), compiled=st.sampled_from([0, 5, 63]),
 )  # fmt: skip
 def test_sums_of_any_shape_have_the_bits_of_the_ring(
     run_ranks: RunRanks, size: int, count: int, num_vectors: int, block_bytes: int, in_place: bool, dtype: str,
-    mapped: list[int], stage_bytes: int,
+    mapped: list[int], stage_bytes: int, compiled: int,
 ) -> None:  # fmt: skip
     def rank_main(comm: MemoryComm) -> tuple[np.ndarray, np.ndarray]:
         own = vectors(comm.rank, num_vectors, count, dtype)
@@ -88,6 +89,7 @@ def test_sums_of_any_shape_have_the_bits_of_the_ring(
             out_mapped=bool(mapped[comm.rank] >> 8),
             slot_bytes=0,
             stage_bytes=stage_bytes,
+            use_native=bool(compiled >> comm.rank & 1),
         )
         for i in range(in_place, num_vectors):
             np.testing.assert_array_equal(own[i], before[i], err_msg=f"vector {i} of rank {comm.rank} was changed")
@@ -286,11 +288,14 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
     run_ranks(size, rank_main)
 
 
-def test_nobody_writes_to_a_rank_that_has_given_up(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("use_native", [True, False])
+def test_nobody_writes_to_a_rank_that_has_given_up(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, use_native: bool
+) -> None:
     """A rank was stopped in the middle of a call and goes on after the others' deadline: their arrays are theirs."""
     own = [np.arange(1000.0) * (rank + 1) for rank in range(3)]
     given_up, gone = threading.Barrier(3, timeout=TIMEOUT_S), []
-    fetch = HostGroup.fetch
+    fetch, sum_segment = HostGroup.fetch, NativeTerms.sum_segment
 
     def late(self: HostGroup, *where: Any) -> Any:
         found = fetch(self, *where)
@@ -299,11 +304,18 @@ def test_nobody_writes_to_a_rank_that_has_given_up(run_ranks: RunRanks, monkeypa
             given_up.wait()
         return found
 
+    def late_compiled(self: NativeTerms, start: int, stop: int) -> bool:
+        if 300 < start < 400 and not gone:  # the second rank's part
+            gone.append(True)
+            given_up.wait()
+        return sum_segment(self, start, stop)
+
     monkeypatch.setattr(HostGroup, "fetch", late)
+    monkeypatch.setattr(NativeTerms, "sum_segment", late_compiled)
 
     def rank_main(comm: MemoryComm) -> None:
         group = group_of(comm)
-        way, mine = Shared(group, slot_bytes=0, stage_bytes=0), own[comm.rank]
+        way, mine = Shared(group, slot_bytes=0, stage_bytes=0, use_native=use_native), own[comm.rank]
         act = act_of(group, "allreduce", timeout_s=TIMEOUT_S if comm.rank == 1 else 0.3)
         with pytest.raises(PeerLostError if comm.rank == 1 else KVTimeoutError, match=r"has given up|MPI rank 1 did"):
             way.allreduce([Tensor([mine], mine)], "float64", act)

@@ -1,14 +1,18 @@
-/* Copies to memory that nobody reads soon. */
+#define _GNU_SOURCE
 
-#include "native.h"
+#include "copies.h"
 
-#include <stdint.h>
+#include <errno.h>
 #include <string.h>
+#include <sys/types.h>
+#ifdef __linux__
+#include <sys/uio.h>
+#endif
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-static void copy_past_caches(char *to, const char *from, size_t nbytes)
+void copy_past_caches(char *to, const char *from, size_t nbytes)
 {
 #ifdef __SSE2__
     const size_t before = -(uintptr_t)to & 15;
@@ -24,28 +28,31 @@ static void copy_past_caches(char *to, const char *from, size_t nbytes)
     memcpy(to, from, nbytes);
 }
 
-const char copy_past_doc[] =
-    "copy_past(out, source, /)\n--\n\n"
-    "Copy to memory that is not read soon: past the caches, so that what was there need not be read before.";
+#ifdef __linux__
+typedef ssize_t attach_t(pid_t, const struct iovec *, unsigned long, const struct iovec *, unsigned long, unsigned long);
 
-PyObject *copy_past(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+static int attach(attach_t *copy, int64_t pid, int64_t address, char *here, int64_t nbytes)
 {
-    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "copy_past takes two arguments");
-    Py_buffer out, source;
-    int fits = 0;
-    if (PyObject_GetBuffer(args[0], &out, PyBUF_WRITABLE)) return NULL;
-    if (PyObject_GetBuffer(args[1], &source, PyBUF_SIMPLE) == 0) {
-        fits = out.len == source.len;
-        if (fits) {
-            Py_BEGIN_ALLOW_THREADS;
-            copy_past_caches(out.buf, source.buf, (size_t)out.len);
-            Py_END_ALLOW_THREADS;
-        } else {
-            PyErr_Format(PyExc_ValueError, "%zd bytes cannot be copied to %zd", source.len, out.len);
-        }
-        PyBuffer_Release(&source);
+    for (int64_t done = 0; done < nbytes;) {
+        const struct iovec local = {here + done, (size_t)(nbytes - done)};
+        const struct iovec remote = {(char *)address + done, (size_t)(nbytes - done)};
+        const ssize_t count = copy((pid_t)pid, &local, 1, &remote, 1, 0);
+        if (count <= 0) return count ? errno : EFAULT;
+        done += count;
     }
-    PyBuffer_Release(&out);
-    if (!fits) return NULL;
-    Py_RETURN_NONE;
+    return 0;
 }
+
+int read_process(int64_t pid, int64_t address, char *into, int64_t nbytes)
+{
+    return attach(process_vm_readv, pid, address, into, nbytes);
+}
+
+int write_process(int64_t pid, int64_t address, const char *block, int64_t nbytes)
+{
+    return attach(process_vm_writev, pid, address, (char *)block, nbytes);
+}
+#else
+int read_process(int64_t pid, int64_t address, char *into, int64_t nbytes) { return ENOSYS; }
+int write_process(int64_t pid, int64_t address, const char *block, int64_t nbytes) { return ENOSYS; }
+#endif

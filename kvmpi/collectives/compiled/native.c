@@ -3,8 +3,8 @@
 #include "native.h"
 
 static PyMethodDef methods[] = {
-    {"copy_past", (PyCFunction)(void (*)(void))copy_past, METH_FASTCALL, copy_past_doc},
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
+    {"sum_segment", sum_segment, METH_VARARGS, sum_segment_doc},
     {"sum_slots", (PyCFunction)(void (*)(void))sum_slots, METH_FASTCALL, sum_slots_doc},
     {NULL, NULL, 0, NULL},
 };

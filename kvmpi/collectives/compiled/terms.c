@@ -1,36 +1,13 @@
-#define _GNU_SOURCE
-
 #include "terms.h"
+#include "copies.h"
 #include "elements.h"
-
-#include <errno.h>
-#include <sys/types.h>
-#ifdef __linux__
-#include <sys/uio.h>
-#endif
 
 /* Read from another process's memory; whether that went well. */
 static int fetch(struct terms *terms, const struct source *source, int64_t offset, int64_t nbytes)
 {
-#ifdef __linux__
-    for (int64_t done = 0; done < nbytes;) {
-        const struct iovec local = {(char *)terms->fetched + done, (size_t)(nbytes - done)};
-        const struct iovec remote = {(char *)source->address + offset + done, (size_t)(nbytes - done)};
-        const ssize_t count = process_vm_readv((pid_t)source->pid, &local, 1, &remote, 1, 0);
-        if (count <= 0) {
-            terms->lost = source->pid;
-            terms->error = count ? errno : EFAULT;
-            return 0;
-        }
-        done += count;
-    }
-    return 1;
-#else
-    (void)offset, (void)nbytes;
-    terms->lost = source->pid;
-    terms->error = ENOSYS;
-    return 0;
-#endif
+    terms->error = read_process(source->pid, source->address + offset, (char *)terms->fetched, nbytes);
+    if (terms->error) terms->lost = source->pid;
+    return !terms->error;
 }
 
 const struct part *part_with(const struct terms *terms, int64_t element)
@@ -61,8 +38,12 @@ static int add_block(struct terms *terms, const struct part *part, const char *i
             if (!fetch(terms, source, offset, count * terms->itemsize)) return 0;
             own = (char *)terms->fetched;
         }
+        if (!total && part->num_sources > 1 && !is_half(kind)) {
+            total = own; /* where it is */
+            continue;
+        }
         if (total) add(kind, into, total, own, count);
-        else widen(kind, into, own, count);
+        else if (own != into) widen(kind, into, own, count);
         total = into;
     }
     if (partial) return 1;
