@@ -37,6 +37,16 @@ class Scratch:
         self._more.clear()
         self._used = self._wanted = 0
 
+    @property
+    def address(self) -> int:
+        """Where the next memory begins, if there is room."""
+        return address_of(self._memory) + self._used
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether what has been taken lies where it will lie in the same call made again."""
+        return not self._more
+
     def __call__(self, count: int, dtype: Any) -> Buffer:
         """Uninitialised memory of shape ``(count,)``, until the next ``begin``."""
         nbytes = count * np.dtype(dtype).itemsize

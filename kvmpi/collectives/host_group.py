@@ -6,6 +6,7 @@ import itertools
 import platform
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -224,9 +225,7 @@ class HostGroup:
         """Others may read at ``places`` (``place_of``, or addresses of private memory), and this rank's slot."""
         if places:
             assert len(places) <= MAX_PLACES
-            mine = self._mine
-            for i, place in enumerate(places, _PLACES):
-                mine[i] = place
+            self._mine[_PLACES : _PLACES + len(places)] = memoryview(array("Q", places))
         if not _ORDERED:
             self._fence()
         self._mine[_POSTED] = self.call
@@ -235,6 +234,10 @@ class HostGroup:
         """``count`` of the places that ``rank`` has posted."""
         found: list[int] = self._words[rank][_PLACES + first : _PLACES + first + count].tolist()
         return found
+
+    def posted(self, rank: int, nbytes: int) -> bytes:
+        """The beginning of what ``rank`` has posted, to be compared."""
+        return self._words[rank][_PLACES : _PLACES + nbytes // 8].tobytes()
 
     def await_posts(self, ranks: Sequence[int], deadline: Deadline, what: What) -> None:
         """Return when ``ranks`` have posted.

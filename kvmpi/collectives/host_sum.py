@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.cross_memory import Source
-from kvmpi.collectives.host_group import MAX_PLACES, HostGroup, Target
+from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
 from kvmpi.kernels import host
@@ -129,25 +129,27 @@ def read_first(tensor: Tensor) -> Tensor:
 
 
 class Delivery:
-    """Results of which each rank of a host makes a part, which it delivers to all: what has been posted, and where to.
+    """Results of which each rank of a host makes a part, which it delivers to all: where they go, and from where.
 
     Args:
         tensors: this rank's.
         parts: of each, what this rank makes of the result.
         stage_bytes: private memory of tensors up to this size is staged: scratch stands in for what others make and
             read. So it is with all private memory where ranks cannot attach.
-    Raises:
-        KVTimeoutError: a rank did not begin this call.
+    Attributes:
+        mine: by tensor, what to post.
+        before, after: copies that this rank makes (to, from): of what others read, and when all have delivered.
     """
 
     def __init__(
         self, group: HostGroup, tensors: Sequence[Tensor], parts: Sequence[slice], act: Act, stage_bytes: int = 0
     ) -> None:
         self._group, self._tensors = group, tensors
-        self._staged: list[tuple[Buffer, Buffer, slice]] = []
         self._copies: list[list[Buffer]] = []  # by tensor: to which others deliver as well
-        self._late: list[tuple[Buffer, Buffer]] = []
-        mine: list[Places] = []
+        self.mine: list[Places] = []
+        self.before: list[tuple[Buffer, Buffer]] = []
+        self.after: list[tuple[Buffer, Buffer]] = []
+        late: list[tuple[Buffer, Buffer]] = []
         room = MAX_PLACES - sum(2 + len(tensor.vectors) for tensor in tensors)
         for tensor, part in zip(tensors, parts, strict=True):
             attaches = group.attaches and tensor.out.nbytes > stage_bytes
@@ -162,13 +164,14 @@ class Delivery:
                     copies.append(copy)
                     room -= 1
                 else:
-                    self._late.append((tensor.out, copy))
+                    late.append((copy, tensor.out))
             self._copies.append(copies)
             if staged and (found := staged.get(address_of(tensor.out))) is not None:
-                self._staged.append((tensor.out, found[0], part))
-            mine.append((places, vectors))
+                self.after += _all_but(part, tensor.out, found[0])
+            self.mine.append((places, vectors))
+        self.after += late
         #: By rank and tensor.
-        self.places = _exchange_places(group, mine, act, group.others)
+        self.places: dict[int, list[Places]] = {}
 
     def _place(
         self, buffer: Buffer, attaches: bool, staged: dict[int, tuple[Buffer, int]], own: slice | None, act: Act
@@ -184,8 +187,18 @@ class Delivery:
                 return address
             staged[address] = stand_in, place
             if own is not None:
-                _copy_others(buffer, stand_in, own)
+                self.before += _all_but(own, stand_in, buffer)
         return staged[address][1]
+
+    def begin(self, act: Act) -> None:
+        """Begin the call, and learn where others' results go.
+
+        Raises:
+            KVTimeoutError: a rank did not begin this call.
+        """
+        for to, source in self.before:
+            np.copyto(to, source)
+        self.places = _exchange_places(self._group, self.mine, act, self._group.others)
 
     def deliver(self, tensor: int, part: slice) -> None:
         """This rank's part of a result is there: it goes to all that asked for it, on every rank."""
@@ -198,22 +211,10 @@ class Delivery:
                 if not any(group.are_one(place, own) for own in mine):
                     group.deliver(peer, place, part, done)
 
-    def targets(self, tensor: int, past_caches: bool) -> list[Target]:
-        """Where ``deliver`` copies to, for compiled code; to this rank's copies ``past_caches`` or not."""
-        group, mine = self._group, self.places[self._group.index][tensor][0]
-        found = [Target(address_of(copy), past_caches=past_caches) for copy in self._copies[tensor]]
-        for peer in group.others:
-            for place in self.places[peer][tensor][0]:
-                if not any(group.are_one(place, own) for own in mine):
-                    found.append(group.target(peer, place))
-        return found
-
     def settle(self) -> None:
-        """All have delivered: what this rank has to copy by itself."""
-        for out, stand_in, own in self._staged:
-            _copy_others(stand_in, out, own)
-        for out, copy in self._late:
-            np.copyto(copy, out)
+        """All have delivered: this rank copies what it has to by itself."""
+        for to, source in self.after:
+            np.copyto(to, source)
 
 
 def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int | None]:
@@ -224,24 +225,27 @@ def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int |
     return found, place
 
 
-def _copy_others(source: Buffer, target: Buffer, own: slice) -> None:
-    """Copy all but the elements ``own``."""
-    if own.start > 0:
-        np.copyto(target[: own.start], source[: own.start])
-    if own.stop < source.size:
-        np.copyto(target[own.stop :], source[own.stop :])
+def _all_but(own: slice, to: Buffer, source: Buffer) -> list[tuple[Buffer, Buffer]]:
+    """Copies of all but the elements ``own``."""
+    parts = (slice(0, own.start), slice(own.stop, source.size))
+    return [(to[part], source[part]) for part in parts if part.start < part.stop]
 
 
 def _exchange_places(group: HostGroup, mine: list[Places], act: Act, awaited: Sequence[int]) -> dict[int, list[Places]]:
     """Begin the call, post this rank's places, and wait for those of ``awaited``; by rank and tensor."""
     group.begin(act.deadline, act.describe)
+    group.post(words_of(mine))
+    group.await_posts(awaited, act.deadline, act.describe)
+    return {group.index: mine, **{rank: places_of(group, rank, len(mine)) for rank in awaited}}
+
+
+def words_of(mine: Sequence[Places]) -> list[int]:
+    """What to post; ``places_of`` is the way back."""
     words = [len(places) << _HEAD_BITS | len(vectors) for places, vectors in mine]
     for places, vectors in mine:
         words += places
         words += vectors
-    group.post(words)
-    group.await_posts(awaited, act.deadline, act.describe)
-    return {group.index: mine, **{rank: places_of(group, rank, len(mine)) for rank in awaited}}
+    return words
 
 
 def fits(num_tensors: int) -> bool:

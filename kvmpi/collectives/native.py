@@ -86,6 +86,19 @@ class Terms(Protocol):
     def sources(self) -> Sequence[Source]: ...
 
 
+class CopyList:
+    """Copies (to, from) of which only the addresses are known: the memory has to be there whenever they are made."""
+
+    def __init__(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
+        rows = [(address_of(to), address_of(source), to.nbytes) for to, source in copies]
+        self._table = np.array(rows, np.int64) if rows else None
+
+    def run(self) -> None:
+        """Make them, in this order."""
+        if self._table is not None:
+            _native.copy_ranges(self._table)
+
+
 class NativeTerms:
     """``struct terms``: tensors that lie end to end, what is added up of each, and where it goes.
 
@@ -95,6 +108,8 @@ class NativeTerms:
         base: the number of the first element.
         block_count: elements that are added up at a time, and delivered.
         targets: of each tensor, where else the result goes.
+
+    It knows addresses: what lies there has to be kept by whoever calls.
     """
 
     def __init__(
@@ -125,7 +140,7 @@ class NativeTerms:
             *(block_count, address_of(fetched), address_of(wide)),
         ]
         self.sum_dtype, self.struct = sum_dtype, np.array([(*head, scale, 0, 0)], TERMS)
-        self._alive = [outs, terms, listed, aims, table, fetched, wide]
+        self._alive = [listed, aims, table, fetched, wide]
 
     def sum_segment(self, start: int, stop: int) -> bool:
         """Sum the elements from ``start`` to ``stop`` and deliver them; whether nobody has given up.
@@ -172,7 +187,7 @@ class NativeRings:
         self._idle_ms = _IDLE_MS if alone else min(_IDLE_MS, _BESIDE_MS)
         self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
         self._terms = NativeTerms(outs, terms, scratch, base=base)
-        self._alive = list[Any]()
+        self._alive = list[Any]([outs, terms])
         rows = list[tuple[int, ...]]()
         for channel, schedule in zip(channels, schedules, strict=True):
             incoming = scratch(schedule.longest_chunk if terms else 0, self._terms.sum_dtype)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from kvmpi.collectives.host_sum import (
     ONE_OF_EACH,
     Delivery,
     HostSum,
-    Piece,
     Posted,
     block_for,
     fits,
@@ -41,6 +40,7 @@ from kvmpi.collectives.host_sum import (
     read_first,
 )
 from kvmpi.collectives.native import NativeTerms, SlotSum
+from kvmpi.collectives.segments import SegmentSums
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
@@ -51,8 +51,6 @@ Buffer = npt.NDArray[Any]
 #: Private memory up to this size is copied to and from where others have it mapped: these copies stay in the cache,
 #: while the system takes a quarter of a microsecond for each page of another process that it looks up.
 STAGE_BYTES = 4 << 20
-#: Copies of results from this size on go past the caches, which most of them would have left before anybody reads.
-_PAST_CACHES_BYTES = 4 << 20
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
 #: No element has more.
@@ -88,6 +86,7 @@ class Shared:
     ) -> None:  # fmt: skip
         self._group, self._block_bytes, self._compiled = group, block_bytes, use_native and native.is_built()
         self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
+        self._segments = SegmentSums(group, block_bytes, self._stage_bytes)
         self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
         # Of all views: of a length for every sum there would soon be much.
         self._stage: Buffer | None = None
@@ -256,44 +255,29 @@ class Shared:
 
     def _sum_segments(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         """Every rank sums one segment of all tensors end to end, and delivers it."""
+        if self._compiled:
+            self._segments.sum(tensors, dtype, act)
+            return
         group = self._group
-        nbytes = sum(tensor.out.nbytes for tensor in tensors)
         tensors = [read_first(tensor) for tensor in tensors]
+        block = block_for(dtype, self._block_bytes, act)
+        pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)[group.index]
+        delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes)
         with self._exposed(*tensors, act.scratch):
-            block = block_for(dtype, self._block_bytes, act)
-            pieces = pieces_of(tuple(tensor.out.size for tensor in tensors), group.size, block[0].size)[group.index]
-            delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, self._stage_bytes)
-            sums = {
-                number: HostSum(group, delivery, number, tensors[number].vectors, dtype, block, act.scale)
-                for number in dict.fromkeys(piece.tensor for piece in pieces)
-            }
-            if self._compiled:
-                self._sum_compiled(tensors, pieces, sums, delivery, act, block[0].size, nbytes >= _PAST_CACHES_BYTES)
-            else:
-                for number, start, stop in pieces:
-                    sums[number].finish(None, start, stop, tensors[number].out[start:stop])
-                    delivery.deliver(number, slice(start, stop))
+            delivery.begin(act)
+            sums: dict[int, HostSum] = {}
+            for number, start, stop in pieces:
+                if number not in sums:
+                    sums[number] = HostSum(group, delivery, number, tensors[number].vectors, dtype, block, act.scale)
+                sums[number].finish(None, start, stop, tensors[number].out[start:stop])
+                delivery.deliver(number, slice(start, stop))
             start_ns = timeline.now() if timeline.on else 0
             group.finish(group.others, act.deadline, act.describe)
             if start_ns:
+                nbytes = sum(tensor.out.nbytes for tensor in tensors)
                 own = sum(stop - start for _, start, stop in pieces)
                 timeline.span("exchange", start_ns, nbytes=nbytes - own * tensors[0].out.itemsize)
         delivery.settle()
-
-    def _sum_compiled(
-        self, tensors: Sequence[Tensor], pieces: Sequence[Piece], sums: Mapping[int, HostSum], delivery: Delivery,
-        act: Act, block_count: int, past_caches: bool,
-    ) -> None:  # fmt: skip
-        """Sum and deliver this rank's pieces, which follow each other, without the interpreter and its lock."""
-        if not pieces:
-            return
-        outs = [tensors[number].out for number in sums]
-        targets = [delivery.targets(number, past_caches) for number in sums]
-        terms = NativeTerms(outs, [*sums.values()], act.scratch, block_count=block_count, targets=targets)
-        start = pieces[0].start
-        if not terms.sum_segment(start, start + sum(piece.stop - piece.start for piece in pieces)):
-            for peer in self._group.others:
-                self._group.check(peer)
 
     @contextlib.contextmanager
     def _exposed(self, *memory: Any) -> Iterator[None]:
@@ -347,8 +331,9 @@ class Shared:
                 np.copyto(out[start:stop], group.slot(peer, stop - start, out.dtype, call))
             group.finish()
             return
+        delivery = Delivery(group, [Tensor((), out)], [slice(start, stop)], act)
         with self._exposed(out, act.scratch):
-            delivery = Delivery(group, [Tensor((), out)], [slice(start, stop)], act)
+            delivery.begin(act)
             block_count = max(1, self._block_bytes // out.itemsize)
             for first in range(start, stop, block_count):
                 delivery.deliver(0, slice(first, min(first + block_count, stop)))

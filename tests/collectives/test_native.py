@@ -23,11 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, rings, shared, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, segments, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory, Target
-from kvmpi.collectives.host_sum import Delivery
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
 from kvmpi.collectives.native import NativeRings, NativeTerms, SlotSum
@@ -616,15 +615,14 @@ def test_ranks_of_both_kinds_copy_large_results_to_the_bit(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int, attach: bool
 ) -> None:
     """Sums in common memory, as a store keeps them; copies where the vectors were, mapped or private, or elsewhere."""
-    monkeypatch.setattr(shared, "_PAST_CACHES_BYTES", 1)
-    copied, original = list[int](), Delivery.targets
+    monkeypatch.setattr(segments, "PAST_CACHES_BYTES", 1)
+    copied, original = list[int](), NativeTerms.__init__
 
-    def noting(self: Delivery, tensor: int, past_caches: bool) -> list[Target]:
-        found = original(self, tensor, past_caches)
-        copied.append(sum(target.past_caches for target in found))
-        return found
+    def noting(self: NativeTerms, *args: Any, targets: Sequence[Sequence[Target]], **options: Any) -> None:
+        copied.append(sum(target.past_caches for of_tensor in targets for target in of_tensor))
+        original(self, *args, targets=targets, **options)
 
-    monkeypatch.setattr(Delivery, "targets", noting)
+    monkeypatch.setattr(NativeTerms, "__init__", noting)
     counts, timeout_s = (70_001, 3, 130_000, 0, 65_537), TIMEOUT_S
 
     def rank_main(compiled: Sequence[int], dtype: str, comm: MemoryComm) -> list[bytes]:

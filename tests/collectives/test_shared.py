@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives import Collectives, arena, cross_memory, forming
+from kvmpi.collectives import Collectives, arena, cross_memory, forming, native, segments
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.cross_memory import CrossMemory
@@ -107,15 +107,16 @@ def test_where_there_is_no_room_to_stage_ranks_attach(run_ranks: RunRanks) -> No
         group, outs = group_of(comm), []
         asked: list[int] = []
 
-        def private(count: int, dtype: Any) -> np.ndarray:
-            asked.append(count)
-            return np.empty(count, dtype)
+        class Private(Scratch):
+            def __call__(self, count: int, dtype: Any) -> np.ndarray:
+                asked.append(count)
+                return np.empty(count, dtype)
 
         for in_place in (False, True):
             own = placed(vectors(comm.rank, 2, 301, "float32"), comm.rank)
             out = own[0] if in_place else np.empty_like(own[0])
             act = act_of(group, "allreduce")
-            act.scratch = private  # type: ignore[assignment]
+            act.scratch = Private()
             copy = np.empty_like(out)
             Shared(group, 200, slot_bytes=0).allreduce([Tensor(own, out, [copy])], "float32", act)
             outs += [out, copy]
@@ -397,3 +398,69 @@ def test_small_sums_leave_the_callers_error_state_alone(run_ranks: RunRanks) -> 
             assert np.geterr() == before
 
     run_ranks(2, rank_main)
+
+
+# ---- plans that are used again
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_tensors_that_lie_where_they_lay_are_planned_once_and_others_anew(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, attach: bool
+) -> None:
+    """Steps of a training loop; now and then one rank's arrays lie elsewhere, or what stands in for them does."""
+    if not native.is_built():
+        pytest.skip("no compiled code here: nothing is planned")
+    monkeypatch.setattr(segments, "_MOST_PLANS", 3)
+    size, counts, turns = 3, (70_001, 5, 0, 90_000), 40
+    made: list[list[int]] = [[] for _ in range(size)]  # by rank: the turns in which something was made anew
+    here, original = threading.local(), NativeTerms.__init__
+
+    def noting(self: NativeTerms, *args: Any, **options: Any) -> None:
+        made[here.rank].append(here.turn)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(NativeTerms, "__init__", noting)
+
+    def rank_main(comm: MemoryComm) -> None:
+        here.rank = comm.rank
+        collectives, deadline = Collectives(comm, "shared", attach=attach), Deadline(TIMEOUT_S)
+
+        def arrays(mapped: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+            make = (
+                (lambda count: collectives.empty(count, "int64")) if mapped else (lambda count: np.empty(count, "i8"))
+            )
+            return [(make(count), make(count)) for count in counts]
+
+        lists = [arrays(mapped) for mapped in (False, True, False)]
+        for turn in range(turns):
+            here.turn = turn
+            if turn == 20 and comm.rank == 1:
+                lists[0] = arrays(mapped=True)
+            if turn == 25:  # more scratch than there has been
+                big = np.full(2_000_000, comm.rank, "i8")
+                collectives.allreduce_many([(on_host([big], "int64"), big, ())], "int64", deadline, "big")
+                assert (big == 3).all()
+            chosen = lists[turn % 2]
+            tensors = []
+            for i, (own, copy) in enumerate(chosen):
+                own[:] = np.arange(own.size) * (comm.rank + 1) + turn + i
+                copy[:] = -1
+                tensors.append((on_host([own], "int64"), own, [copy]))
+            collectives.allreduce_many(tensors, "int64", deadline, "sum")
+            for i, (own, copy) in enumerate(chosen):
+                expected = 6 * np.arange(own.size) + size * (turn + i)
+                np.testing.assert_array_equal(own, expected, err_msg=f"turn {turn}, rank {comm.rank}, tensor {i}")
+                np.testing.assert_array_equal(copy, expected, err_msg=f"turn {turn}, rank {comm.rank}, tensor {i}")
+        for turn in range(8):  # more lists than there are plans
+            here.turn = turns + turn
+            (own, copy), *_ = lists[2] = arrays(mapped=False)
+            own[:], copy[:] = comm.rank + turn, -1
+            collectives.allreduce_many([(on_host([own], "int64"), copy, ())], "int64", deadline, "sum")
+            assert (copy == 3 + size * turn).all()
+            assert (own == comm.rank + turn).all()
+
+    run_ranks(size, rank_main)
+    for of_rank in made:
+        steps = [turn for turn in of_rank if turn < turns]
+        assert {0, 1, 20} <= set(steps), "something is used that lies elsewhere by now"
+        assert len(steps) <= 12, f"planned anew: {steps}"

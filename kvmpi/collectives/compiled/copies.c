@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 
+#include "native.h"
 #include "copies.h"
 
 #include <errno.h>
@@ -56,3 +57,23 @@ int write_process(int64_t pid, int64_t address, const char *block, int64_t nbyte
 int read_process(int64_t pid, int64_t address, char *into, int64_t nbytes) { return ENOSYS; }
 int write_process(int64_t pid, int64_t address, const char *block, int64_t nbytes) { return ENOSYS; }
 #endif
+
+const char copy_ranges_doc[] =
+    "copy_ranges(table, /)\n--\n\n"
+    "Copy bytes, range by range. table: rows of three 64-bit integers: address to, address from, number of bytes.";
+
+PyObject *copy_ranges(PyObject *self, PyObject *table)
+{
+    Py_buffer rows;
+    if (PyObject_GetBuffer(table, &rows, PyBUF_SIMPLE)) return NULL;
+    const int fits = rows.len % (3 * sizeof(int64_t)) == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS;
+        const int64_t *row = rows.buf, *end = row + rows.len / (Py_ssize_t)sizeof(int64_t);
+        for (; row < end; row += 3) memcpy((char *)row[0], (const char *)row[1], (size_t)row[2]);
+        Py_END_ALLOW_THREADS;
+    }
+    PyBuffer_Release(&rows);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "not rows of three numbers");
+    Py_RETURN_NONE;
+}

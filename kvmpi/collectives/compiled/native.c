@@ -3,6 +3,7 @@
 #include "native.h"
 
 static PyMethodDef methods[] = {
+    {"copy_ranges", copy_ranges, METH_O, copy_ranges_doc},
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
     {"sum_segment", sum_segment, METH_VARARGS, sum_segment_doc},
     {"sum_slots", (PyCFunction)(void (*)(void))sum_slots, METH_FASTCALL, sum_slots_doc},

@@ -6,8 +6,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern const char move_rings_doc[], sum_segment_doc[], sum_slots_doc[];
+extern const char copy_ranges_doc[], move_rings_doc[], sum_segment_doc[], sum_slots_doc[];
 
+PyObject *copy_ranges(PyObject *self, PyObject *table);
 PyObject *move_rings(PyObject *self, PyObject *args);
 PyObject *sum_segment(PyObject *self, PyObject *args);
 PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args);
