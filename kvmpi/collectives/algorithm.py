@@ -25,37 +25,30 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory: Buffer = np.empty(0, np.uint8)
+        #: What calls use anew; another one after a call for which it was too small.
+        self.memory: Buffer = np.empty(0, np.uint8)
+        #: How many bytes of it the call under way has taken.
+        self.used = 0
         self._more: list[Buffer] = []  # what did not fit: others may read there as long as the call lasts
-        self._used = self._wanted = 0
+        self._wanted = 0
 
     def begin(self) -> None:
         """A new call: what was taken before is free."""
-        if self._wanted > self._memory.size:
+        if self._wanted > self.memory.size:
             # Twice as much, or there would be another one for each call that is a little larger.
-            self._memory = shared_bytes(2 * self._wanted)
+            self.memory = shared_bytes(2 * self._wanted)
         self._more.clear()
-        self._used = self._wanted = 0
-
-    @property
-    def address(self) -> int:
-        """Where the next memory begins, if there is room."""
-        return address_of(self._memory) + self._used
-
-    @property
-    def is_lasting(self) -> bool:
-        """Whether what has been taken lies where it will lie in the same call made again."""
-        return not self._more
+        self.used = self._wanted = 0
 
     def __call__(self, count: int, dtype: Any) -> Buffer:
         """Uninitialised memory of shape ``(count,)``, until the next ``begin``."""
         nbytes = count * np.dtype(dtype).itemsize
-        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
-        self._wanted = max(self._wanted, self._used)
-        if self._used > self._memory.size:
+        start, self.used = self.used, self.used + -(-nbytes // 64) * 64
+        self._wanted = max(self._wanted, self.used)
+        if self.used > self.memory.size:
             self._more.append(shared_bytes(nbytes))
             return self._more[-1].view(dtype)
-        return self._memory[start : start + nbytes].view(dtype)
+        return self.memory[start : start + nbytes].view(dtype)
 
 
 def shared_bytes(nbytes: int) -> Buffer:

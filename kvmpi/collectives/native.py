@@ -105,16 +105,16 @@ class NativeTerms:
     Args:
         outs: of each tensor, where the result is made.
         terms: of each tensor, of one dtype; none to add nothing.
+        block: as of ``HostSum``; so many elements are added up, and delivered, at a time.
         base: the number of the first element.
-        block_count: elements that are added up at a time, and delivered.
         targets: of each tensor, where else the result goes.
 
-    It knows addresses: what lies there has to be kept by whoever calls.
+    Of all these only addresses are kept: what lies there has to be kept by whoever calls.
     """
 
     def __init__(
-        self, outs: Sequence[Buffer], terms: Sequence[Terms], scratch: Scratch, *, base: int = 0,
-        block_count: int = _BLOCK_COUNT, targets: Sequence[Sequence[Target]] = (),
+        self, outs: Sequence[Buffer], terms: Sequence[Terms], block: tuple[Buffer, Buffer], *, base: int = 0,
+        targets: Sequence[Sequence[Target]] = (),
     ) -> None:  # fmt: skip
         dtype = outs[0].dtype
         sum_dtype = terms[0].sum_dtype if terms else dtype
@@ -133,14 +133,13 @@ class NativeTerms:
         table = np.array(parts, np.int64)
         kind, scale = (KINDS[terms[0].dtype], terms[0].scale) if terms else (0, 1.0)
         as_they_are = sum_dtype == dtype and all(len(of_part) == 1 for of_part in sources)
-        fetched = scratch(block_count if any(source.pid for source in found) else 0, dtype)
-        wide = scratch(block_count if sum_dtype != dtype else 0, sum_dtype)
+        fetched, wide = block
         head = [
             *(kind, dtype.itemsize, sum_dtype.itemsize, len(parts), address_of(table), as_they_are),
-            *(block_count, address_of(fetched), address_of(wide)),
+            *(fetched.size, address_of(fetched), address_of(wide)),
         ]
-        self.sum_dtype, self.struct = sum_dtype, np.array([(*head, scale, 0, 0)], TERMS)
-        self._alive = [listed, aims, table, fetched, wide]
+        self.struct = np.array([(*head, scale, 0, 0)], TERMS)
+        self._alive = [listed, aims, table]
 
     def sum_segment(self, start: int, stop: int) -> bool:
         """Sum the elements from ``start`` to ``stop`` and deliver them; whether nobody has given up.
@@ -186,12 +185,15 @@ class NativeRings:
         self._channels, self._schedules = channels, schedules
         self._idle_ms = _IDLE_MS if alone else min(_IDLE_MS, _BESIDE_MS)
         self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
-        self._terms = NativeTerms(outs, terms, scratch, base=base)
-        self._alive = list[Any]([outs, terms])
+        dtype = outs[0].dtype
+        sum_dtype = terms[0].sum_dtype if terms else dtype
+        block = scratch(_BLOCK_COUNT, dtype), scratch(_BLOCK_COUNT if sum_dtype != dtype else 0, sum_dtype)
+        self._terms = NativeTerms(outs, terms, block, base=base)
+        self._alive = list[Any]([outs, terms, block])
         rows = list[tuple[int, ...]]()
         for channel, schedule in zip(channels, schedules, strict=True):
-            incoming = scratch(schedule.longest_chunk if terms else 0, self._terms.sum_dtype)
-            partials = scratch(schedule.kept_count, self._terms.sum_dtype)
+            incoming = scratch(schedule.longest_chunk if terms else 0, sum_dtype)
+            partials = scratch(schedule.kept_count, sum_dtype)
             receives, sends = schedule.tables
             words = [
                 *(channel.in_fd, channel.out_fd, address_of(receives), address_of(sends), len(sends)),

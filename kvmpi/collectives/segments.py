@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import HostGroup, Target
-from kvmpi.collectives.host_sum import Delivery, parts_of, pieces_of, places_of, read_first, words_of
+from kvmpi.collectives.host_sum import Delivery, block_for, parts_of, pieces_of, places_of, read_first, words_of
 from kvmpi.collectives.native import CopyList, NativeTerms
 from kvmpi.kernels import host
 from kvmpi.trace import timeline
+
+Buffer = npt.NDArray[Any]
 
 #: Plans that are kept: of a step's buckets there are some dozens.
 _MOST_PLANS = 256
@@ -35,36 +38,34 @@ class _Addends:
 
 
 class _Plan:
-    """What this rank does for tensors that lie where they lie.
+    """What this rank does for tensors that lie where they lie, and with scratch from where that begins.
 
     Attributes:
-        before, after: copies from and to what stands in for private memory.
+        before, after: copies to and from what stands in for private memory.
         words: what is posted.
         numbers: of the tensors of which this rank sums something.
         start, stop: which elements it sums, counted from the first of those tensors.
-        scratch_bytes: how much it takes, from where that began.
+        scratch_bytes: how much it takes.
         seen: what others had posted when ``terms`` were made, in the order of ``HostGroup.others``.
         terms: None if there is nothing to sum.
     """
 
-    __slots__ = ("after", "before", "nbytes", "numbers", "scratch_bytes", "seen", "start", "stop", "terms", "words")
-
-    terms: NativeTerms | None
-    seen: list[bytes]
-
-    def __init__(self, group: HostGroup, tensors: Sequence[Tensor], act: Act, stage_bytes: int) -> None:
-        counts = tuple(tensor.out.size for tensor in tensors)
+    def __init__(
+        self, group: HostGroup, tensors: Sequence[Tensor], dtype: str, act: Act, block_bytes: int, stage_bytes: int
+    ) -> None:
+        begin, counts = act.scratch.used, tuple(tensor.out.size for tensor in tensors)
         pieces = pieces_of(counts, group.size, max(1, sum(counts)))[group.index]
-        begin = act.scratch.address
         delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, stage_bytes)
-        self.scratch_bytes = act.scratch.address - begin
         self.before, self.after = CopyList(delivery.before), CopyList(delivery.after)
         self.words = array("Q", words_of(delivery.mine))
         self.numbers = [piece.tensor for piece in pieces]
         self.start = pieces[0].start if pieces else 0
         self.stop = self.start + sum(piece.stop - piece.start for piece in pieces)
         self.nbytes = sum(tensor.out.nbytes for tensor in tensors)
-        self.seen, self.terms = [], None
+        self.block = block_for(dtype, block_bytes, act)
+        self.scratch_bytes = act.scratch.used - begin
+        self.seen: list[bytes] = []
+        self.terms: NativeTerms | None = None
 
 
 class SegmentSums:
@@ -78,6 +79,7 @@ class SegmentSums:
     def __init__(self, group: HostGroup, block_bytes: int, stage_bytes: int) -> None:
         self._group, self._block_bytes, self._stage_bytes = group, block_bytes, stage_bytes
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._memory: Buffer | None = None  # scratch that the plans are made for
 
     def sum(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         """Sum the tensors, on every rank; not through slots.
@@ -87,12 +89,7 @@ class SegmentSums:
         """
         group = self._group
         try:
-            key = _places(tensors, dtype, act)
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = _Plan(group, [read_first(tensor) for tensor in tensors], act, self._stage_bytes)
-            else:
-                act.scratch(plan.scratch_bytes, np.uint8)
+            plan = self._plan_of(tensors, dtype, act)
             plan.before.run()
             group.begin(act.deadline, act.describe)
             group.post(plan.words)
@@ -100,9 +97,7 @@ class SegmentSums:
             if not plan.seen or any(
                 group.posted(peer, len(seen)) != seen for peer, seen in zip(group.others, plan.seen, strict=True)
             ):
-                self._see(plan, tensors, dtype, act)
-                if act.scratch.is_lasting:
-                    self._keep(key, plan)
+                self._see(plan, tensors, dtype, act.scale)
             if plan.terms is not None and not plan.terms.sum_segment(plan.start, plan.stop):
                 for peer in group.others:
                     group.check(peer)
@@ -116,12 +111,29 @@ class SegmentSums:
             raise
         plan.after.run()
 
-    def _keep(self, key: tuple[Any, ...], plan: _Plan) -> None:
-        if len(self._plans) >= _MOST_PLANS and key not in self._plans:
+    def _plan_of(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> _Plan:
+        """The plan for tensors that lie there; what it takes of scratch is taken."""
+        scratch = act.scratch
+        if scratch.memory is not self._memory:  # as after every call that took more than there was
             self._plans.clear()
-        self._plans[key] = plan
+            self._memory = scratch.memory
+        key: list[Any] = [dtype, act.scale, scratch.used]
+        for tensor in tensors:
+            key += (tensor.out.size, address_of(tensor.out), len(tensor.vectors), len(tensor.copies))
+            for buffer in (*tensor.vectors, *tensor.copies):
+                key.append(address_of(buffer))
+        found = self._plans.get(tuple(key))
+        if found is not None:
+            scratch(found.scratch_bytes, np.uint8)
+            return found
+        firsts = [read_first(tensor) for tensor in tensors]
+        found = _Plan(self._group, firsts, dtype, act, self._block_bytes, self._stage_bytes)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[tuple(key)] = found
+        return found
 
-    def _see(self, plan: _Plan, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
+    def _see(self, plan: _Plan, tensors: Sequence[Tensor], dtype: str, scale: float) -> None:
         """Make of what the others have posted what compiled code does."""
         group, num_tensors = self._group, len(tensors)
         theirs = {peer: places_of(group, peer, num_tensors) for peer in group.others}
@@ -142,19 +154,8 @@ class SegmentSums:
                     for place in results
                     if not any(group.are_one(place, result) for result in own)
                 ]
-            terms.append(_Addends(sources, dtype, sum_dtype, act.scale))
+            terms.append(_Addends(sources, dtype, sum_dtype, scale))
             aims.append(targets)
         if outs:
-            block_count = max(1, self._block_bytes // outs[0].itemsize)
-            plan.terms = NativeTerms(outs, terms, act.scratch, block_count=block_count, targets=aims)
+            plan.terms = NativeTerms(outs, terms, plan.block, targets=aims)
         plan.seen = [group.posted(peer, 8 * sum(1 + len(r) + len(v) for r, v in theirs[peer])) for peer in group.others]
-
-
-def _places(tensors: Sequence[Tensor], dtype: str, act: Act) -> tuple[Any, ...]:
-    """All that a plan goes by."""
-    found: list[Any] = [dtype, act.scale, act.scratch.address]
-    for tensor in tensors:
-        found += (tensor.out.size, address_of(tensor.out), len(tensor.copies))
-        for buffer in (*tensor.vectors, *tensor.copies):
-            found.append(address_of(buffer))
-    return tuple(found)

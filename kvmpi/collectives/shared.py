@@ -300,7 +300,7 @@ class Shared:
         total = HostSum(group, posted, 0, vectors, dtype, block, act.scale)
         start, stop = act.segments(count)[group.index]
         if self._compiled:
-            NativeTerms([out], [total], act.scratch, base=start, block_count=block[0].size).sum_segment(start, stop)
+            NativeTerms([out], [total], block, base=start).sum_segment(start, stop)
         else:
             total.finish(None, start, stop, out)
         group.finish(group.others, act.deadline, act.describe)

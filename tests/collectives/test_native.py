@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
+from collective_helpers import Contribution, all_vectors, assert_is_sum, built, on_host, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, rings, segments, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
-from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory, Target
+from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
-from kvmpi.collectives.native import NativeRings, NativeTerms, SlotSum
+from kvmpi.collectives.native import NativeRings, SlotSum
 from kvmpi.collectives.ring import Machine, Ring, drive
 from kvmpi.collectives.schedule import even_schedules, segment_bounds
 from kvmpi.collectives.terms import HostTerms
@@ -41,9 +38,6 @@ from kvmpi.kernels import host
 RunRanks = Callable[..., list[Any]]
 
 TIMEOUT_S = 20.0
-CAN_BUILD = shutil.which("gcc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
-
-built = pytest.mark.skipif(not CAN_BUILD, reason="no C compiler here")
 
 
 @built
@@ -333,15 +327,6 @@ class Neighbours:
             sock.close()
 
 
-class Contribution(NamedTuple):
-    """``native.Terms``."""
-
-    sources: Sequence[Source]
-    dtype: str = "float32"
-    sum_dtype: np.dtype[Any] = DTYPES["float32"]
-    scale: float = 1.0
-
-
 @built
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reads from other processes")
 def test_memory_of_a_process_that_has_ended_is_an_error(linked: list[Links]) -> None:
@@ -549,108 +534,3 @@ def test_memory_that_is_not_of_rings_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"not the memory of native\.RING"):
             native._native.move_rings(memory, terms, 0, 0)
-
-
-# ---- sums of segments
-
-
-def deliver(vector: np.ndarray, targets: list[Target]) -> np.ndarray:
-    """What compiled code makes of one vector of bytes, after it has copied it to ``targets``."""
-    out = np.empty_like(vector)
-    terms = NativeTerms([out], [HostTerms([vector], "uint8")], np.empty, block_count=1000, targets=[targets])
-    assert terms.sum_segment(0, out.size)
-    return out
-
-
-@built
-def test_memory_that_is_not_of_terms_is_refused() -> None:
-    assert native._native is not None
-    with pytest.raises(ValueError, match=r"not the memory of native\.TERMS"):
-        native._native.sum_segment(np.zeros(5, "u1"), 0, 1)
-
-
-@built
-def test_memory_of_a_process_that_has_ended_is_an_error_in_segments() -> None:
-    own, ended = np.ones(9, "f4"), subprocess.Popen(["true"])
-    ended.wait()
-    with pytest.raises(PeerLostError, match=f"cannot write to process {ended.pid}: No such process; it has probably"):
-        deliver(own.view("u1"), [Target(address_of(own), ended.pid)])
-    there = Contribution([Source(address_of(own)), Source(address_of(own), ended.pid)])
-    with pytest.raises(PeerLostError, match=f"cannot read from process {ended.pid}: No such process; it has probably"):
-        NativeTerms([np.empty_like(own)], [there], np.empty).sum_segment(0, own.size)
-
-
-@built
-def test_nothing_is_delivered_to_who_has_given_up() -> None:
-    word, taken, kept = np.ones(1, "u8"), np.zeros(9, "u1"), np.zeros(9, "u1")
-    own = np.arange(9, dtype="u1")
-    targets = [Target(address_of(taken)), Target(address_of(kept), given_up=address_of(word))]
-    terms = NativeTerms([np.empty(9, "u1")], [HostTerms([own], "uint8")], np.empty, targets=[targets])
-    assert not terms.sum_segment(0, 9)
-    assert not kept.any()
-    np.testing.assert_array_equal(taken, own)
-    word[0] = 0
-    assert terms.sum_segment(0, 9)
-    np.testing.assert_array_equal(kept, own)
-
-
-@built
-def test_copies_past_the_caches_are_those_bytes_and_no_others() -> None:
-    """Of any length, from any address to any other."""
-    source = np.random.default_rng(1).integers(0, 256, 70_000, "u1")
-    for length in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 4097, 65_536):
-        for first in range(18):
-            for start in (0, 1, 8, 33):
-                out = np.full(length + 64, 7, "u1")
-                expected = out.copy()
-                expected[first : first + length] = source[start : start + length]
-                deliver(source[start : start + length], [Target(address_of(out) + first, past_caches=True)])
-                np.testing.assert_array_equal(out, expected)
-
-
-@built
-@pytest.mark.parametrize("attach", [True, False])
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_ranks_of_both_kinds_copy_large_results_to_the_bit(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int, attach: bool
-) -> None:
-    """Sums in common memory, as a store keeps them; copies where the vectors were, mapped or private, or elsewhere."""
-    monkeypatch.setattr(segments, "PAST_CACHES_BYTES", 1)
-    copied, original = list[int](), NativeTerms.__init__
-
-    def noting(self: NativeTerms, *args: Any, targets: Sequence[Sequence[Target]], **options: Any) -> None:
-        copied.append(sum(target.past_caches for of_tensor in targets for target in of_tensor))
-        original(self, *args, targets=targets, **options)
-
-    monkeypatch.setattr(NativeTerms, "__init__", noting)
-    counts, timeout_s = (70_001, 3, 130_000, 0, 65_537), TIMEOUT_S
-
-    def rank_main(compiled: Sequence[int], dtype: str, comm: MemoryComm) -> list[bytes]:
-        collectives = Collectives(comm, "shared", attach=attach, use_native=comm.rank in compiled)
-        deadline, tensors, results = Deadline(timeout_s), list[Any](), list[np.ndarray]()
-        for i, count in enumerate(counts):
-            own = vectors(comm.rank, 2, count, dtype)
-            if i % 2:
-                mapped = collectives.empty(count, dtype)
-                np.copyto(mapped, own[0])
-                own[0] = mapped
-            common = collectives.shared_empty(max(count, 1), dtype, deadline)[:count]
-            copies = [[own[1], own[0]], [own[0]], [np.empty_like(own[0])]][i % 3]
-            tensors.append((on_host(own, dtype), common, copies))
-            results += [common, *copies]
-        collectives.allreduce_many(tensors, dtype, deadline, "sum")
-        found = [result.tobytes() for result in results]
-        collectives.allreduce(on_host([np.ones(1, "f4")], "float32"), np.empty(1, "f4"), "float32", deadline, "")
-        return found
-
-    for dtype in ("float32", "int64", "bfloat16"):
-        kinds = [
-            run_ranks(size, partial(rank_main, compiled, dtype)) for compiled in (range(size), range(0, size, 2), ())
-        ]
-        assert all(found == kinds[0][0] for ranks in kinds for found in ranks)
-        results = iter(kinds[0][0])
-        for i, count in enumerate(counts):
-            for _ in range((3, 2, 2)[i % 3]):
-                result = np.frombuffer(next(results), DTYPES[dtype])
-                assert_is_sum(result, all_vectors(size, 2, count, dtype), dtype)
-    assert sum(copied) > 0, "nothing was copied that way"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, vectors
+from collective_helpers import all_vectors, allreduce, assert_is_sum, built, on_host, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives import Collectives, arena, cross_memory, forming, native, segments
+from kvmpi.collectives import Collectives, arena, cross_memory, forming
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.cross_memory import CrossMemory
@@ -400,67 +400,30 @@ def test_small_sums_leave_the_callers_error_state_alone(run_ranks: RunRanks) -> 
     run_ranks(2, rank_main)
 
 
-# ---- plans that are used again
-
-
-@pytest.mark.parametrize("attach", [True, False])
-def test_tensors_that_lie_where_they_lay_are_planned_once_and_others_anew(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, attach: bool
-) -> None:
-    """Steps of a training loop; now and then one rank's arrays lie elsewhere, or what stands in for them does."""
-    if not native.is_built():
-        pytest.skip("no compiled code here: nothing is planned")
-    monkeypatch.setattr(segments, "_MOST_PLANS", 3)
-    size, counts, turns = 3, (70_001, 5, 0, 90_000), 40
-    made: list[list[int]] = [[] for _ in range(size)]  # by rank: the turns in which something was made anew
-    here, original = threading.local(), NativeTerms.__init__
-
-    def noting(self: NativeTerms, *args: Any, **options: Any) -> None:
-        made[here.rank].append(here.turn)
-        original(self, *args, **options)
-
-    monkeypatch.setattr(NativeTerms, "__init__", noting)
-
+@built
+def test_plans_take_scratch_as_the_first_call_did_and_end_with_it(run_ranks: RunRanks) -> None:
     def rank_main(comm: MemoryComm) -> None:
-        here.rank = comm.rank
-        collectives, deadline = Collectives(comm, "shared", attach=attach), Deadline(TIMEOUT_S)
+        group, scratch = group_of(comm), Scratch()
+        way = Shared(group, 512, slot_bytes=0)
 
-        def arrays(mapped: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-            make = (
-                (lambda count: collectives.empty(count, "int64")) if mapped else (lambda count: np.empty(count, "i8"))
-            )
-            return [(make(count), make(count)) for count in counts]
+        def taken(count: int) -> int:
+            scratch.begin()
+            act = act_of(group, "allreduce")
+            act.scratch = scratch
+            own[:count] = comm.rank
+            way.allreduce([Tensor([own[:count]], own[:count])], "float64", act)
+            assert (own[:count] == 3).all()
+            return scratch.used
 
-        lists = [arrays(mapped) for mapped in (False, True, False)]
-        for turn in range(turns):
-            here.turn = turn
-            if turn == 20 and comm.rank == 1:
-                lists[0] = arrays(mapped=True)
-            if turn == 25:  # more scratch than there has been
-                big = np.full(2_000_000, comm.rank, "i8")
-                collectives.allreduce_many([(on_host([big], "int64"), big, ())], "int64", deadline, "big")
-                assert (big == 3).all()
-            chosen = lists[turn % 2]
-            tensors = []
-            for i, (own, copy) in enumerate(chosen):
-                own[:] = np.arange(own.size) * (comm.rank + 1) + turn + i
-                copy[:] = -1
-                tensors.append((on_host([own], "int64"), own, [copy]))
-            collectives.allreduce_many(tensors, "int64", deadline, "sum")
-            for i, (own, copy) in enumerate(chosen):
-                expected = 6 * np.arange(own.size) + size * (turn + i)
-                np.testing.assert_array_equal(own, expected, err_msg=f"turn {turn}, rank {comm.rank}, tensor {i}")
-                np.testing.assert_array_equal(copy, expected, err_msg=f"turn {turn}, rank {comm.rank}, tensor {i}")
-        for turn in range(8):  # more lists than there are plans
-            here.turn = turns + turn
-            (own, copy), *_ = lists[2] = arrays(mapped=False)
-            own[:], copy[:] = comm.rank + turn, -1
-            collectives.allreduce_many([(on_host([own], "int64"), copy, ())], "int64", deadline, "sum")
-            assert (copy == 3 + size * turn).all()
-            assert (own == comm.rank + turn).all()
+        own = np.empty(9000)
+        used = [taken(1000) for _ in range(4)]
+        assert used[0] > 8000, "nothing was staged"
+        assert used == used[:1] * 4
+        assert next(iter(way._segments._plans.values())).scratch_bytes == used[0]
+        memory = scratch.memory
+        for _ in range(2):
+            taken(9000)
+        assert scratch.memory is not memory
+        assert len(way._segments._plans) == 1, "plans of other scratch would keep that"
 
-    run_ranks(size, rank_main)
-    for of_rank in made:
-        steps = [turn for turn in of_rank if turn < turns]
-        assert {0, 1, 20} <= set(steps), "something is used that lies elsewhere by now"
-        assert len(steps) <= 12, f"planned anew: {steps}"
+    run_ranks(3, rank_main)

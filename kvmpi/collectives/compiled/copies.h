@@ -1,4 +1,4 @@
-/* Copies to memory that nobody reads soon, and between processes. */
+/* Copies: to memory that nobody reads soon, between processes, and (for Python) of many ranges at once. */
 
 #ifndef KVMPI_COPIES_H
 #define KVMPI_COPIES_H
