@@ -21,6 +21,7 @@ from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import hosts as host_lists
 from kvmpi.launchers import processes, where
 from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.reach import Reach
 from kvmpi.planner.presets import PRESETS
 
@@ -87,8 +88,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     measured: pairs.Pairs | None = None
     lines: list[str] = []
     facts: dict[str, Any] | None = None
-    # Whatever a check leaves running ends with us, also after a kill -9.
-    watchdog = processes.Watchdog(at.job_id, [])
+    # Whatever a check leaves running ends with us, also after a kill -9, and what it leaves in memory: Open MPI's ranks
+    # that believe to be alone do so whenever they end.
+    watchdog = processes.Watchdog(at.job_id, [*MPI("", "openmpi").litter(), *MPI("", "mpich").litter()])
     try:
         with _progress(args.json) as say:
             for check in MACHINE if args.machine else MACHINE + SHELL:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import environs_with
+from jobs import environs_with, wait_for
 
 from kvmpi.doctor import mpi, report, trial
 from kvmpi.doctor.finding import Answer, Finding, Surroundings, ask
@@ -117,14 +117,6 @@ def test_a_trial_that_fails(script: str, words: str, advice: str, tmp_path: Path
     assert_gone(f"KVMPI_JOB_ID={at.job_id}")
 
 
-def test_ranks_that_believe_to_be_alone(tmp_path: Path) -> None:
-    """What an mpirun of another MPI does: it starts the program twice, and tells it nothing."""
-    path = mpirun(tmp_path, 'shift 2; case $1 in --*) shift;; esac; "$@" & "$@"; wait')
-    found = mpi.trial(around(), mpi.Found(MPI(str(path), "openmpi")))
-    assert (found.level, "believe to be alone" in found.seen) == ("problem", True), found
-    assert "libmpi" in found.means
-
-
 def test_the_mpi_of_a_site(tmp_path: Path) -> None:
     ours = mpi.Found(MPI(str(Path(sys.prefix) / "bin/mpirun"), "openmpi"))
     theirs = mpirun(tmp_path, "true")
@@ -225,6 +217,18 @@ def test_a_sound_host() -> None:
     assert 0 < found["ceiling"]["least_s"] <= found["ceiling"]["expected_s"]
     assert 0 < found["ceiling"]["worst_efficiency"] <= found["ceiling"]["best_efficiency"] <= 1
     assert "Traceback" not in err
+
+
+def test_ranks_that_believe_to_be_alone(tmp_path: Path) -> None:
+    """What an mpirun of another MPI does: it starts the program twice, and tells it nothing."""
+    alone = 'shift 2; case $1 in --*) shift;; esac; "$@" & "$@"; wait; ls /dev/shm > "$0.left"'
+    path, start_s = mpirun(tmp_path, VERSION + alone), time.time()
+    status, answer, err = doctor("--json", KVMPI_MPIRUN=str(path))
+    (found,) = [finding for finding in answer["findings"] if finding["check"] == "mpirun -n 2"]
+    assert (status, found["level"], "believe to be alone" in found["seen"]) == (1, "problem", True), (found, err)
+    assert "libmpi" in found["means"]
+    assert "sm_segment." in Path(f"{path}.left").read_text(), "Open MPI has left nothing: there was nothing to remove"
+    wait_for(lambda: not watchdog.find_orphans("/dev/shm/sm_segment.", start_s), "the end of shared memory")
 
 
 def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
