@@ -23,7 +23,7 @@ from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers import job as launcher_jobs
 from kvmpi.launchers import mpirun, processes
 from kvmpi.launchers.cores import THREADS, YIELD, threads
-from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.mpirun import LITTER, MPI
 from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.machine import num_cores
 
@@ -77,11 +77,6 @@ class JobSpec:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def litter(self) -> tuple[str, ...]:
-        """Files that may be left behind, for ``watchdog.remove``."""
-        return ()
-
-    @property
     def wants_shm(self) -> bool:
         """Whether it puts shared memory into a folder of the parent's."""
         return False
@@ -103,10 +98,6 @@ class MpiSpec(JobSpec):
     mpi: MPI
     yields: bool | None = None
     on_hosts: bool = False
-
-    @property
-    def litter(self) -> tuple[str, ...]:
-        return self.mpi.litter()
 
     @property
     def wants_shm(self) -> bool:
@@ -175,8 +166,7 @@ class Stage:
         self._shm = ""
         if os.access(_SHM, os.W_OK) and any(spec.wants_shm for spec in self._specs):
             self._shm = tempfile.mkdtemp(prefix="kvmpi-bench-", dir=_SHM)
-        litter = {path for spec in self._specs for path in spec.litter}
-        self._watchdog = processes.Watchdog(self._id, (str(self._folder), self._shm, *sorted(litter)))
+        self._watchdog = processes.Watchdog(self._id, (str(self._folder), self._shm, *LITTER))
         self._selector.register(self._signals.wakeup_fd, selectors.EVENT_READ, None)
         try:
             for spec in self._specs:

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from kvmpi.benchmarks.jobs import InterruptedBySignal, JobFailedError
 from kvmpi.launchers import processes
+from kvmpi.launchers.mpirun import LITTER
 from kvmpi.launchers.signals import SignalCatcher
 
 _GRACE_S = 10.0  # for kvmpi run to end its job
@@ -26,14 +27,10 @@ class Runner:
         folder: for files of the jobs.
     """
 
-    def __init__(self, litter: Sequence[str] = ()) -> None:
-        """``litter``: files that jobs may leave behind, for ``watchdog.remove``."""
-        self._litter = litter
-
     def __enter__(self) -> Runner:
         self._id = secrets.token_hex(8)
         self.folder = tempfile.mkdtemp(prefix="kvmpi-bench-")
-        self._watchdog = processes.Watchdog(self._id, (self.folder, *self._litter))
+        self._watchdog = processes.Watchdog(self._id, (self.folder, *LITTER))
         self._signals = SignalCatcher()
         return self
 

@@ -59,7 +59,7 @@ def _bench(args: argparse.Namespace) -> int:
     bare = [*mpi.command(args.workers, local=True), sys.executable, "-c", BARE]
     bare_s: list[float] = []
     ends_s: list[list[float]] = []
-    with Runner(mpi.litter()) as runner:
+    with Runner() as runner:
         env = {**mpirun.clean(os.environ), **mpi.env(runner.folder, "", crowded=True, one_host=True)}
         program = Path(runner.folder, "first_step.py")
         program.write_text(WORKER)

@@ -210,7 +210,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     folders = [folder for folder in (job_dir, shm_dir) if folder]
     if places is not None and isinstance(places.reach, BatchReach):
         folders.append(places.reach.folder)
-    watchdog = processes.Watchdog(job_id, [*folders, *(mpi.litter() if mpi is not None else ())])
+    watchdog = processes.Watchdog(job_id, [*folders, *mpirun.LITTER])
     try:
         for folder in folders:
             os.mkdir(folder, 0o700)

@@ -38,17 +38,17 @@ PRTE_QUICK = b"plm:ssh: Warning: setpgid("
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 
 
+#: Files that ranks leave behind when they are killed, for ``watchdog.remove``. Open MPI's are of ranks for whom no
+#: mpirun has made a folder, and stay whenever these end: of a worker that is alone in its client and loads MPI, too.
+LITTER = ("/dev/shm/ucx_shm_posix_*", "/dev/shm/mpich_shm_*", "/dev/shm/sm_segment.*")
+
+
 @dataclass(frozen=True)
 class MPI:
     """One installed MPI."""
 
     path: str
     kind: str  # "openmpi" or "mpich"
-
-    def litter(self) -> tuple[str, ...]:
-        """Files that ranks leave behind when they are killed, for ``watchdog.remove``."""
-        # Open MPI's where it has no folder of the job's.
-        return ("/dev/shm/ucx_shm_posix_*", f"/dev/shm/{'mpich_shm_' if self.kind == 'mpich' else 'sm_segment.'}*")
 
     def command_on(self, hosts: Sequence[Host], agent: str, network: str, exported: Iterable[str]) -> tuple[str, ...]:
         """The words before the program of a client whose ranks are on these hosts, as many as each has slots.

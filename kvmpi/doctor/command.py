@@ -19,9 +19,8 @@ from kvmpi.doctor import attach, ceiling, cores, machine, mpi, network, pairs, r
 from kvmpi.doctor.finding import Finding, Surroundings
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import hosts as host_lists
-from kvmpi.launchers import processes, where
+from kvmpi.launchers import mpirun, processes, where
 from kvmpi.launchers.hosts import Host
-from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.reach import Reach
 from kvmpi.planner.presets import PRESETS
 
@@ -88,9 +87,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     measured: pairs.Pairs | None = None
     lines: list[str] = []
     facts: dict[str, Any] | None = None
-    # Whatever a check leaves running ends with us, also after a kill -9, and what it leaves in memory: Open MPI's ranks
-    # that believe to be alone do so whenever they end.
-    watchdog = processes.Watchdog(at.job_id, [*MPI("", "openmpi").litter(), *MPI("", "mpich").litter()])
+    # Whatever a check leaves running ends with us, also after a kill -9, and what it leaves in memory.
+    watchdog = processes.Watchdog(at.job_id, mpirun.LITTER)
     try:
         with _progress(args.json) as say:
             for check in MACHINE if args.machine else MACHINE + SHELL:

@@ -16,7 +16,7 @@ from pathlib import Path
 import kvmpi
 from kvmpi.collectives import native
 from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
-from kvmpi.launchers import watchdog
+from kvmpi.launchers import mpirun, watchdog
 
 MIB = 1 << 20
 #: Open MPI maps 16 MiB for each rank of a host, and loaders of data put their batches there.
@@ -125,8 +125,8 @@ def find_leftovers(at: Surroundings) -> list[str]:
             if owner in living or (owner is None and not _was_of_servers(entry.path, status.st_mode, age_s)):
                 continue
             found.append(entry.path)
-    for prefix in ("ucx_shm_posix_", "mpich_shm_", "sm_segment."):
-        found += watchdog.find_orphans(f"{at.root}/dev/shm/{prefix}", 0.0)
+    for path in mpirun.LITTER:
+        found += watchdog.find_orphans(f"{at.root}{path[:-1]}", 0.0)
     return sorted(found)
 
 

@@ -176,6 +176,16 @@ def test_a_process_without_environment_is_not_waited_for(tmp_path):
     assert time.monotonic() - start < watchdog.EXEC_S / 2
 
 
+@needs_mpi
+def test_a_lone_worker_that_loads_mpi_leaves_no_shared_memory(launch, write):
+    seen = "(line.split()[5] for line in open('/proc/self/maps') if '/dev/shm/' in line)"
+    job = launch("-n", "1", write("alone.py", f"from mpi4py import MPI\nprint(*{seen})"))
+    assert job.finish(timeout_s=30) == 0, job.stderr
+    mapped = [word for word in job.stdout.split() if word.startswith("/dev/shm/")]
+    assert mapped, "MPI has mapped none: this test does not see what it should"
+    assert not [path for path in mapped if os.path.exists(path)]
+
+
 STUBBORN = """
 import signal, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
