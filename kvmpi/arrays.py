@@ -47,13 +47,14 @@ class Vector:
 
     ``buffer`` has shape ``(count,)``: a NumPy array in the storage dtype, or a CuPy array when ``device`` is not "cpu".
     ``shared`` tells whether it is the array's own memory, which changes with it; a read-only array's may, too, through
-    another view.
+    another view. ``ready`` is the event from which on a device's memory holds what the array did when it was read.
     """
 
     buffer: Any
     dtype: str
     device: str
     shared: bool
+    ready: Any = None
 
     @property
     def count(self) -> int:
@@ -65,12 +66,18 @@ class Vector:
 
     @property
     def address(self) -> int:
-        """Where host memory begins."""
-        return address_of(self.buffer)
+        """Where its memory begins."""
+        return address_of(self.buffer) if self.on_host else int(self.buffer.data.ptr)
 
     @property
     def on_host(self) -> bool:
         return self.device == "cpu"
+
+    def settled(self) -> Any:
+        """``buffer``, once the device has computed what is in it. Waits for that, and does not keep the core."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.buffer
 
 
 def address_of(buffer: Buffer) -> int:
@@ -167,10 +174,29 @@ def read(array: Any) -> Vector:
         flat = plain.reshape(-1) if contiguous else np.array(plain, order="C").reshape(-1)
         return Vector(flat, dtype, "cpu", contiguous)
     with array.device:
-        vector = Vector(array.reshape(-1), dtype, f"cuda:{array.device.id}", contiguous)
-        # The lane that sums it knows nothing of this thread's stream.
-        sys.modules["cupy"].cuda.get_current_stream().synchronize()
-    return vector
+        flat = array.reshape(-1)
+    # Whoever sums it knows nothing of this thread's stream.
+    return Vector(flat, dtype, f"cuda:{array.device.id}", contiguous, fence(array))
+
+
+def fence(array: Any) -> Any:
+    """What is queued by now on the current stream of the array's device, as an event; None for an array of the host.
+
+    ``event.synchronize()`` waits for it in any thread, and sleeps meanwhile.
+    """
+    library = _library(array)
+    if library == "numpy" or (library == "torch" and not array.is_cuda):
+        return None
+    if library == "torch":
+        torch = sys.modules["torch"]
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(array.device))
+        return event
+    cupy = sys.modules["cupy"]
+    with array.device:
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(cupy.cuda.get_current_stream())
+    return event
 
 
 def memory_of(array: Any) -> Vector | None:
@@ -212,16 +238,34 @@ def _read_torch(tensor: Any, dtype: str) -> Vector:
         tensor = tensor.resolve_neg().contiguous()
     elif not _is_aligned(tensor):
         tensor, contiguous = tensor.clone(), False
-    if dtype == "bfloat16":
-        tensor = tensor.view(torch.int16)
     if tensor.is_cpu:
-        buffer = tensor.numpy().reshape(-1)
+        buffer = (tensor.view(torch.int16) if dtype == "bfloat16" else tensor).numpy().reshape(-1)
         return Vector(buffer.view(np.uint16) if dtype == "bfloat16" else buffer, dtype, "cpu", contiguous)
+    return Vector(_as_cupy(tensor.reshape(-1), dtype), dtype, str(tensor.device), contiguous, fence(tensor))
+
+
+def _as_cupy(flat: Any, dtype: str) -> Any:
+    """The memory of a flat CUDA tensor, in storage dtype."""
     import cupy
 
-    torch.cuda.current_stream(tensor.device).synchronize()  # the lane that sums it knows nothing of this stream
-    buffer = cupy.asarray(tensor.reshape(-1))
-    return Vector(buffer.view(cupy.uint16) if dtype == "bfloat16" else buffer, dtype, str(tensor.device), contiguous)
+    with cupy.cuda.Device(flat.device.index):
+        if not flat.numel():
+            return cupy.empty(0, DTYPES[dtype])
+        found = cupy.asarray(flat.view(sys.modules["torch"].int16) if dtype == "bfloat16" else flat)
+    return found.view(DTYPES[dtype])
+
+
+def device_memory_of(array: Any) -> Any:
+    """The array's own memory as a flat CuPy array in storage dtype, where that is contiguous and a device's; else None.
+
+    Nothing is waited for.
+    """
+    library = _library(array)
+    if library == "cupy":
+        return array.reshape(-1) if array.flags.c_contiguous else None
+    if library == "torch" and array.is_cuda and array.is_contiguous() and not array.is_neg() and _is_aligned(array):
+        return _as_cupy(array.detach().reshape(-1), dtype_of(array))
+    return None
 
 
 def check_writable(array: Any) -> None:

@@ -22,6 +22,7 @@ from kvmpi.collectives.library import Library
 from kvmpi.collectives.linking import link
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.naive import Naive
+from kvmpi.collectives.nccl import Nccl, connect
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
 from kvmpi.collectives.topology import Topology, locate
@@ -37,7 +38,7 @@ Buffer = npt.NDArray[Any]
 ALGORITHMS = ("auto", "shared", "hierarchical", "multi_ring", "ring", "host_ring", "nccl", "mpi", "naive")
 _C = TypeVar("_C", bound="Collectives")
 _log = logging.getLogger(__name__)
-_SUMS_DEVICES = ("ring", "multi_ring")
+_SUMS_DEVICES = ("ring", "multi_ring", "nccl")
 _SHARING = ("auto", "shared", "hierarchical")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
@@ -113,6 +114,11 @@ class Collectives:
     def broken(self) -> bool:
         """Whether a peer was lost, so that nothing more can be exchanged."""
         return self._broken is not None
+
+    @property
+    def fills_devices(self) -> bool:
+        """Whether ``out`` and ``copies`` of an allreduce may be on devices."""
+        return self._algorithm == "nccl" and self.size > 1
 
     # ---- memory
 
@@ -194,6 +200,9 @@ class Collectives:
         """End the connections of its own, and keep no more than others may still read; no call may follow."""
         if self._links is not None:
             self._links.close()
+        for algorithm in self._made.values():
+            if isinstance(algorithm, Nccl):
+                algorithm.close()
         self._scratch = Scratch()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
@@ -225,7 +234,7 @@ class Collectives:
         Args:
             sources: this rank's vectors, each of shape ``(count,)``, on host or device; ``out`` may be the first one's
                 memory, and must not overlap another.
-            out: shape ``(count,)``, host memory in the storage dtype of ``dtype``.
+            out: shape ``(count,)``, memory in the storage dtype of ``dtype``, of the host unless ``fills_devices``.
             dtype: half types are accumulated in float32 and rounded once.
         Raises:
             KVTimeoutError: a rank did not take part in time; the communicator is then unusable.
@@ -260,26 +269,38 @@ class Collectives:
         """
         nbytes = sum(out.nbytes for _, out, _ in tensors)
         with self._recorder.timed("reduce", nbytes):
+            if nbytes == 0:
+                return
             self._scratch.begin()
-            if self.size == 1 or nbytes == 0:
+            if self.size == 1:
                 for sources, out, copies in tensors:
                     self.sum_own(sources, out, dtype, scale)
                     for copy in copies:
                         np.copyto(copy, out)
                 return
-            algorithm, act = self._begin("allreduce", nbytes, deadline, label)
+            algorithm, act = self._begin("allreduce", nbytes, deadline, label, [tensor[0] for tensor in tensors])
             act.scale = scale
-            if len(tensors) == 1 and act.choice.algorithm in _SUMS_DEVICES:
-                sources, out, copies = tensors[0]
-                devices = [source.buffer for source in sources if not source.on_host]
-                found = [Tensor([s.buffer for s in sources if s.on_host], out, copies, devices)]
+            name = act.choice.algorithm
+            if name in _SUMS_DEVICES and (len(tensors) == 1 or name == "nccl"):
+                found = [
+                    Tensor([s.buffer for s in sources if s.on_host], out, copies,
+                           [s.settled() for s in sources if not s.on_host])
+                    for sources, out, copies in tensors
+                ]  # fmt: skip
             else:
-                found = [Tensor(self._on_host(sources, dtype), out, copies) for sources, out, copies in tensors]
+                hosts = self._on_host([sources for sources, _, _ in tensors], dtype)
+                found = [Tensor(own, out, copies) for own, (_, out, copies) in zip(hosts, tensors, strict=True)]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
 
     def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
         """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""
-        _sum_alone(self._on_host(sources, dtype), out, dtype, scale)
+        if scale == 1.0 and not any(source.on_host for source in sources):
+            from kvmpi.kernels import gpu
+
+            gpu.sum_vectors_to_host(out, [source.settled() for source in sources], dtype)
+        else:
+            [vectors] = self._on_host([sources], dtype)
+            _sum_alone(vectors, out, dtype, scale)
 
     def reduce_scatter(
         self, sources: Sequence[Vector], out: Buffer, dtype: str, deadline: Deadline, label: str, scale: float = 1.0
@@ -290,7 +311,7 @@ class Collectives:
         """
         with self._recorder.timed("reduce", sources[0].nbytes):
             self._scratch.begin()
-            vectors = self._on_host(sources, dtype)
+            [vectors] = self._on_host([sources], dtype)
             if self.size == 1 or vectors[0].size == 0:
                 _sum_alone(vectors, out, dtype, scale)
                 return
@@ -361,12 +382,18 @@ class Collectives:
         )  # fmt: skip
         return min(choice.seconds for choice in options.values())
 
-    def _begin(self, op: str, nbytes: int, deadline: Deadline, label: str) -> tuple[Algorithm, Act]:
+    def _begin(
+        self, op: str, nbytes: int, deadline: Deadline, label: str, tensors: Sequence[Sequence[Vector]] = ()
+    ) -> tuple[Algorithm, Act]:
+        """``tensors``: what is summed, if that may be on devices."""
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
         comm = self._links if self._links is not None and nbytes >= LINKED_FROM_BYTES else self._comm
         algorithm = self._made.get((choice.algorithm, comm))
         if algorithm is None:
-            algorithm = self._made[choice.algorithm, comm] = self._make(choice.algorithm, comm, deadline, label)
+            devices = [vector.buffer for sources in tensors for vector in sources if not vector.on_host]
+            algorithm = self._made[choice.algorithm, comm] = self._make(
+                choice.algorithm, comm, deadline, label, devices
+            )
         act = Act(label, op, choice, self.rank, self.size, deadline, self._scratch)
         return algorithm, act
 
@@ -393,7 +420,7 @@ class Collectives:
             self._choices[op, size] = found
         return found
 
-    def _make(self, name: str, comm: Comm, deadline: Deadline, label: str) -> Algorithm:
+    def _make(self, name: str, comm: Comm, deadline: Deadline, label: str, devices: Sequence[Any]) -> Algorithm:
         if name in ("ring", "host_ring", "multi_ring"):
             return Rings(comm, use_native=self._use_native)
         if name == "naive":
@@ -404,7 +431,10 @@ class Collectives:
         if name == "mpi":
             raise UnsupportedError(f"{where} needs an MPI communicator")
         if name == "nccl":
-            raise UnsupportedError(f"{where} needs NCCL and a GPU for every worker")
+            found: Nccl | str = self._guarded(lambda: connect(self._comm, devices, deadline, label))
+            if isinstance(found, str):
+                raise UnsupportedError(f"{where}: {found}")
+            return found
         topology = self._located(deadline, label)
         if isinstance(topology.group, str):
             raise UnsupportedError(f"{where}: {topology.group}")
@@ -420,17 +450,20 @@ class Collectives:
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
         return Hierarchical(comm, topology.layout, topology.group, use_native=self._use_native)
 
-    def _on_host(self, sources: Sequence[Vector], dtype: str) -> list[Buffer]:
-        """The vectors of host memory, and what those on devices sum up to."""
-        vectors: list[Buffer] = [source.buffer for source in sources if source.on_host]
-        devices = [source.buffer for source in sources if not source.on_host]
-        if devices:
+    def _on_host(self, tensors: Sequence[Sequence[Vector]], dtype: str) -> list[list[Buffer]]:
+        """Of each tensor the vectors of host memory, and what those on devices sum up to."""
+        found, jobs = list[list[Buffer]](), []
+        for sources in tensors:
+            found.append([source.buffer for source in sources if source.on_host])
+            devices = [source.settled() for source in sources if not source.on_host]
+            if devices:
+                jobs.append((self._scratch(devices[0].size, host.STORAGE[dtype]), devices))
+                found[-1].append(jobs[-1][0])
+        if jobs:
             from kvmpi.kernels import gpu
 
-            staged = self._scratch(sources[0].count, host.STORAGE[dtype])
-            gpu.sum_vectors_to_host(staged, devices, dtype)
-            vectors.append(staged)
-        return vectors
+            gpu.sum_many_to_host(jobs, dtype)
+        return found
 
     def tell(self, text: bytes, root: int, deadline: Deadline, label: str) -> bytes:
         """``text`` of rank ``root`` on every rank; other ranks' ``text`` is ignored."""

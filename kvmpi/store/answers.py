@@ -11,7 +11,7 @@ from kvmpi import arrays
 from kvmpi.engine import Work
 from kvmpi.kernels import host
 from kvmpi.ps import Landing
-from kvmpi.store.call import KeyState
+from kvmpi.store.call import Invocation, KeyState, deliver
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -28,25 +28,32 @@ class Answer:
 class Target:
     """Where a pulled value goes: into the first array of ``out`` that is plain host memory, from there to the rest."""
 
-    __slots__ = ("_key", "_outs", "buffer", "complete")
+    __slots__ = ("_call", "_key", "_outs", "buffer", "complete")
 
-    def __init__(self, state: KeyState, outs: list[Any]) -> None:
-        self._key = state.key
+    def __init__(self, state: KeyState, outs: list[Any], call: Invocation) -> None:
+        self._key, self._call = state.key, call
         self.buffer: Buffer
         self._outs: list[Any] = []
         direct = None
         for out in {id(out): out for out in outs}.values():
-            vector = arrays.read(out) if direct is None else None
-            if vector is not None and vector.on_host and vector.shared:
-                direct = vector.buffer
+            memory = arrays.memory_of(out) if direct is None else None
+            if memory is not None:
+                direct = memory.buffer
             else:
                 self._outs.append(out)
-        self.buffer = host.empty(state.count, state.dtype) if direct is None else direct
+        self.buffer = self._memory(state) if direct is None else direct
         self.complete = not self._outs
+
+    def _memory(self, state: KeyState) -> Buffer:
+        if all(arrays.device_memory_of(out) is None for out in self._outs):
+            return host.empty(state.count, state.dtype)
+        from kvmpi.kernels import gpu
+
+        return gpu.pinned_empty(state.count, state.dtype)
 
     def spread(self) -> None:
         start_ns = timeline.now() if timeline.on and self._outs else 0
-        for out in self._outs:
-            arrays.write(out, self.buffer)
+        self._call.await_devices()
+        deliver(self._outs, self.buffer)
         if start_ns:
             timeline.span("copy", start_ns, self._key, nbytes=len(self._outs) * self.buffer.nbytes)

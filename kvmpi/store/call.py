@@ -106,7 +106,8 @@ class Invocation:
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
     ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``reduced``: what is
     pushed is a sum already, the same on all of them. ``about``: its keys, for the timeline. ``turns``: of its pushes
-    that are not begun, by key.
+    that are not begun, by key. ``fences``: what was queued on devices before the call, and may still use what is pulled
+    into.
     """
 
     op: str
@@ -121,12 +122,18 @@ class Invocation:
     clock: int = 0
     about: Key | None = None
     turns: dict[Key, Any] = field(default_factory=dict)
+    fences: list[Any] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
         """Raise the error that every rank of the client raises."""
         if self.error is not None:
             raise self.error
+
+    def await_devices(self) -> None:
+        """Return when what is pulled into may be written to."""
+        for fence in self.fences:
+            fence.synchronize()
 
 
 class JoinedWork(Work):
@@ -239,8 +246,23 @@ def on_host(vector: Vector) -> Buffer:
     from kvmpi.kernels import gpu
 
     staged = host.empty(vector.count, vector.dtype)
-    gpu.sum_vectors_to_host(staged, [vector.buffer], vector.dtype)
+    gpu.sum_vectors_to_host(staged, [vector.settled()], vector.dtype)
     return staged
+
+
+def deliver(outs: Sequence[Any], flat: Buffer) -> None:
+    """Copy ``flat``, a host buffer in storage dtype, into arrays of one key, wherever they are."""
+    devices = []
+    for out in outs:
+        memory = arrays.device_memory_of(out)
+        if memory is None:
+            arrays.write(out, flat)
+        else:
+            devices.append(memory)
+    if devices:
+        from kvmpi.kernels import gpu
+
+        gpu.copy_to_devices(devices, flat)
 
 
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:

@@ -278,6 +278,9 @@ class StoreCore:
             check_writable(parts.values(), call.op, self.rank)
             if not in_place or overlap(parts.values()):
                 keep_apart(list(parts.values()))
+            if not in_place:  # else what is pushed is waited for
+                found = [arrays.fence(out) for part in parts.values() for out in part.outs]
+                call.fences = [fence for fence in found if fence is not None]
             for part in parts.values():
                 self._raise_pending(part.state)
             if call.scale != 1.0:
@@ -434,6 +437,7 @@ class StoreCore:
 
         def run(cause: BaseException | None) -> None:
             call.check()
+            call.await_devices()
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
             # Who has joined has no weights to push, and does not count.

@@ -257,7 +257,7 @@ class DistStore(Commanding):
         return answer
 
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
-        target = Target(state, outs)
+        target = Target(state, outs, call)
         self._pulled.add(state.key)
         answer = self._answers.get(state.key)
         work = None if answer is None else self._answer_op(state, answer, target, call)
@@ -299,7 +299,7 @@ class DistStore(Commanding):
 
     def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state = part.state
-        target = Target(state, part.outs)
+        target = Target(state, part.outs, call)
         source = self._lent(part.vectors, call, until_done=True)
         if source is None and summed is None:
             self._sum_op([part], call)

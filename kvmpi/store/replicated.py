@@ -21,7 +21,7 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
-from kvmpi.store.call import Invocation, KeyState, Part, about
+from kvmpi.store.call import Invocation, KeyState, Part, about, deliver
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.rows import union_of
@@ -144,7 +144,7 @@ class ReplicatedStore(KVStore):
         rule = self._rule
         assigns = rule is None and self._updater is None
         if assigns:
-            _choose_direct(bucket)
+            _choose_direct(bucket, devices=self._reduce.fills_devices and not call.reduced)
 
         def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
             replica = self._replicas[part.state.key]
@@ -156,9 +156,8 @@ class ReplicatedStore(KVStore):
             if not replica.common:
                 with self._recorder.timed("update"):
                     self._apply(state)
-            for out in part.outs:
-                if id(out) not in part.direct:
-                    arrays.write(out, replica.value if met is None else met)
+            others = [out for out in part.outs if id(out) not in part.direct]
+            deliver(others, replica.value if met is None else met)
             if part.outs:
                 self._recorder.add("copy", 0.0, len(part.outs) * replica.value.nbytes, calls=0)
 
@@ -211,8 +210,8 @@ class ReplicatedStore(KVStore):
     def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         def run() -> None:
             with self._recorder.timed("copy", len(outs) * self._replicas[state.key].value.nbytes):
-                for out in outs:
-                    arrays.write(out, self._replicas[state.key].value)
+                call.await_devices()
+                deliver(outs, self._replicas[state.key].value)
 
         # A call that waits anyway copies in its own thread if the value is ready.
         lane = "cpu" if call.async_op else "inline"
@@ -226,19 +225,19 @@ class ReplicatedStore(KVStore):
 
     def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
         """Push: sum into what the parts ask for, and nowhere else."""
-        _choose_direct(bucket)
+        _choose_direct(bucket, devices=self._reduce.fills_devices)
 
         def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
             # The first vector may be replaced by partial sums, others are still to be added by then.
             later = {vector.address for vector in part.vectors[1:]}
             direct = list(part.direct.values())
-            first = next((i for i, memory in enumerate(direct) if not later or address_of(memory) not in later), None)
+            first = next((i for i, memory in enumerate(direct) if not later or _address_of(memory) not in later), None)
             return (part.state.host_buffer() if first is None else direct.pop(first)), direct
 
         def finish(part: Part) -> None:
-            for out in part.outs:
-                if id(out) not in part.direct:
-                    arrays.write(out, targets(part)[0])
+            others = [out for out in part.outs if id(out) not in part.direct]
+            if others:
+                deliver(others, targets(part)[0])
 
         return self._reduce_op(bucket, call, finish, targets=targets)
 
@@ -252,8 +251,8 @@ class ReplicatedStore(KVStore):
             self._keep_apart([replica])  # the ranks of a host write common memory together, and whole
             with self._recorder.timed("update"):
                 self._apply_rows(state, replica, rows)
-            for out in part.outs:
-                arrays.write(out, replica.value)
+            call.await_devices()
+            deliver(part.outs, replica.value)
             nbytes = len(part.outs) * replica.value.nbytes
             if part.row_outs:
                 found = Rows(rows.ids, by_rows.take(replica.value, state.width, rows.ids))
@@ -389,7 +388,7 @@ def _copy_to_host(vector: Vector, out: Buffer) -> None:
     else:
         from kvmpi.kernels import gpu
 
-        gpu.sum_vectors_to_host(out, [vector.buffer], vector.dtype)
+        gpu.sum_vectors_to_host(out, [vector.settled()], vector.dtype)
 
 
 def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
@@ -401,14 +400,20 @@ def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
     return wide
 
 
-def _choose_direct(bucket: Sequence[Part]) -> None:
-    """Set each part's ``direct``."""
+def _address_of(memory: Any) -> int:
+    return address_of(memory) if isinstance(memory, np.ndarray) else int(memory.data.ptr)
+
+
+def _choose_direct(bucket: Sequence[Part], *, devices: bool) -> None:
+    """Set each part's ``direct``; ``devices``: results may be written there directly."""
     for part in bucket:
         if part.in_place:
             for out, vector in zip(part.outs, part.vectors, strict=True):
-                if vector.shared and vector.on_host:
+                if vector.shared and (vector.on_host or devices):
                     part.direct[id(out)] = vector.buffer
             continue
         for out in part.outs:
             if (memory := arrays.memory_of(out)) is not None:
                 part.direct[id(out)] = memory.buffer
+            elif devices and (there := arrays.device_memory_of(out)) is not None:
+                part.direct[id(out)] = there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,24 @@ from kvmpi.store.grammar import Key, Pair, normal_key
 Buffer = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowOut:
     """An array ``target`` that gets rows ``ids``, in this order, of a value; without ids a torch sparse tensor, which
-    gets all rows that there are."""
+    gets all rows that there are. ``fence``: what was queued on its device before, and may still use it."""
 
     target: Any
     ids: Buffer | None
+    fence: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fence = arrays.fence(self.target)
 
     def fill(self, rows: Rows, dtype: str) -> None:
         """``rows`` must have all of ``ids``."""
         if not rows.width:
             return  # rows without elements, of which nobody has sent any
+        if self.fence is not None:
+            self.fence.synchronize()
         if self.ids is None:
             arrays.write_sparse(self.target, rows.ids, rows.values.reshape(-1), dtype)
         else:

@@ -55,9 +55,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     stand_in.start_sum = start_sum
     stand_in.pinned_empty = host.empty
     stand_in.streams = lambda device, n: list(range(n))
-    stand_in.sum_vectors_to_host = lambda dst, sources, dtype: host.sum_vectors(
-        dst, [source.view(np.ndarray) for source in sources], dtype
-    )
+
+    def sum_many_to_host(jobs: list[tuple[np.ndarray, list[np.ndarray]]], dtype: str) -> None:
+        for dst, sources in jobs:
+            host.sum_vectors(dst, [source.view(np.ndarray) for source in sources], dtype)
+
+    stand_in.sum_many_to_host = sum_many_to_host
     monkeypatch.setitem(sys.modules, "kvmpi.kernels.gpu", stand_in)  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "gpu", stand_in, raising=False)
     return stand_in

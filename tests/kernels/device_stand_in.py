@@ -80,7 +80,8 @@ class Machine:
     def __init__(self, compile_for_host, peers: set[tuple[int, int]], early: bool = False) -> None:
         self.compile_for_host, self.peers, self.enabled, self.early = compile_for_host, peers, set(), early
         self.counts, self.launches, self.copies, self.scratch_of = collections.Counter(), [], [], set()
-        self.regions: list[tuple[int, int, int | None, np.ndarray]] = []  # from, to, device or None: pinned; memory
+        # from, to, device or None: pinned; memory, None if that was registered
+        self.regions: list[tuple[int, int, int | None, np.ndarray | None]] = []
         self.pool = collections.defaultdict(list)
         self.device_ids, self.currents = [0], collections.defaultdict(list)
         self.nulls: dict[int, StandInStream] = {}
@@ -140,6 +141,18 @@ class Machine:
         on = self.streams[stream] if stream else self.null_stream()
         on.queue(lambda: ctypes.memmove(dst, src, nbytes))
 
+    def register(self, address: int, nbytes: int, flags: int) -> None:
+        assert flags == 1  # for all devices
+        if any(start < address + nbytes and address < stop for start, stop, _, _ in self.regions):
+            raise StandInError(712)
+        self.counts["registered"] += 1
+        self.regions.append((address, address + nbytes, None, None))
+
+    def unregister(self, address: int) -> None:
+        [found] = [region for region in self.regions if region[0] == address and region[3] is None]
+        self.regions.remove(found)
+        self.counts["unregistered"] += 1
+
     def enable_peer(self, peer: int) -> None:
         if (self.device_ids[-1], peer) in self.enabled:
             raise StandInError(704)
@@ -165,6 +178,8 @@ class Machine:
             memcpyAsync=self.copy,
             eventQuery=self.query,
             pointerGetAttributes=self.attributes,
+            hostRegister=self.register,
+            hostUnregister=self.unregister,
             deviceCanAccessPeer=lambda device_id, peer: (device_id, peer) in self.peers,
             deviceEnablePeerAccess=self.enable_peer,
             CUDARuntimeError=StandInError,

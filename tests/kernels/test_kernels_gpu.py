@@ -181,6 +181,21 @@ def test_sum_to_pageable_memory(cuda, monkeypatch, dtype, num_vectors, stage_byt
             assert_same_bits(wide, oracle(sources, dtype, wide=True), f"count {count}, not rounded")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_that_were_not_rounded_are_scaled_and_rounded_once(cuda, dtype):
+    gpu, cupy = cuda
+    for count, scale in itertools.product(SIZES, [1.0, 1 / 3]):
+        values = random_vector("float32", count, 7)
+        expected = host.empty(count, dtype)
+        with np.errstate(all="ignore"):
+            host.narrow(values * np.float32(scale), expected, dtype)
+        out, there = gpu.pinned_empty(count, dtype), place(cupy, np.zeros(count, expected.dtype))
+        gpu.start_sum(out, [place(cupy, values)], dtype, scale=scale).wait()
+        gpu.start_sum(there, [place(cupy, values)], dtype, scale=scale).wait()
+        np.testing.assert_array_equal(unsigned(out), unsigned(expected))
+        np.testing.assert_array_equal(unsigned(there.get()), unsigned(expected))
+
+
 @pytest.mark.parametrize("stage_bytes", [256, 4 << 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_from_pageable_memory(cuda, monkeypatch, dtype, stage_bytes):
@@ -192,7 +207,7 @@ def test_copy_from_pageable_memory(cuda, monkeypatch, dtype, stage_bytes):
         pinned[:] = values
         for src in (values, pinned, every_second):
             dst = place(cupy, np.zeros(count, values.dtype))
-            gpu.copy_to_device(dst, src)
+            gpu.copy_to_devices([dst], src)
             np.testing.assert_array_equal(unsigned(dst.get()), unsigned(values))
 
 
@@ -207,7 +222,7 @@ def test_blocking_functions_are_ordered_by_the_current_stream(cuda, monkeypatch)
         gpu.sum_vectors_to_host(out, sources, "float32")
         assert set(np.unique(out)) == {10.0}
         sources[0] += np.float32(70)
-        gpu.copy_to_device(sources[0], out)
+        gpu.copy_to_devices([sources[0]], out)
         out[:] = 0  # the copy is done
         assert set(np.unique(sources[0].get())) == {10.0}
 
@@ -219,5 +234,5 @@ def test_staging_on_a_device_that_is_early(stand_in, monkeypatch):
     on_device = [place(cupy, src) for src in sources]
     gpu.sum_vectors_to_host(out, on_device, "float32")
     assert_same_bits(out, oracle(sources, "float32"), "sum")
-    gpu.copy_to_device(on_device[0], out)
+    gpu.copy_to_devices([on_device[0]], out)
     assert_same_bits(on_device[0].get(), out, "copy")

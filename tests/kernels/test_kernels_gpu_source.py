@@ -15,7 +15,8 @@ from kvmpi.kernels import host
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_compiles_for_devices(tmp_path, arch):
-    pairs = [(dtype, dtype) for dtype in DTYPES] + [("float16", "float32"), ("bfloat16", "float32")]
+    halves = [("float16", "float32"), ("bfloat16", "float32")]
+    pairs = [(dtype, dtype) for dtype in DTYPES] + halves + [(wide, half) for half, wide in halves]
     instances = [f"SUM_KERNEL({a}_to_{b}, {a.capitalize()}, {b.capitalize()})" for a, b in pairs]
     source, ptx = tmp_path / "all.cu", tmp_path / "all.ptx"
     source.write_text("\n".join([SOURCE.read_text(), *instances]))
@@ -31,10 +32,11 @@ def test_compiles_for_devices(tmp_path, arch):
     bodies = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", ptx.read_text(), re.DOTALL))
     assert set(bodies) == {f"{a}_to_{b}" for a, b in pairs}
     for name, body in bodies.items():
-        half_to_wide = name in ("float16_to_float32", "bfloat16_to_float32")
-        width = r"\.v2\.\w32" if half_to_wide else r"\.(v4\.\w32|v2\.\w64)"
-        assert len(re.findall(rf"ld\.global{width}", body)) >= 8, name
-        assert re.search(r"st\.global\.(v4\.\w32|v2\.\w64)", body), name
+        whole, half = r"\.(v4\.\w32|v2\.\w64)", r"\.(v2\.\w32|v4\.\w16)"
+        loaded = half if name in ("float16_to_float32", "bfloat16_to_float32") else whole
+        stored = half if name in ("float32_to_float16", "float32_to_bfloat16") else whole
+        assert len(re.findall(rf"ld\.global{loaded}", body)) >= 8, name
+        assert re.search(rf"st\.global{stored}", body), name
         assert not re.search(r"\.ftz|\bfma\.|\.local", body), name
 
 

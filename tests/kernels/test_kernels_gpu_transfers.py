@@ -13,6 +13,7 @@ import pytest
 from device_stand_in import StandInArray, StandInError
 from kernel_helpers import DTYPES, SIZES, SOURCE, assert_same_bits, device_count, oracle, place, random_vector
 
+from kvmpi.collectives.arena import Arena
 from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
 
@@ -104,7 +105,7 @@ def test_the_hot_path_allocates_nothing(stand_in):
             for transfer in copies:
                 transfer.wait()
             gpu.sum_vectors_to_host(pageable, sources[0][:num_vectors], "float16")
-            gpu.copy_to_device(sources[0][0], pageable)
+            gpu.copy_to_devices([sources[0][0]], pageable)
 
     iterate()
     before = machine.counts.copy()
@@ -113,6 +114,89 @@ def test_the_hot_path_allocates_nothing(stand_in):
     assert machine.counts.pop("pinned_calls") > before.pop("pinned_calls")  # of a pool that has them
     assert machine.counts == before
     assert before["kernels"] == 1
+
+
+# Memory that is locked
+
+
+def test_memory_is_locked_until_it_is_freed(stand_in):
+    """A vector's own memory, or all of that which it is a view of, once."""
+    gpu, cupy, machine = stand_in()
+    count = gpu.LOCK_FROM_BYTES // 4
+    sources = [place(cupy, random_vector("float32", count, seed)) for seed in range(2)]
+    whole = np.empty(2 * count + 7, "f4")
+    for out in (whole[3 : count + 3], whole[-count:], whole[3 : count + 3]):
+        gpu.sum_vectors_to_host(out, sources, "float32")
+        assert_same_bits(out, oracle([src.memory for src in sources], "float32"), "sum")
+        gpu.copy_to_devices(sources, out)
+        assert_same_bits(sources[1].get(), out, "copy")
+    assert (machine.counts["registered"], machine.counts["unregistered"]) == (1, 0)
+    before = machine.counts["pinned_calls"]
+    gpu.sum_vectors_to_host(whole[:count], sources, "float32")
+    assert machine.counts["pinned_calls"] == before, "no block between"
+    del out, whole
+    gc.collect()
+    assert machine.counts["unregistered"] == 1
+    assert machine.owner(sources[0].data.ptr) == 0
+
+
+def test_memory_of_the_arena_is_unlocked_before_it_goes_back(stand_in, monkeypatch):
+    """Pages that the system takes back would stay locked, and a device would write where nobody reads."""
+    gpu, cupy, machine = stand_in()
+    arena, order = Arena(64 << 20), []
+    unlock, absorb = cupy.cuda.runtime.hostUnregister, Arena._absorb
+    monkeypatch.setattr(cupy.cuda.runtime, "hostUnregister", lambda at: (order.append("unlocked"), unlock(at)))
+    block = arena.empty(gpu.LOCK_FROM_BYTES // 4, np.dtype("f4"))
+    monkeypatch.setattr(Arena, "_absorb", lambda self: (order.append("given back"), absorb(self)))
+    gpu.sum_vectors_to_host(block[500:1500], [place(cupy, random_vector("float32", 1000, 1))], "float32")
+    assert (machine.counts["registered"], order) == (1, [])
+    del block
+    gc.collect()
+    assert order == ["unlocked", "given back"]
+
+
+def test_memory_that_is_not_to_be_locked(stand_in, monkeypatch):
+    """Little of it, or nobody knows whose, or the system refuses: blocks between, as before."""
+    gpu, cupy, machine = stand_in()
+    count = gpu.LOCK_FROM_BYTES // 4
+    source = place(cupy, random_vector("float32", count, 3))
+    foreign = np.frombuffer(bytearray(4 * count), "f4")
+    refused = np.empty(count, "f4")
+
+    def refuse(*_: object) -> None:
+        refusals.append(1)
+        raise StandInError(2)
+
+    refusals: list[int] = []
+    little = np.empty(count - 1, "f4")
+    gpu.sum_vectors_to_host(little, [source[1:]], "float32")
+    assert_same_bits(little, source.memory[1:], "little")
+    gpu.sum_vectors_to_host(foreign, [source], "float32")
+    assert_same_bits(foreign, source.memory, "foreign")
+    assert machine.counts["registered"] == 0
+    monkeypatch.setattr(cupy.cuda.runtime, "hostRegister", refuse)
+    for _ in range(2):
+        refused[:] = 0
+        gpu.sum_vectors_to_host(refused, [source], "float32")
+        assert_same_bits(refused, source.memory, "refused")
+    assert len(refusals) == 1, "asked once"
+    del refused
+    gc.collect()
+    assert machine.counts["unregistered"] == 0
+
+
+def test_many_sums_are_queued_together(stand_in):
+    gpu, cupy, machine = stand_in()
+    counts = [0, 1, 1001, gpu.LOCK_FROM_BYTES // 4, 5]
+    jobs, wanted = [], []
+    for number, count in enumerate(counts):
+        sources = [random_vector("float32", count, 10 * number + seed) for seed in range(2)]
+        jobs.append((np.empty(count, "f4"), [place(cupy, src) for src in sources]))
+        wanted.append(oracle(sources, "float32"))
+    gpu.sum_many_to_host(jobs, "float32")
+    for (out, _), expected in zip(jobs, wanted, strict=True):
+        assert_same_bits(out, expected, out.size)
+    assert len(machine.launches) == 4
 
 
 # The launch
@@ -260,7 +344,7 @@ def test_mistakes(stand_in):
         (ShapeMismatchError, lambda: gpu.start_sum(pinned, [three, one], "float32")),
         (ShapeMismatchError, lambda: gpu.start_sum(flat, [three], "float32")),
         (ShapeMismatchError, lambda: gpu.start_copy([three, one], pinned)),
-        (ShapeMismatchError, lambda: gpu.copy_to_device(one, np.ones(3, "f4"))),
+        (ShapeMismatchError, lambda: gpu.copy_to_devices([one], np.ones(3, "f4"))),
         (UnsupportedError, lambda: gpu.start_sum(np.ones(3, "f4"), [three], "float32")),
         (UnsupportedError, lambda: gpu.start_copy([three], np.ones(3, "f4"))),
         (UnsupportedError, lambda: gpu.start_sum(elsewhere, [three], "float32")),
