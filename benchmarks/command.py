@@ -12,6 +12,7 @@ BENCHMARKS = {
     "reduce_scatter": ("kvmpi.benchmarks.collectives", "sums of which every rank gets a segment"),
     "allgather": ("kvmpi.benchmarks.collectives", "every rank's segment on every rank"),
     "broadcast": ("kvmpi.benchmarks.collectives", "rank 0's vector on every rank"),
+    "devices": ("kvmpi.benchmarks.devices", "sums of a GPU's vectors in host memory, and copies back to the vectors"),
     "ps": ("kvmpi.benchmarks.ps", "push and pull through parameter servers, beside MXNet"),
     "figure12": ("kvmpi.benchmarks.figure12", "epochs of five algorithms on hosts of a lab, as in MXNET-MPI"),
     "predict": ("kvmpi.benchmarks.figure12", "how far kvmpi plan is off, on hosts of a lab"),

@@ -15,6 +15,7 @@ _COLOURS = {
     "auto": "#1a1a1a", "shared": "#0072b2", "hierarchical": "#56b4e9", "multi_ring": "#009e73", "ring": "#7fbf3f",
     "host_ring": "#b8a900", "nccl": "#76b900", "mpi": "#cc79a7", "naive": "#9c9c9c", "store": "#d55e00",
     "gloo": "#e69f00", "baidu": "#8c564b", "MPICH": "#9467bd", "tcp": "#0072b2", "ipc": "#009e73", "mxnet": "#e69f00",
+    "reduce": "#0072b2", "broadcast": "#d55e00", "device_sum": "#009e73",
 }  # fmt: skip
 _OTHERS = ("gloo", "baidu", "mxnet")
 _LIBRARY, _OTHER = "#d62728", "#7f7f7f"

@@ -7,7 +7,9 @@ from typing import Any
 
 Row = dict[str, Any]
 
-_DECIMALS = {"algbw": 3, "busbw": 3, "client_bw": 3, "server_bw": 3, "imbalance": 2, "of_ddp": 2}
+_DECIMALS = {
+    "algbw": 3, "busbw": 3, "client_bw": 3, "server_bw": 3, "imbalance": 2, "of_ddp": 2, "GB/s": 2, "of_copy": 2,
+}  # fmt: skip
 
 
 class Table:

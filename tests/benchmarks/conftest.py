@@ -1,4 +1,4 @@
-"""Runs ``kvmpi bench`` as a user does, and ranks as threads."""
+"""Runs ``kvmpi bench`` as a user does, ranks as threads, and a stand-in for devices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmpi.collectives.memory_comm import MemoryComm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from device_fixtures import compile_for_host, import_gpu, stand_in  # noqa: F401 - fixtures
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 RunRanks = Callable[[int, Callable[[MemoryComm], Any]], list[Any]]
