@@ -1,0 +1,89 @@
+"""Programs that check arrays on a device: which device that is, and checks that all run and say how each has ended.
+
+With ``DEVICE=cpu`` in the environment they do the same on the host, which shows that they are right themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEVICE = os.environ.get("DEVICE", "cuda:0")
+ON_GPU = DEVICE != "cpu"
+TESTS = Path(__file__).parent
+
+
+def device_count() -> int:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # no CuPy, no driver or no device: all the same to a test that needs one
+        return 0
+
+
+def cuda_in_torch() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return device_count() > 0 and torch.cuda.is_available()
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="needs CuPy and a GPU")]
+
+
+@pytest.fixture
+def device_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program of checks finds around it, however its processes are started."""
+    path = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("DEVICE", "cuda:0")
+
+
+class Checks:
+    """Runs checks one after the other, also when one has failed: each says one line, or what it died of.
+
+    Args:
+        only: names of those that are to run; all, if there are none.
+        who: what every line begins with.
+    """
+
+    def __init__(self, only: list[str], who: str = "") -> None:
+        self._only, self._who = only, who
+        self._failed: list[str] = []
+        self._run: list[str] = []
+
+    def run(self, check: Callable[..., Any], *arguments: Any) -> None:
+        name = " ".join([check.__name__, *(str(a) for a in arguments if isinstance(a, str | int))])
+        if self._only and check.__name__ not in self._only and name not in self._only:
+            return
+        self._run.append(name)
+        start_s = time.monotonic()
+        try:
+            check(*arguments)
+            said = f"{name}: right, {time.monotonic() - start_s:.1f} s"
+        except Exception:
+            self._failed.append(name)
+            said = f"{name}: FAILED after {time.monotonic() - start_s:.1f} s\n{traceback.format_exc()}"
+        self.say(said)
+
+    def say(self, text: str) -> None:
+        """One write, so that the texts of several processes do not mix."""
+        sys.stdout.write(f"{self._who}{text}\n")
+        sys.stdout.flush()
+
+    def finish(self) -> int:
+        """The exit status."""
+        if not self._run:
+            self.say(f"no checks are called {', '.join(self._only)}")
+            return 1
+        self.say(f"failed: {', '.join(self._failed)}" if self._failed else "all checks passed")
+        return 1 if self._failed else 0
