@@ -5,6 +5,7 @@ With ``DEVICE=cpu`` in the environment they do the same on the host, which shows
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -13,7 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from kvmpi import arrays
 
 DEVICE = os.environ.get("DEVICE", "cuda:0")
 ON_GPU = DEVICE != "cpu"
@@ -46,6 +50,20 @@ def device_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     path = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("DEVICE", "cuda:0")
+
+
+def placed(flat: np.ndarray, dtype: str, offset: int = 0, device: str = DEVICE) -> arrays.Vector:
+    """A copy of a host buffer in storage dtype on the device, ``offset`` elements after the beginning of its memory."""
+    if device == "cpu":
+        return arrays.Vector(flat.copy(), dtype, "cpu", True)
+    import cupy
+
+    memory = cupy.empty(offset + flat.size, flat.dtype)
+    memory[offset:] = cupy.asarray(flat)
+    if dtype != "bfloat16":
+        return arrays.read(memory[offset:])
+    raw = arrays.read(memory[offset:].view("i2"))  # CuPy has no such dtype
+    return dataclasses.replace(raw, buffer=raw.buffer.view("u2"), dtype=dtype)
 
 
 class Checks:

@@ -7,7 +7,6 @@ All ranks share one card, and several vectors on it stand for several devices. `
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
@@ -21,10 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_helpers import FLOATS, all_vectors, assert_is_sum, on_host, vectors
-from device_checks import ON_GPU, Checks
+from device_checks import ON_GPU, Checks, placed
 from mpi4py import MPI
 
-from kvmpi import arrays
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Collectives, mpi_comm
 from kvmpi.collectives.schedule import segment_bounds
@@ -49,21 +47,6 @@ CASES = [
     (300_007, 8, "float32", "mixed"),
 ]
 LARGE = 5_000_011
-
-
-def placed(vector: np.ndarray, dtype: str, offset: int = 0) -> Vector:
-    """A copy on the device, ``offset`` elements after the beginning of its memory."""
-    if not ON_GPU:
-        return on_host([vector.copy()], dtype)[0]
-    import cupy
-
-    memory = cupy.empty(offset + vector.size, vector.dtype)
-    memory[offset:] = cupy.asarray(vector)
-    found = memory[offset:]
-    if dtype != "bfloat16":
-        return arrays.read(found)
-    raw = arrays.read(found.view("i2"))  # CuPy has no such dtype
-    return dataclasses.replace(raw, buffer=raw.buffer.view("u2"), dtype=dtype)
 
 
 def tensor(own: list[np.ndarray], dtype: str, where: str) -> list[Vector]:
