@@ -47,9 +47,17 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="ne
 @pytest.fixture
 def device_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a program of checks finds around it, however its processes are started."""
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     path = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("DEVICE", "cuda:0")
+
+
+def one_host_for_each() -> None:
+    """NCCL refuses two ranks on one GPU of a host: let it take every process for a host. Before it is used."""
+    if ON_GPU:
+        os.environ |= {"NCCL_HOSTID": f"process{os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def placed(flat: np.ndarray, dtype: str, offset: int = 0, device: str = DEVICE) -> arrays.Vector:

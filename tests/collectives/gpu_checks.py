@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_helpers import FLOATS, all_vectors, assert_is_sum, on_host, vectors
-from device_checks import ON_GPU, Checks, placed
+from device_checks import ON_GPU, Checks, one_host_for_each, placed
 from mpi4py import MPI
 
 from kvmpi.arrays import DTYPES, Vector
@@ -281,9 +281,8 @@ def absence() -> None:
 
 
 def main(what: str, only: list[str]) -> int:
-    if ON_GPU and what != "one_host":
-        # NCCL refuses two ranks on one GPU of a host; so each is on a host of its own.
-        os.environ |= {"NCCL_HOSTID": f"rank{RANK}", "NCCL_SOCKET_IFNAME": "lo"}
+    if what != "one_host":
+        one_host_for_each()
     checks = Checks(only, f"rank {RANK}: ")
     if what == "one_host":
         checks.run(refusals)

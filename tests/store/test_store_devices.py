@@ -25,8 +25,11 @@ def test_arrays_of_a_device_alone(tmp_path: Path) -> None:
     assert "all checks passed" in done.stdout
 
 
-@pytest.mark.parametrize(("options", "store"), [("-n 2", "mpi"), ("-n 2 -c 1 -s 1", "dist_sync_mpi")])
-def test_arrays_of_a_device_in_a_job(options: str, store: str, tmp_path: Path) -> None:
-    done = run_job(options, PROGRAM, tmp_path, store, timeout_s=150)
+@pytest.mark.parametrize(
+    ("options", "store", "algorithm"),
+    [("-n 2", "mpi", "auto"), ("-n 2", "mpi", "nccl"), ("-n 2 -c 1 -s 1", "dist_sync_mpi", "auto")],
+)
+def test_arrays_of_a_device_in_a_job(options: str, store: str, algorithm: str, tmp_path: Path) -> None:
+    done = run_job(options, PROGRAM, tmp_path, store, timeout_s=150, settings={"allreduce": algorithm})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all checks passed") == 2, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from device_checks import DEVICE, Checks
+from device_checks import DEVICE, Checks, one_host_for_each
 from device_streams import STREAM_CHECKS
 from device_values import DTYPES, HALVES, array, blank, host, numbers, refill, same, strided, transposed
 
@@ -272,6 +272,7 @@ def on_a_store(check: Callable[..., None], name: str, *arguments: Any) -> None:
 
 
 def main(folder: str, words: list[str]) -> int:
+    one_host_for_each()
     checks = Checks([word.partition("=")[2] for word in words if "=" in word])
     for name in (word for word in words if "=" not in word):
         for check in [*CHECKS, saved]:

@@ -15,7 +15,7 @@ import cuda_groups
 import optimizer_loops as loops
 import torch
 from cuda_models import BATCH, STEPS, adam, flat, images, make, on_device, one, shard_of, side_stream, wide, wide_shard
-from device_checks import DEVICE, ON_GPU, Checks
+from device_checks import DEVICE, ON_GPU, Checks, one_host_for_each
 from torch import nn
 
 import kvmpi
@@ -251,6 +251,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 def main(words: list[str]) -> int:
     if ON_GPU:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    one_host_for_each()
     checks = Checks([word.partition("=")[2] for word in words if "=" in word])
     for store in (word for word in words if "=" not in word):
         for check in CHECKS if store != "groups" else ():
