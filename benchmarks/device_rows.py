@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -147,7 +148,9 @@ def copies(memory: Memory, count: int) -> list[Contestant]:
 
 def sums_and_broadcasts(memory: Memory, count: int, numbers: Sequence[int]) -> list[Contestant]:
     """What kvmpi does with ``count`` elements of each number of vectors."""
-    plain = np.empty(count, DTYPES[memory.dtype])  # never a part of other memory: what is pinned is pinned by pages
+    storage = DTYPES[memory.dtype]
+    # Nobody can tell when such memory is freed, so nobody locks it.
+    plain = np.frombuffer(mmap.mmap(-1, max(1, count) * storage.itemsize), storage, count)
     by_name: dict[str, list[Contestant]] = {name: [] for name in COMPARED}
     for number in numbers:
         for contestant in _of_vectors(memory, count, number, plain):
@@ -205,8 +208,7 @@ def _reduce_pageable(dst: Array, vectors: Sequence[Any], dtype: str) -> None:
 def _broadcast_pageable(vectors: Sequence[Any], src: Array) -> None:
     from kvmpi.kernels import gpu
 
-    for vector in vectors:
-        gpu.copy_to_device(vector, src)
+    gpu.copy_to_devices(vectors, src)
 
 
 class _Checks:
