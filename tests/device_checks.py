@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 
 from kvmpi import arrays
+from kvmpi.config import Config
 
 DEVICE = os.environ.get("DEVICE", "cuda:0")
 ON_GPU = DEVICE != "cpu"
 TESTS = Path(__file__).parent
+#: Longer than a call's time-out, and that of the store's end behind it.
+MEETING_S = 40.0
 
 
 def device_count() -> int:
@@ -86,6 +89,7 @@ class Checks:
         self._only, self._who = only, who
         self._failed: list[str] = []
         self._run: list[str] = []
+        self._config = Config.from_env()
 
     def run(self, check: Callable[..., Any], *arguments: Any) -> None:
         name = " ".join([check.__name__, *(str(a) for a in arguments if isinstance(a, str | int))])
@@ -100,6 +104,22 @@ class Checks:
             self._failed.append(name)
             said = f"{name}: FAILED after {time.monotonic() - start_s:.1f} s\n{traceback.format_exc()}"
         self.say(said)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Return when all workers of the job are here, so that one's failure is not the next check's: by their files,
+        since the library is what is tested."""
+        config, number = self._config, len(self._run)
+        if config.num_workers == 1 or not config.job_dir:
+            return
+        folder = Path(config.job_dir)
+        (folder / f"check-{number}-{config.rank}").touch()
+        deadline_s = time.monotonic() + MEETING_S
+        while not all((folder / f"check-{number}-{rank}").exists() for rank in range(config.num_workers)):
+            if time.monotonic() > deadline_s:
+                self.say(f"{self._run[-1]}: other workers have not ended it {MEETING_S} s later; this one gives up")
+                os._exit(1)
+            time.sleep(0.01)
 
     def say(self, text: str) -> None:
         """One write, so that the texts of several processes do not mix."""

@@ -72,7 +72,7 @@ def terms(num_vectors: int, count: int, dtype: str) -> list[np.ndarray]:
 
 
 class Bits:
-    """What this rank has got in one check: the same on all ranks, as ``compare`` finds out; right, as rank 0 does."""
+    """What this rank has got in one check: the same on all ranks, and right, as rank 0 finds out."""
 
     def __init__(self) -> None:
         self._digest, self._wrong = hashlib.sha256(), []
@@ -89,10 +89,34 @@ class Bits:
         except AssertionError as error:
             self._wrong.append(f"{what}: {error}")
 
-    def compare(self) -> None:
-        found = WORLD.allgather(self._digest.hexdigest())
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def check(self) -> None:
         assert not self._wrong, f"{len(self._wrong)} wrong: " + "\n".join(self._wrong[:5])
-        assert len(set(found)) == 1, f"ranks got different bits: {found}"
+
+
+def together(check: Callable[..., Bits | None]) -> Callable[..., None]:
+    """``check`` on all ranks, which compare what they have got; all are in step then, also where one has failed."""
+
+    @functools.wraps(check)
+    def run(*arguments: str) -> None:
+        error: Exception | None = None
+        digest = ""
+        try:
+            bits = check(*arguments)
+            digest = bits.digest if bits is not None else ""
+            if bits is not None:
+                bits.check()
+        except Exception as caught:
+            error = caught
+        found = WORLD.allgather((error is None, digest))
+        if error is not None:
+            raise error
+        assert len({mine for right, mine in found if right}) == 1, f"ranks got different bits: {found}"
+
+    return run
 
 
 _made: dict[str, list[Collectives]] = {}
@@ -112,7 +136,8 @@ def deadline() -> Deadline:
     return Deadline(TIMEOUT_S)
 
 
-def sums(algorithm: str) -> None:
+@together
+def sums(algorithm: str) -> Bits:
     small, usual = collectives_of(algorithm)
     bits = Bits()
     for count, num_vectors, dtype, where in CASES:
@@ -128,10 +153,11 @@ def sums(algorithm: str) -> None:
             chosen.allreduce(sources, out, dtype, deadline(), what)
             bits.add(out, num_vectors, dtype, f"{what}, in place")
             bits.note(functools.partial(unchanged, sources, own, what, but=sources[0]), what)
-    bits.compare()
+    return bits
 
 
-def large_sums(algorithm: str) -> None:
+@together
+def large_sums(algorithm: str) -> Bits:
     """20 MB: the sums are exact. Then again, into the same memory and from the same, as in the steps of training."""
     _, collectives = collectives_of(algorithm)
     index = np.arange(LARGE, dtype="f4") % 1000
@@ -145,7 +171,7 @@ def large_sums(algorithm: str) -> None:
         for source in sources:
             source.buffer[...] += 1
             sync()
-    bits.compare()
+    return bits
 
 
 def sync() -> None:
@@ -159,7 +185,8 @@ def _true(found: bool, what: str) -> None:
     assert found, what
 
 
-def scatters(algorithm: str) -> None:
+@together
+def scatters(algorithm: str) -> Bits:
     """And what the ranks have is gathered again, from and into host memory."""
     small, usual = collectives_of(algorithm)
     bits = Bits()
@@ -183,10 +210,11 @@ def scatters(algorithm: str) -> None:
                         part = whole[start:stop]
                     chosen.allgather(part, whole, deadline(), what)
                     bits.add(whole, num_vectors, dtype, what, scale)
-    bits.compare()
+    return bits
 
 
-def broadcasts(algorithm: str) -> None:
+@together
+def broadcasts(algorithm: str) -> Bits:
     small, usual = collectives_of(algorithm)
     bits = Bits()
     for root in range(SIZE):
@@ -195,10 +223,11 @@ def broadcasts(algorithm: str) -> None:
             (usual if count > MIDDLE else small).broadcast(buffer, root, deadline(), f"{algorithm}: cast from {root}")
             expected = vectors(root, 1, count, dtype)[0]
             bits.note(functools.partial(np.testing.assert_array_equal, buffer, expected), f"cast {count} from {root}")
-    bits.compare()
+    return bits
 
 
-def many_tensors(algorithm: str) -> None:
+@together
+def many_tensors(algorithm: str) -> Bits:
     """Of different lengths in one call, with copies of the results, and scaled."""
     small, usual = collectives_of(algorithm)
     bits = Bits()
@@ -220,10 +249,11 @@ def many_tensors(algorithm: str) -> None:
                         bits.note(functools.partial(np.testing.assert_array_equal, other, out), f"{what}, a copy")
                         other[...] = 78
                     out[...] = 77
-    bits.compare()
+    return bits
 
 
-def turns() -> None:
+@together
+def turns() -> Bits:
     """Algorithms one after the other on one communicator, host and device in turn, with steady results."""
     comm = mpi_comm.world(TIMEOUT_S)
     made = {name: Collectives(comm, name) for name in USED}
@@ -235,12 +265,13 @@ def turns() -> None:
             out = np.empty(MIDDLE + turn, "f4")
             collectives.allreduce(sources, out, "float32", deadline(), name)
             bits.add(out, 2, "float32", f"{name}, turn {turn}")
-    bits.compare()
+    return bits
 
 
 # ---- what nccl says when it cannot be used
 
 
+@together
 def refusals() -> None:
     """Two ranks on one GPU of one host: every rank hears which they are, each time, and other algorithms go on."""
     comm = mpi_comm.world(TIMEOUT_S)
