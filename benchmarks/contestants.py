@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import kvmpi
 from kvmpi import arrays
 from kvmpi.arrays import Vector
+from kvmpi.benchmarks.device_mirrors import Mirrors
 from kvmpi.benchmarks.plan import Case, Plan
 from kvmpi.collectives import Call, Collectives, Entry, mpi_comm
 from kvmpi.collectives.schedule import segment_bounds
@@ -37,6 +39,7 @@ class Setting:
         self.chunk_bytes = plan.chunk_bytes or config.ring_chunk_bytes
         rings = plan.num_rings or config.num_rings
         self._config = replace(config, ring_chunk_bytes=self.chunk_bytes, num_rings=rings)
+        self._mirrors: Mirrors | None = None
         self._memory: dict[tuple[str, bool], list[list[Array]]] = {}
         self._allocator: Collectives | None = None
 
@@ -73,9 +76,21 @@ class Setting:
         """This rank's part of an array of ``count`` elements."""
         return segment_bounds(count, self.size)[self.rank]
 
+    def mirrors(self) -> Mirrors:
+        """On the GPU of this rank.
+
+        Raises:
+            UnsupportedError: it has none.
+        """
+        if self._mirrors is None:
+            self._mirrors = Mirrors(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", self.rank)))
+        return self._mirrors
+
     def forget(self) -> None:
         """A case has ended: give its memory back."""
         self._memory.clear()
+        if self._mirrors is not None:
+            self._mirrors.forget()
 
     def _allocated(self, what: str, counts: list[int], num_vectors: int, shared: bool) -> list[list[Array]]:
         if (what, shared) not in self._memory:
@@ -144,6 +159,16 @@ class Contestant:
         """Memory for results that do not replace inputs."""
         return self.setting.outs(case, shared=False)
 
+    def place(self) -> None:
+        """Inputs have been filled."""
+        if "gpu" in self.how:
+            self.setting.mirrors().send()
+
+    def fetch(self) -> None:
+        """Results are about to be looked at."""
+        if "gpu" in self.how:
+            self.setting.mirrors().fetch()
+
     def run(self) -> None:
         """Carry out the operation once: what is timed."""
         raise NotImplementedError
@@ -188,14 +213,19 @@ class Contestant:
 
 
 class OurAlgorithm(Contestant):
-    """An algorithm of ``kvmpi.collectives``. ``view``: the result lies in memory that all ranks of the host share."""
+    """An algorithm of ``kvmpi.collectives``. ``view``: the result lies in memory that all ranks of the host share.
 
-    modifiers = ("in", "empty", "view")
+    ``gpu``: the vectors, and the result in the end, are on the rank's GPU.
+    """
+
+    modifiers = ("in", "empty", "view", "gpu")
 
     def __init__(self, setting: Setting, kind: str, how: Sequence[str]) -> None:
         super().__init__(setting, kind, how)
         self._collectives, self._free = setting.collectives(kind)
         try:
+            if "gpu" in self.how:
+                setting.mirrors()
             self._probe()
         except BaseException:
             self._free()
@@ -229,8 +259,26 @@ class OurAlgorithm(Contestant):
             return partial(ours.broadcast, out, 0, label=LABEL)
         if op == "allgather":
             return partial(ours.allgather, sources[0], out, label=LABEL)
+        if "gpu" in self.how:
+            return self._call_on_devices(sources, out)
         vectors = [Vector(source, dtype, "cpu", True) for source in sources]
         return partial(ours.allreduce if op == "allreduce" else ours.reduce_scatter, vectors, out, dtype, label=LABEL)
+
+    def _call_on_devices(self, sources: list[Array], out: Array) -> Callable[[Deadline], None]:
+        from kvmpi.kernels import gpu
+
+        mirrors, dtype, ours = self.setting.mirrors(), self.setting.dtype, self._collectives
+        vectors = [Vector(there, dtype, f"cuda:{there.device.id}", True) for there in map(mirrors.of, sources)]
+        result = mirrors.of(out)
+        if ours.fills_devices:
+            return partial(ours.allreduce, vectors, result, dtype, label=LABEL)
+        total = gpu.pinned_empty(out.size, dtype)
+
+        def call(deadline: Deadline) -> None:
+            ours.allreduce(vectors, total, dtype, deadline, LABEL)
+            gpu.copy_to_devices([result], total)
+
+        return call
 
     def run(self) -> None:
         deadline = Deadline(TIMEOUT_S)
@@ -281,11 +329,11 @@ class Agreement(Contestant):
 class Store(Contestant):
     """``kv.pushpull`` on an ``mpi`` store, one call for all arrays. ``empty``: input and result are of kv.empty.
 
-    ``sum``: ``kv.allreduce``, which keeps no value.
+    ``sum``: ``kv.allreduce``, which keeps no value. ``gpu``: input and result are on the rank's GPU.
     """
 
     ops = ("allreduce",)
-    modifiers = ("in", "empty", "sum")
+    modifiers = ("in", "empty", "sum", "gpu")
 
     def __init__(self, setting: Setting, kind: str, how: Sequence[str]) -> None:
         super().__init__(setting, kind, how)
@@ -296,6 +344,10 @@ class Store(Contestant):
         }
         if setting.dtype == "bfloat16" and importlib.util.find_spec("torch") is None:
             raise UnsupportedError("bfloat16 arrays are torch's; pip install 'kvmpi[torch]'")
+        if "gpu" in self.how:
+            setting.mirrors()
+            if setting.dtype == "bfloat16":
+                raise UnsupportedError("arrays of CuPy have no bfloat16")
         self._kv: Any = None
         self._arguments: tuple[Any, ...] = ()
 
@@ -314,6 +366,8 @@ class Store(Contestant):
         return self.setting.outs(case, shared="empty" in self.how)
 
     def _array(self, flat: Array) -> Any:
+        if "gpu" in self.how:
+            return self.setting.mirrors().of(flat)
         return arrays.wrap(flat, (flat.size,), self.setting.dtype, "numpy")
 
     def run(self) -> None:

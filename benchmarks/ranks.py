@@ -183,12 +183,15 @@ class Session:
             poison(result.buffer)
         for buffer, start, term in inputs:
             self._pattern.fill(buffer, start, term)
+        contestant.place()
         self._world.Barrier()  # a result may lie in memory that all ranks share
         contestant.run()
+        contestant.fetch()
         bad = sum(self._pattern.wrong(result.buffer, result.start, result.terms) for result in contestant.results())
         self._world.Barrier()
         for buffer, _, _ in inputs:
             buffer[:] = 0  # sums of sums in place would overflow
+        contestant.place()
         return int(self._world.allreduce(bad))
 
     def _timed(self, contestant: Contestant, iters: int) -> np.ndarray:

@@ -75,6 +75,7 @@ def modifiers(kind: str, op: str) -> list[str]:
     """What may follow the name of a row."""
     makes_sense = {
         "in": op != "broadcast", "view": op in ("allreduce", "allgather"), "bucket": op == "allreduce",
+        "gpu": op == "allreduce",
     }  # fmt: skip
     found = [word for word in KINDS[kind].modifiers if makes_sense.get(word, True)]
     return [*found, SPIN] if kind == MPI_CALLS[op] else found

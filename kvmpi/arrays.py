@@ -325,6 +325,7 @@ def empty(
         UnsupportedError: ``device`` is a GPU, and CuPy is not there.
     """
     shape = _shape(shape)
+    device = None if device is None else str(device)  # a torch.device is as good
     torch = sys.modules.get("torch")
     of_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives import native
-from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
+from kvmpi.collectives.algorithm import Act, Tensor, pack, summed_on_devices, unpack
 from kvmpi.collectives.comm import Channel, Comm
 from kvmpi.collectives.native import MOST_PIECE_BYTES, NativeRings
 from kvmpi.collectives.ring import TAG_RING, Chain, Machine, Ring, drive, habit_of
@@ -49,8 +49,9 @@ class Rings:
         if packed.devices:
             from kvmpi.kernels import gpu
 
-            staged = gpu.pinned_empty(packed.out.size, dtype)
-            vectors, start = [*vectors, staged], partial(_start_sums, packed.devices, staged, dtype)
+            parts = summed_on_devices(packed.devices, dtype)
+            staged = [gpu.pinned_empty(packed.out.size, dtype) for _ in parts]
+            vectors, start = [*vectors, *staged], partial(_start_sums, parts, staged, dtype)
         self._run(packed.out.size, packed.out, HostTerms(vectors, dtype, act.scale), act, start=start)
         unpack(tensors, packed)
 
@@ -136,16 +137,20 @@ def runs_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def _start_sums(devices: Sequence[Any], staged: Buffer, dtype: str, ranges: list[Range], number: int) -> list[Any]:
-    """Sum ``ranges`` of device vectors into host memory, on a stream of ring ``number``."""
+def _start_sums(
+    parts: Sequence[Sequence[Any]], staged: Sequence[Buffer], dtype: str, ranges: list[Range], number: int
+) -> list[Any]:
+    """Sum ``ranges`` of device vectors, of each part into memory of the host, on a stream of ring ``number``."""
     from kvmpi.kernels import gpu
 
-    stream = gpu.streams(devices[0].device.id, number + 1)[number]
-    return [
-        gpu.start_sum(staged[start:stop], [vector[start:stop] for vector in devices], dtype, stream=stream)
-        for start, stop in ranges
-        if start < stop
-    ]
+    found = []
+    for devices, target in zip(parts, staged, strict=True):
+        stream = gpu.streams(devices[0].device.id, number + 1)[number]
+        for start, stop in ranges:
+            if start < stop:
+                vectors = [vector[start:stop] for vector in devices]
+                found.append(gpu.start_sum(target[start:stop], vectors, dtype, stream=stream))
+    return found
 
 
 class _Then:

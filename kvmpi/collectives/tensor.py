@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena
 from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
-from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
+from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes, summed_on_devices
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import MODEL_RINGS, Choice, Figures, costs
 from kvmpi.collectives.cost import load as load_figures
@@ -26,7 +26,7 @@ from kvmpi.collectives.nccl import Nccl, connect
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
 from kvmpi.collectives.topology import Topology, locate
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import wait_all, wait_devices
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, UnsupportedError
@@ -281,6 +281,7 @@ class Collectives:
             algorithm, act = self._begin("allreduce", nbytes, deadline, label, [tensor[0] for tensor in tensors])
             act.scale = scale
             name = act.choice.algorithm
+            self._settle([sources for sources, _, _ in tensors], act)
             if name in _SUMS_DEVICES and (len(tensors) == 1 or name == "nccl"):
                 found = [
                     Tensor([s.buffer for s in sources if s.on_host], out, copies,
@@ -456,14 +457,26 @@ class Collectives:
         for sources in tensors:
             found.append([source.buffer for source in sources if source.on_host])
             devices = [source.settled() for source in sources if not source.on_host]
-            if devices:
-                jobs.append((self._scratch(devices[0].size, host.STORAGE[dtype]), devices))
+            for together in summed_on_devices(devices, dtype):
+                jobs.append((self._scratch(sources[0].count, host.STORAGE[dtype]), together))
                 found[-1].append(jobs[-1][0])
         if jobs:
             from kvmpi.kernels import gpu
 
             gpu.sum_many_to_host(jobs, dtype)
         return found
+
+    def _settle(self, tensors: Sequence[Sequence[Vector]], act: Act) -> None:
+        """Wait until devices have computed what is to be summed."""
+        events = [source.ready for sources in tensors for source in sources if source.ready is not None]
+        if events:
+            self._guarded(
+                lambda: wait_devices(
+                    events,
+                    act.deadline,
+                    lambda: f"{act.describe()}: the device has not computed in time what is summed",
+                )
+            )
 
     def tell(self, text: bytes, root: int, deadline: Deadline, label: str) -> bytes:
         """``text`` of rank ``root`` on every rank; other ranks' ``text`` is ignored."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from kvmpi.collectives.comm import Request, Waiter
 from kvmpi.deadline import Deadline
@@ -121,6 +122,8 @@ class Habit:
 
 
 _ANY = Habit()
+#: Waits for a device, which computes for milliseconds or seconds and wakes nobody.
+_DEVICE = Habit(nap_share=0.02)
 
 
 class Patience:
@@ -203,3 +206,23 @@ def wait_all(requests: Iterable[Request], deadline: Deadline, describe: Callable
         elif left:
             patience.pause()
         pending = left
+
+
+def wait_devices(events: Iterable[Any], deadline: Deadline, describe: Callable[[], str]) -> None:
+    """Return when every event of CuPy or torch (``arrays.fence``) has come, or raise as ``wait_all``; None is none."""
+    pending = [_Event(event) for event in events if event is not None]
+    if pending:
+        wait_all(pending, deadline, describe, _DEVICE)
+
+
+class _Event:
+    """See ``Request``."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def test(self) -> bool:
+        event = self._event
+        return bool(event.query() if hasattr(event, "query") else event.done)

@@ -51,6 +51,7 @@ _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 _lock = threading.Lock()
 _streams: dict[int, list[Any]] = {}  # by device; guarded by _lock
+_thread = threading.local()  # "entered": devices that this thread has used
 _events: dict[int, list[Any]] = {}  # unused ones by device; list.pop and list.append need no lock
 
 
@@ -433,9 +434,19 @@ def _mapped(array: Array) -> int | None:
     if not (array.flags.c_contiguous and array.flags.aligned):
         return None
     runtime = cupy.cuda.runtime
+    _enter_context()
     attributes = runtime.pointerGetAttributes(array.ctypes.data)
     pinned = attributes.type in (runtime.memoryTypeHost, runtime.memoryTypeManaged)
     return attributes.devicePointer or None if pinned else None
+
+
+def _enter_context() -> None:
+    """Let this thread have the context of the current device: one that has not used it yet finds no memory pinned."""
+    device_id = cupy.cuda.runtime.getDevice()
+    entered = _thread.__dict__.setdefault("entered", set())
+    if device_id not in entered:
+        _give_event(device_id, cupy.cuda.Event(disable_timing=True))  # any use of it will do
+        entered.add(device_id)
 
 
 class _Memory(NamedTuple):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvmpi import arrays
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import Entry
+from kvmpi.collectives.waiting import wait_devices
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError, UnsupportedError
@@ -131,9 +132,16 @@ class Invocation:
             raise self.error
 
     def await_devices(self) -> None:
-        """Return when what is pulled into may be written to."""
-        for fence in self.fences:
-            fence.synchronize()
+        """Return when what is pulled into may be written to.
+
+        Raises:
+            KVTimeoutError: the device does not get through with what was queued before the call.
+        """
+        if self.fences:
+            wait_devices(
+                self.fences, self.deadline,
+                lambda: f"{self.op}: the device is not through in time with what uses the arrays that get results",
+            )  # fmt: skip
 
 
 class JoinedWork(Work):

@@ -172,6 +172,7 @@ class Machine:
                 machine.streams[self.ptr] = self
 
         runtime = types.SimpleNamespace(
+            getDevice=lambda: self.device_ids[-1],
             memcpyDefault=4,
             memoryTypeHost=1,
             memoryTypeManaged=3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
+import threading
 import time
 import weakref
 
@@ -183,6 +184,20 @@ def test_memory_that_is_not_to_be_locked(stand_in, monkeypatch):
     del refused
     gc.collect()
     assert machine.counts["unregistered"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(device_count() == 0, reason="needs CuPy and a GPU")
+def test_a_thread_that_is_new_to_the_device_finds_pinned_memory(import_gpu):
+    """CUDA calls all memory pageable in a thread that has no context."""
+    gpu, found = import_gpu(), []
+    pinned, locked = gpu.pinned_empty(1000, "float32"), np.empty(gpu.LOCK_FROM_BYTES, "u1")
+    assert gpu.is_pinned(locked)
+    for memory in (pinned, locked):
+        thread = threading.Thread(target=lambda memory=memory: found.append(gpu._pinned_address(memory)))
+        thread.start()
+        thread.join()
+    assert found == [pinned.ctypes.data, locked.ctypes.data]
 
 
 def test_many_sums_are_queued_together(stand_in):

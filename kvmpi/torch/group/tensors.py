@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +20,26 @@ Buffer = npt.NDArray[Any]
 class Flat:
     """``buffer``, shape ``(count,)``, holds what ``tensor`` does; it is the tensor's memory, or ``flat`` a copy of it.
 
-    ``dtype`` is what kvmpi calls that of the elements, where they are to be added up.
+    ``dtype`` is what kvmpi calls that of the elements, where they are to be added up. ``fence``: what was queued on the
+    tensor's device before, and may still use it.
     """
 
     tensor: torch.Tensor
     flat: torch.Tensor
     buffer: Buffer
     dtype: str = "uint8"
+    fence: Any = None
 
     def back(self) -> None:
         """The tensor takes what is in ``buffer`` now."""
         if self.flat.data_ptr() == self.tensor.data_ptr() and self.tensor.device.type == "cpu":
             return
-        with torch.no_grad():
-            target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
-            found = self.flat.view(target.dtype)
-            target.copy_(found.reshape(target.shape))
+        if self.fence is not None:
+            self.fence.synchronize()
+        # Without a new version: who looks at it looks for others who write, and memory of the host gets none either.
+        whole = self.tensor.data
+        target = torch.view_as_real(whole) if whole.is_complex() else whole
+        target.copy_(self.flat.view(target.dtype).reshape(target.shape))
         if self.tensor.device.type == "cuda":
             # Whoever waits in another thread knows nothing of this one's stream.
             torch.cuda.current_stream(self.tensor.device).synchronize()
@@ -56,7 +59,7 @@ def octets(tensor: torch.Tensor, *, reads: bool = True) -> Flat:
         UnsupportedError: a layout or a device that kvmpi does not carry.
     """
     flat = _flat(tensor, reads).view(torch.uint8)
-    return Flat(tensor, flat, _memory(flat, np.dtype(np.uint8)))
+    return Flat(tensor, flat, _memory(flat, np.dtype(np.uint8)), fence=arrays.fence(tensor))
 
 
 def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
@@ -78,7 +81,7 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
         )
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise DTypeMismatchError(f"avg of {tensor.dtype} would have to be rounded; sum, and divide as you like")
-    return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name)
+    return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name, arrays.fence(tensor))
 
 
 class _Elements:
@@ -121,6 +124,8 @@ def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
         found = torch.view_as_real(found.resolve_conj())
     if found.device.type == "cpu" and found.is_contiguous() and not found.is_neg():
         return found.reshape(-1)
+    # Pinned memory, of torch's pool, has the full rate of the bus.
+    flat = torch.empty(found.numel(), dtype=found.dtype, pin_memory=found.is_cuda)
     if reads:
-        return found.resolve_neg().cpu().contiguous().reshape(-1)
-    return torch.empty(math.prod(found.shape), dtype=found.dtype)
+        flat.view(found.shape).copy_(found)
+    return flat
