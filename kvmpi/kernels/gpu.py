@@ -169,7 +169,7 @@ def queue_copy(dst: Any, src: Any, stream: Any) -> None:
 
 def mark(stream: Any) -> Transfer:
     """All that is queued by now on a stream of the current device."""
-    device_id = cupy.cuda.Device().id
+    device_id = cupy.cuda.runtime.getDevice()
     return Transfer([(device_id, _record(stream, device_id))], None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
 
 from kvmpi import kernels
-from kvmpi.arrays import Vector
+from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Collectives
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.deadline import Deadline
@@ -74,14 +74,14 @@ def tensor(comm: MemoryComm, num_vectors: int, count: int, dtype: str, on_device
 
 @pytest.mark.parametrize("algorithm", ["ring", "multi_ring", "host_ring", "shared", "naive"])
 @pytest.mark.parametrize("on_devices", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "int16"])
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bfloat16"])
 def test_sums_of_device_vectors(
     run_ranks: RunRanks, gpu: types.SimpleNamespace, algorithm: str, on_devices: int, dtype: str
 ) -> None:
     def rank_main(comm: MemoryComm) -> np.ndarray:
         collectives = Collectives(comm, algorithm, 256, num_rings=3)
         for count in (0, 1, 1013):
-            out = np.empty(count, dtype)
+            out = np.empty(count, DTYPES[dtype])
             sources = tensor(comm, 3, count, dtype, on_devices)
             collectives.allreduce(sources, out, dtype, Deadline(20.0), "test")
         return out
@@ -102,5 +102,23 @@ def test_a_device_that_does_not_answer_is_named(run_ranks: RunRanks, gpu: types.
             Collectives(comm, "multi_ring").allreduce(
                 tensor(comm, 1, 100, "float32", 1), out, "float32", Deadline(0.3), "push of key 1"
             )
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("algorithm", ["multi_ring", "shared"])
+def test_a_device_that_does_not_compute_what_is_summed_is_no_wait_for_ever(
+    run_ranks: RunRanks, gpu: types.SimpleNamespace, algorithm: str
+) -> None:
+    """Both of CuPy's events and torch's."""
+
+    def rank_main(comm: MemoryComm) -> None:
+        event = types.SimpleNamespace(done=False) if comm.rank else types.SimpleNamespace(query=lambda: False)
+        [vector] = tensor(comm, 1, 100, "float32", 1)
+        late = Vector(vector.buffer, "float32", "cuda:0", True, event)
+        collectives = Collectives(comm, algorithm)
+        with pytest.raises(KVTimeoutError, match=r"push of key 1.*the device has not computed in time"):
+            collectives.allreduce([late], np.empty(100, "f4"), "float32", Deadline(0.3), "push of key 1")
+        assert collectives.broken
 
     run_ranks(2, rank_main)

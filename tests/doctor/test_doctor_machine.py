@@ -46,6 +46,16 @@ def test_another_kvmpi_on_path(tmp_path: Path) -> None:
     assert machine.python(at(tmp_path, {"PATH": "/nowhere"})).level == "ok"
 
 
+def test_packages_where_kvmpi_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sources are on PYTHONPATH."""
+
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert machine.packages(at(tmp_path)).level == "ok"
+
+
 def test_packages_that_are_missing_old_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "msgspec.py").write_text("raise ImportError('built for another Python')")
     found = machine.packages(at(tmp_path, {"PYTHONPATH": str(tmp_path)}))

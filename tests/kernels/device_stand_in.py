@@ -282,7 +282,7 @@ class StandInArray:
     def __init__(self, machine: Machine, memory: np.ndarray, device_id: int) -> None:
         self.machine, self.memory, self.device = machine, memory, StandInDevice(machine, device_id)
         self.dtype, self.size, self.shape, self.flags = memory.dtype, memory.size, memory.shape, memory.flags
-        self.data = types.SimpleNamespace(ptr=memory.ctypes.data)
+        self.nbytes, self.data = memory.nbytes, types.SimpleNamespace(ptr=memory.ctypes.data)
 
     def __getitem__(self, part: slice) -> StandInArray:
         return StandInArray(self.machine, self.memory[part], self.device.id)
