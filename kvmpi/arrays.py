@@ -79,6 +79,11 @@ class Vector:
             self.ready.synchronize()
         return self.buffer
 
+    def copied(self) -> Vector:
+        """The same in memory of its own."""
+        buffer = self.settled().copy()
+        return Vector(buffer, self.dtype, self.device, False, fence(buffer))
+
 
 def address_of(buffer: Buffer) -> int:
     """Where a contiguous host array begins."""
@@ -211,12 +216,14 @@ def memory_of(array: Any) -> Vector | None:
 
 
 def span_of(array: Any) -> tuple[int, int]:
-    """Addresses between which an array's host memory lies; (0, 0) for none."""
+    """Addresses between which an array's memory lies, those of host and devices being apart; (0, 0) for none."""
     library = _library(array)
-    if not all(array.shape) or library == "cupy" or (library == "torch" and not array.is_cpu):
+    if not all(array.shape):
         return 0, 0
     if library == "numpy":
         start, strides, itemsize = array.__array_interface__["data"][0], array.strides, array.itemsize
+    elif library == "cupy":
+        start, strides, itemsize = int(array.data.ptr), array.strides, array.itemsize
     else:
         itemsize = array.element_size()
         start, strides = int(array.data_ptr()), [stride * itemsize for stride in array.stride()]

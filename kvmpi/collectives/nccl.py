@@ -96,11 +96,11 @@ class Nccl:
             others = [(part, [m]) for (root, part), m in zip(found, there, strict=True) if root != act.rank]
             self._gpu.sum_many_to_host(others, "uint8")
 
-    def close(self) -> None:
-        """No call may follow."""
+    def close(self, *, in_order: bool) -> None:
+        """No call may follow. ``in_order``: all ranks do this, with nothing under way."""
         comm, self._comm = self._comm, None
         if comm is not None:
-            comm.destroy()
+            (comm.destroy if in_order else comm.abort)()
 
     # ---- pieces. The device and the stream are the current ones.
 

@@ -202,7 +202,7 @@ class Collectives:
             self._links.close()
         for algorithm in self._made.values():
             if isinstance(algorithm, Nccl):
-                algorithm.close()
+                algorithm.close(in_order=not self.broken)
         self._scratch = Scratch()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
@@ -388,7 +388,8 @@ class Collectives:
     ) -> tuple[Algorithm, Act]:
         """``tensors``: what is summed, if that may be on devices."""
         choice = self._choose(op, nbytes, deadline, label) if self.size > 1 else Choice("naive", 1, 0)
-        comm = self._links if self._links is not None and nbytes >= LINKED_FROM_BYTES else self._comm
+        linked = self._links is not None and nbytes >= LINKED_FROM_BYTES and choice.algorithm != "nccl"
+        comm = self._links if linked and self._links is not None else self._comm
         algorithm = self._made.get((choice.algorithm, comm))
         if algorithm is None:
             devices = [vector.buffer for sources in tensors for vector in sources if not vector.on_host]

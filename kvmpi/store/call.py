@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays
-from kvmpi.arrays import Vector, address_of
+from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.collectives.waiting import wait_devices
 from kvmpi.deadline import Deadline
@@ -208,10 +208,10 @@ def _form(part: Part) -> str:
 
 
 def overlap(parts: Collection[Part]) -> bool:
-    """Whether arrays that are pushed to several keys, on the host, have memory in common."""
+    """Whether arrays that are pushed to several keys have memory in common."""
     if len(parts) < 2:
         return False
-    found = [(address_of(v.buffer), part.state.nbytes) for part in parts for v in part.vectors if v.device == "cpu"]
+    found = [(v.address, part.state.nbytes) for part in parts for v in part.vectors]
     found.sort()
     return any(start + nbytes > after for (start, nbytes), (after, _) in itertools.pairwise(found))
 
@@ -222,7 +222,7 @@ def keep_apart(parts: Sequence[Part]) -> None:
     """
     sources = [
         (number, i, start := vector.address, start + vector.nbytes)
-        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors) if vector.on_host
+        for number, part in enumerate(parts) for i, vector in enumerate(part.vectors)
     ]  # fmt: skip
     targets = [(number, *arrays.span_of(out)) for number, part in enumerate(parts) for out in part.outs]
     low, high = min((s[2] for s in sources), default=0), max((s[3] for s in sources), default=0)
@@ -234,8 +234,7 @@ def keep_apart(parts: Sequence[Part]) -> None:
     exact = (owner == mine) & (start == first) & (stop == last)
     for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
         number, i, _, _ = sources[index]
-        vector = parts[number].vectors[i]
-        parts[number].vectors[i] = Vector(vector.buffer.copy(), vector.dtype, vector.device, shared=False)
+        parts[number].vectors[i] = parts[number].vectors[i].copied()
 
 
 def about(parts: Sequence[Part]) -> Key | None:

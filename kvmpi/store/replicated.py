@@ -136,8 +136,7 @@ class ReplicatedStore(KVStore):
             earlier = self._engine.push(lambda _: None, reads=values, lane="inline", name=name, no_skip=True)
             earlier.wait_done(call.deadline.remaining_s())
         for part, i in found:
-            vector = part.vectors[i]
-            part.vectors[i] = Vector(vector.buffer.copy(), vector.dtype, vector.device, shared=False)
+            part.vectors[i] = part.vectors[i].copied()
 
     def _bucket_op(self, bucket: list[Part], call: Invocation) -> Work:
         """Push: sum, apply the push rule, and copy out what the parts ask for."""

@@ -188,7 +188,7 @@ class Machine:
         cupy.cuda = types.SimpleNamespace(
             runtime=runtime,
             Stream=Stream,
-            Event=lambda disable_timing: StandInEvent(self),
+            Event=lambda disable_timing=False, block=False: StandInEvent(self),
             Device=lambda device_id: StandInDevice(self, device_id),
             get_current_stream=self.current_stream,
             alloc_pinned_memory=self.pinned,
