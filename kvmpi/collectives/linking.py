@@ -36,7 +36,7 @@ _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
 #: Whoever tells Open MPI which networks to use means these connections, too.
 _MPI_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
 #: Seconds at most that an address may take to answer, and all of this.
-_ANSWER_S, _ALL_S = 1.0, 5.0
+_ANSWER_S, _ALL_S = 2.0, 5.0
 
 Pair = tuple[int, int]
 

@@ -7,6 +7,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -19,18 +20,20 @@ from kvmpi import kernels
 
 @pytest.fixture(scope="session")
 def compile_for_host(tmp_path_factory):
-    """``compile_for_host(code, name)``: the kernel as ``launch(grid, block, args, first_block=0)``."""
+    """``compile_for_host(code, name)``: the kernel as ``launch(grid, block, args, first_block=0)``, in any thread."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++ to run the CUDA source on the host")
     folder, known = tmp_path_factory.mktemp("kernels"), {}
+    lock = threading.Lock()  # what is compiled has one grid, in its variables
 
     def compiled(code: str, name: str):
-        if (code, name) not in known:
-            source = folder / f"{name}_{len(known)}.cpp"
-            source.write_text(f"{SHIM}\n#line 1\n{code}\n{LAUNCH % name}")
-            command = ["g++", "-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-            subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=120)
-            known[code, name] = ctypes.CDLL(str(source.with_suffix(".so"))).launch
+        with lock:
+            if (code, name) not in known:
+                source = folder / f"{name}_{len(known)}.cpp"
+                source.write_text(f"{SHIM}\n#line 1\n{code}\n{LAUNCH % name}")
+                command = ["g++", "-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+                subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=120)
+                known[code, name] = ctypes.CDLL(str(source.with_suffix(".so"))).launch
         function = known[code, name]
         function.restype = ctypes.c_bool
 
@@ -39,7 +42,8 @@ def compile_for_host(tmp_path_factory):
             values = [(arg if isinstance(arg, np.generic) else np.int64(arg)).tobytes() for arg in args]
             buffers = [ctypes.create_string_buffer(value.ljust(16, b"\xff"), 16) for value in values]
             pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-            assert function(grid, block, first_block, pointers), f"{name}: a misaligned access"
+            with lock:
+                assert function(grid, block, first_block, pointers), f"{name}: a misaligned access"
 
         return launch
 
