@@ -184,6 +184,12 @@ def read(array: Any) -> Vector:
     return Vector(flat, dtype, f"cuda:{array.device.id}", contiguous, fence(array))
 
 
+def may_be_on_devices() -> bool:
+    """Whether any array can be: not before CuPy is imported, or torch has begun to use a GPU."""
+    torch = sys.modules.get("torch")
+    return "cupy" in sys.modules or (torch is not None and torch.cuda.is_initialized())
+
+
 def fence(array: Any) -> Any:
     """What is queued by now on the current stream of the array's device, as an event; None for an array of the host.
 
@@ -309,6 +315,7 @@ def write(array: Any, flat: Buffer) -> None:
             np.copyto(_read_torch(array, dtype_of(array)).buffer, flat)
         else:
             array.detach().copy_(wrap(flat, shape_of(array), dtype_of(array), "torch"))
+            _finish_on_device(array)
     else:
         cupy = sys.modules["cupy"]
         with array.device:
@@ -400,6 +407,13 @@ def write_sparse(tensor: Any, ids: Buffer, flat: Buffer, dtype: str) -> None:
     """Make rows ``ids`` (as of ``sparse_tensor``) all that the torch sparse tensor ``tensor`` has."""
     with sys.modules["torch"].no_grad():  # what detach gives does not follow a change of the number of rows
         tensor.copy_(sparse_tensor(ids, flat, tuple(tensor.shape), dtype))
+        _finish_on_device(tensor)
+
+
+def _finish_on_device(tensor: Any) -> None:
+    """Return when what was written to a torch tensor is there for all streams."""
+    if tensor.is_cuda:
+        sys.modules["torch"].cuda.current_stream(tensor.device).synchronize()
 
 
 def integers(array: Any) -> npt.NDArray[np.int64]:

@@ -118,6 +118,8 @@ def _rounded(nbytes: int) -> tuple[int, int]:
 class _Block:
     """What an array in the arena refers to: while one of its views lives, so does this."""
 
+    owns_memory = True
+
     def __init__(self, arena: Arena, start: int, nbytes: int) -> None:
         self._arena = arena
         address = arena.address + start

@@ -28,6 +28,7 @@ _TAG_OFFER, _TAG_ID = 16, 17
 _DOING = "starting NCCL"
 #: By this setting NCCL takes ranks for ranks of different hosts: then several may share a GPU.
 _HOST_ID = "NCCL_HOSTID"
+_CONNECTS_LATE = "NCCL_RUNTIME_CONNECT"
 
 
 class Nccl:
@@ -40,7 +41,8 @@ class Nccl:
     def __init__(self, comm: Any, modules: _Modules, device: Any) -> None:
         self._comm, self._cupy, self._nccl, self._gpu = comm, modules.cupy, modules.nccl, modules.gpu
         self._device = device
-        [self._stream] = self._gpu.streams(device.id, 1)
+        with device:  # of its own: what waits for other ranks there must hold up nothing of another communicator
+            self._stream = modules.cupy.cuda.Stream(non_blocking=True)
         self._queued: list[Any] = []  # transfers on the stream
         self._types = {
             np.dtype(name): getattr(self._nccl, f"NCCL_{name.upper()}")
@@ -96,11 +98,11 @@ class Nccl:
             others = [(part, [m]) for (root, part), m in zip(found, there, strict=True) if root != act.rank]
             self._gpu.sum_many_to_host(others, "uint8")
 
-    def close(self, *, in_order: bool) -> None:
-        """No call may follow. ``in_order``: all ranks do this, with nothing under way."""
+    def close(self) -> None:
+        """No call may follow, and none of this rank is under way."""
         comm, self._comm = self._comm, None
         if comm is not None:
-            (comm.destroy if in_order else comm.abort)()
+            comm.abort()  # unlike destroy it does not wait for other ranks, which may be gone
 
     # ---- pieces. The device and the stream are the current ones.
 
@@ -262,7 +264,7 @@ def connect(comm: Comm, devices: Sequence[Any], deadline: Deadline, label: str) 
     if as_tuple:
         identity = tuple(np.frombuffer(identity, np.int8).tolist())
     found = _started(modules, device, (comm.size, identity, comm.rank), deadline)
-    if isinstance(found, modules.nccl.NcclError):
+    if isinstance(found, Exception):
         raise PeerLostError(f"{label}: {_DOING} on MPI rank {comm.rank} of {comm.size}: {found}")
     if found is None:
         raise KVTimeoutError(f"{label}: {_DOING} on MPI rank {comm.rank} of {comm.size}: {_late(deadline)}")
@@ -272,12 +274,14 @@ def connect(comm: Comm, devices: Sequence[Any], deadline: Deadline, label: str) 
 def _started(modules: _Modules, device: Any, arguments: tuple[Any, ...], deadline: Deadline) -> Any:
     """NCCL's communicator, its error, or None when time is up: NCCL waits for all ranks for ever, in its own thread."""
     found: list[Any] = []
+    # Else NCCL connects in the first collectives, which then wait for a rank that does not come.
+    os.environ.setdefault(_CONNECTS_LATE, "0")
 
     def run() -> None:
         try:
             with device:
                 found.append(modules.nccl.NcclCommunicator(*arguments))
-        except modules.nccl.NcclError as error:
+        except Exception as error:
             found.append(error)
 
     thread = threading.Thread(target=run, name="kvmpi-nccl", daemon=True)

@@ -145,11 +145,11 @@ def _start_sums(
 
     found = []
     for devices, target in zip(parts, staged, strict=True):
-        stream = gpu.streams(devices[0].device.id, number + 1)[number]
-        for start, stop in ranges:
-            if start < stop:
-                vectors = [vector[start:stop] for vector in devices]
-                found.append(gpu.start_sum(target[start:stop], vectors, dtype, stream=stream))
+        with gpu.own_stream(devices[0].device, number) as stream:
+            for start, stop in ranges:
+                if start < stop:
+                    vectors = [vector[start:stop] for vector in devices]
+                    found.append(gpu.start_sum(target[start:stop], vectors, dtype, stream=stream))
     return found
 
 

@@ -202,7 +202,7 @@ class Collectives:
             self._links.close()
         for algorithm in self._made.values():
             if isinstance(algorithm, Nccl):
-                algorithm.close(in_order=not self.broken)
+                algorithm.close()
         self._scratch = Scratch()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:
@@ -271,13 +271,13 @@ class Collectives:
         with self._recorder.timed("reduce", nbytes):
             if nbytes == 0:
                 return
-            self._scratch.begin()
             if self.size == 1:
                 for sources, out, copies in tensors:
                     self.sum_own(sources, out, dtype, scale)
                     for copy in copies:
                         np.copyto(copy, out)
                 return
+            self._scratch.begin()
             algorithm, act = self._begin("allreduce", nbytes, deadline, label, [tensor[0] for tensor in tensors])
             act.scale = scale
             name = act.choice.algorithm
@@ -289,18 +289,22 @@ class Collectives:
                     for sources, out, copies in tensors
                 ]  # fmt: skip
             else:
-                hosts = self._on_host([sources for sources, _, _ in tensors], dtype)
+                hosts = self._guarded(lambda: self._on_host([sources for sources, _, _ in tensors], dtype))
                 found = [Tensor(own, out, copies) for own, (_, out, copies) in zip(hosts, tensors, strict=True)]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
 
     def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
         """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""
-        if scale == 1.0 and not any(source.on_host for source in sources):
+        hosts: list[Buffer] = [source.buffer for source in sources if source.on_host]
+        if len(hosts) == len(sources):
+            _sum_alone(hosts, out, dtype, scale)
+        elif scale == 1.0 and not hosts:
             from kvmpi.kernels import gpu
 
-            gpu.sum_vectors_to_host(out, [source.settled() for source in sources], dtype)
-        else:
-            [vectors] = self._on_host([sources], dtype)
+            with gpu.own_stream(sources[0].buffer.device):
+                gpu.sum_vectors_to_host(out, [source.settled() for source in sources], dtype)
+        else:  # with memory of its own: who is alone sums in several threads at once
+            [vectors] = self._on_host([sources], dtype, Scratch())
             _sum_alone(vectors, out, dtype, scale)
 
     def reduce_scatter(
@@ -311,11 +315,11 @@ class Collectives:
         ``scale`` as in ``allreduce_many``. Rank r's segment is ``schedule.segment_bounds(count, size)[r]``.
         """
         with self._recorder.timed("reduce", sources[0].nbytes):
-            self._scratch.begin()
-            [vectors] = self._on_host([sources], dtype)
-            if self.size == 1 or vectors[0].size == 0:
-                _sum_alone(vectors, out, dtype, scale)
+            if self.size == 1 or sources[0].count == 0:
+                self.sum_own(sources, out, dtype, scale)
                 return
+            self._scratch.begin()
+            [vectors] = self._guarded(lambda: self._on_host([sources], dtype))
             algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
             act.scale = scale
             self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline, act=act)
@@ -452,20 +456,31 @@ class Collectives:
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
         return Hierarchical(comm, topology.layout, topology.group, use_native=self._use_native)
 
-    def _on_host(self, tensors: Sequence[Sequence[Vector]], dtype: str) -> list[list[Buffer]]:
+    def _on_host(
+        self, tensors: Sequence[Sequence[Vector]], dtype: str, scratch: Scratch | None = None
+    ) -> list[list[Buffer]]:
         """Of each tensor the vectors of host memory, and what those on devices sum up to."""
+        scratch = scratch or self._scratch
         found, jobs = list[list[Buffer]](), []
         for sources in tensors:
             found.append([source.buffer for source in sources if source.on_host])
             devices = [source.settled() for source in sources if not source.on_host]
             for together in summed_on_devices(devices, dtype):
-                jobs.append((self._scratch(sources[0].count, host.STORAGE[dtype]), together))
+                jobs.append((scratch(sources[0].count, host.STORAGE[dtype]), together))
                 found[-1].append(jobs[-1][0])
         if jobs:
             from kvmpi.kernels import gpu
 
-            gpu.sum_many_to_host(jobs, dtype)
+            with gpu.own_stream(jobs[0][1][0].device):
+                gpu.sum_many_to_host(jobs, dtype)
         return found
+
+    def before(self, wait: Callable[[], None]) -> None:
+        """``wait()`` before a collective, which others may have begun: where it fails nothing can be exchanged."""
+        if self.size > 1:
+            self._guarded(wait)
+        else:
+            wait()
 
     def _settle(self, tensors: Sequence[Sequence[Vector]], act: Act) -> None:
         """Wait until devices have computed what is to be summed."""

@@ -185,6 +185,7 @@ class Patience:
             if now_s >= self._tell_at_s:
                 self._tell(now_s)
         if now_s >= self._deadline.expires_s:
+            self._waiting = None  # whoever keeps the error keeps this object
             raise KVTimeoutError(self._describe())
 
     def _tell(self, now_s: float) -> None:

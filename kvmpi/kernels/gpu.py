@@ -21,6 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,8 +240,8 @@ def copy_to_devices(dsts: Sequence[Any], src_host: Array) -> None:
 def is_pinned(array: Array) -> bool:
     """Whether kernels of the current device reach a host array; it is locked for that where it may be.
 
-    Memory is locked as a whole, if it is known whose it is: a NumPy array's own, or that of what has an
-    ``__array_interface__``. It stays so until that is freed.
+    Memory is locked as a whole, if it is known whose it is: a NumPy array's own, or that of an object with an
+    ``__array_interface__`` that says that it ``owns_memory``. It stays so until that is freed.
     """
     if _mapped(array) is not None:
         return True
@@ -257,8 +258,8 @@ def is_pinned(array: Array) -> bool:
         runtime.hostRegister(memory.address, memory.nbytes, _REGISTER_PORTABLE)
     except runtime.CUDARuntimeError:  # pages that another has locked, or more than the system lets one lock
         forget.detach()
-        _refused.add(memory.address)
-        return False
+        if _mapped(array) is None:
+            _refused.add(memory.address)
     return _mapped(array) is not None
 
 
@@ -278,6 +279,17 @@ def streams(device: int, n: int) -> list[Any]:
             while len(made) < n:
                 made.append(cupy.cuda.Stream(non_blocking=True))
         return made[:n]
+
+
+@contextmanager
+def own_stream(device: Any, number: int = 0) -> Iterator[Any]:
+    """Make ``streams(device)[number]`` the current one: for work that waits for nothing but what has been waited for.
+
+    An engine's thread has the null stream otherwise, on which all is queued that a program has queued since.
+    """
+    stream = streams(device.id, number + 1)[number]
+    with device, stream:
+        yield stream
 
 
 def split_into_packs(addresses: Sequence[int], itemsizes: Sequence[int], count: int) -> tuple[int, int]:
@@ -435,9 +447,11 @@ def _mapped(array: Array) -> int | None:
         return None
     runtime = cupy.cuda.runtime
     _enter_context()
-    attributes = runtime.pointerGetAttributes(array.ctypes.data)
-    pinned = attributes.type in (runtime.memoryTypeHost, runtime.memoryTypeManaged)
-    return attributes.devicePointer or None if pinned else None
+    start = array.ctypes.data
+    attributes = [runtime.pointerGetAttributes(at) for at in (start, start + max(0, array.nbytes - 1))]
+    if any(found.type not in (runtime.memoryTypeHost, runtime.memoryTypeManaged) for found in attributes):
+        return None
+    return attributes[0].devicePointer or None
 
 
 def _enter_context() -> None:
@@ -460,12 +474,11 @@ def _memory_of(array: Array) -> _Memory | None:
     while isinstance(array.base, np.ndarray):
         array = array.base
     if array.base is None:
-        return _Memory(array, array.ctypes.data, array.nbytes)
-    interface = getattr(array.base, "__array_interface__", None)
-    if interface is None:
+        return _Memory(array, array.ctypes.data, array.nbytes) if array.flags.owndata else None
+    if not getattr(array.base, "owns_memory", False):
         return None
     whole = np.asarray(array.base)
-    return _Memory(array.base, whole.ctypes.data, whole.nbytes) if whole.flags.c_contiguous else None
+    return _Memory(array.base, whole.ctypes.data, whole.nbytes)
 
 
 #: Where memory begins that could not be locked.

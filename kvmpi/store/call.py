@@ -253,7 +253,8 @@ def on_host(vector: Vector) -> Buffer:
     from kvmpi.kernels import gpu
 
     staged = host.empty(vector.count, vector.dtype)
-    gpu.sum_vectors_to_host(staged, [vector.settled()], vector.dtype)
+    with gpu.own_stream(vector.buffer.device):
+        gpu.sum_vectors_to_host(staged, [vector.settled()], vector.dtype)
     return staged
 
 
@@ -261,7 +262,7 @@ def deliver(outs: Sequence[Any], flat: Buffer) -> None:
     """Copy ``flat``, a host buffer in storage dtype, into arrays of one key, wherever they are."""
     devices = []
     for out in outs:
-        memory = arrays.device_memory_of(out)
+        memory = arrays.device_memory_of(out) if arrays.may_be_on_devices() else None
         if memory is None:
             arrays.write(out, flat)
         else:
@@ -269,7 +270,8 @@ def deliver(outs: Sequence[Any], flat: Buffer) -> None:
     if devices:
         from kvmpi.kernels import gpu
 
-        gpu.copy_to_devices(devices, flat)
+        with gpu.own_stream(devices[0].device):
+            gpu.copy_to_devices(devices, flat)
 
 
 def check_array(array: Any, shape: tuple[int, ...], dtype: str, where: str) -> None:

@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,7 +84,9 @@ class StoreCore:
             compare_clocks(self._comms[0])
         sums, casts, calls = self._comms
         self._reduce = Collectives.configured(sums, config, self._recorder, calls=calls)
-        self._cast = Collectives.configured(casts, config, self._recorder)
+        # What it carries is on the host, and NCCL does not want two of its communicators at work at the same time.
+        casting = replace(config, allreduce="auto") if config.allreduce == "nccl" else config
+        self._cast = Collectives.configured(casts, casting, self._recorder)
         self._engine = create_engine(config.engine, config.engine_threads)
         self._engine.add_lane("reduce", ordered=True)
         self._engine.add_lane("broadcast", ordered=True)
@@ -278,7 +281,7 @@ class StoreCore:
             check_writable(parts.values(), call.op, self.rank)
             if not in_place or overlap(parts.values()):
                 keep_apart(list(parts.values()))
-            if not in_place:  # else what is pushed is waited for
+            if (not in_place or call.reduced) and arrays.may_be_on_devices():  # else what is pushed is waited for
                 found = [arrays.fence(out) for part in parts.values() for out in part.outs]
                 call.fences = [fence for fence in found if fence is not None]
             for part in parts.values():
@@ -437,7 +440,8 @@ class StoreCore:
 
         def run(cause: BaseException | None) -> None:
             call.check()
-            call.await_devices()
+            if call.fences:
+                self._reduce.before(call.await_devices)
             if timeline.on:
                 timeline.about(about(bucket), call.clock)
             # Who has joined has no weights to push, and does not count.

@@ -230,7 +230,13 @@ class ReplicatedStore(KVStore):
             # The first vector may be replaced by partial sums, others are still to be added by then.
             later = {vector.address for vector in part.vectors[1:]}
             direct = list(part.direct.values())
-            first = next((i for i, memory in enumerate(direct) if not later or _address_of(memory) not in later), None)
+            # Other outs are filled from there, which is then on the host.
+            all_direct = all(id(out) in part.direct for out in part.outs)
+            usable = (
+                (all_direct or isinstance(memory, np.ndarray)) and (not later or _address_of(memory) not in later)
+                for memory in direct
+            )
+            first = next((i for i, found in enumerate(usable) if found), None)
             return (part.state.host_buffer() if first is None else direct.pop(first)), direct
 
         def finish(part: Part) -> None:
@@ -387,7 +393,8 @@ def _copy_to_host(vector: Vector, out: Buffer) -> None:
     else:
         from kvmpi.kernels import gpu
 
-        gpu.sum_vectors_to_host(out, [vector.settled()], vector.dtype)
+        with gpu.own_stream(vector.buffer.device):
+            gpu.sum_vectors_to_host(out, [vector.settled()], vector.dtype)
 
 
 def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:

@@ -158,6 +158,21 @@ def test_where_it_cannot_be_used_every_rank_hears_why(run_with_nccl: Any, buses:
     run_with_nccl(3, rank_main, buses)
 
 
+def test_every_communicator_has_a_stream_of_its_own(run_with_nccl: Any) -> None:
+    """Else what waits for other ranks on one would hold up what they wait for on another."""
+
+    def rank_main(comm: MemoryComm, modules: StandInModules) -> int:
+        before = modules.machine.counts["streams"]
+        for each in (comm.duplicate(), comm.duplicate()):
+            made = Collectives(each, "nccl")
+            made.broadcast(np.zeros(5, "f4"), 0, Deadline(20.0), "cast")
+            made.close()
+        return modules.machine.counts["streams"] - before
+
+    # Both have the thread's stand-in for NCCL, whose communicators end what they have queued together.
+    assert run_with_nccl(2, rank_main)[0] == [2, 2]
+
+
 def test_an_error_of_nccl_ends_what_waits_on_devices(run_with_nccl: Any) -> None:
     def rank_main(comm: MemoryComm, modules: StandInModules) -> None:
         collectives, own = Collectives(comm, "nccl"), vectors(comm.rank, 1, 100, "float32")

@@ -15,6 +15,7 @@ from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
+from kvmpi.trace import stall
 
 
 class Flag:
@@ -260,3 +261,12 @@ def test_a_library_that_moves_on_when_it_is_asked_is_not_taught_to_be_slow(clock
         took_s.append(clock.monotonic() - began_s)
     assert max(took_s[100:]) < 2 * 600e-6
     assert not clock.naps, "a nap is longer than one of its messages takes"
+
+
+def test_a_wait_is_over_when_it_has_failed(clock: Clock) -> None:
+    """Also where the error, with all that it refers to, is kept."""
+    before = set(stall._waiting)
+    with pytest.raises(KVTimeoutError, match="for nothing") as caught:
+        wait_all([Flag(100.0)], Deadline(2.0), lambda: "for nothing")
+    assert caught.value.__traceback__ is not None
+    assert set(stall._waiting) == before

@@ -172,8 +172,10 @@ def test_memory_that_is_not_to_be_locked(stand_in, monkeypatch):
     little = np.empty(count - 1, "f4")
     gpu.sum_vectors_to_host(little, [source[1:]], "float32")
     assert_same_bits(little, source.memory[1:], "little")
-    gpu.sum_vectors_to_host(foreign, [source], "float32")
-    assert_same_bits(foreign, source.memory, "foreign")
+    part_of_more = np.lib.stride_tricks.as_strided(np.empty(2 * count, "f4"), (count,))
+    for memory in (foreign, part_of_more):
+        gpu.sum_vectors_to_host(memory, [source], "float32")
+        assert_same_bits(memory, source.memory, "foreign")
     assert machine.counts["registered"] == 0
     monkeypatch.setattr(cupy.cuda.runtime, "hostRegister", refuse)
     for _ in range(2):

@@ -1,12 +1,19 @@
-"""Stores of every type in one process."""
+"""Stores of every type in one process, and a stand-in for devices."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 from store_helpers import ALL
 
 import kvmpi
 from kvmpi import optim
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from device_fixtures import compile_for_host, import_gpu, stand_in  # noqa: F401 - fixtures
 
 ASSIGNING = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
 
