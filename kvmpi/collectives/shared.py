@@ -87,7 +87,7 @@ class Shared:
         self._group, self._block_bytes, self._compiled = group, block_bytes, use_native and native.is_built()
         self.slot_bytes, self._stage_bytes = min(slot_bytes, SLOT_BYTES), min(stage_bytes, STAGE_BYTES)
         self._segments = SegmentSums(group, block_bytes, self._stage_bytes)
-        self._views: dict[tuple[int, np.dtype[Any]], _Views] = {}
+        self._views: dict[tuple[int, int], _Views] = {}  # by length and number of the dtype, which is quick to hash
         # Of all views: of a length for every sum there would soon be much.
         self._stage: Buffer | None = None
         self._block_memory = np.empty(max(block_bytes, self.slot_bytes, _ITEM_BYTES), np.uint8)
@@ -113,7 +113,7 @@ class Shared:
         Half of the time of a small sum is Python's, so no objects are made here that the next call would make again.
         """
         group = self._group
-        views = self._views.get((vector.size, vector.dtype)) or self._views_of(vector)
+        views = self._views.get((vector.size, vector.dtype.num)) or self._views_of(vector)
         if views.compiled:
             call = group.call + 1
             run = views.compiled[call % 2].run
@@ -192,7 +192,7 @@ class Shared:
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         group, count, dtype = self._group, like.size, like.dtype
-        views = self._views[count, dtype] = _Views()
+        views = self._views[count, dtype.num] = _Views()
         views.compiled = []
         if like.nbytes <= self.slot_bytes:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]

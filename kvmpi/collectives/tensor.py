@@ -251,7 +251,7 @@ class Collectives:
             shared.sum_one(source.buffer, out, deadline, label)
         except BaseException as error:
             raise self._failed(error, deadline) from None
-        self._recorder.add("reduce", time.perf_counter() - start_s, out.nbytes)
+        self._recorder.add_brief("reduce", start_s, time.perf_counter(), out.nbytes)
         if start_ns:
             timeline.span("reduce", start_ns, nbytes=out.nbytes)
 

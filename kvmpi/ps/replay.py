@@ -26,7 +26,11 @@ Record = tuple[entries.Entry, tuple[Buffer, ...]]
 
 
 def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, keep: bool) -> None:
-    """Make the change that ``entry`` says. ``keep``: the payloads' memory must stay as it is."""
+    """Make the change that ``entry`` says. ``keep``: the payloads' memory must stay as it is.
+
+    Raises:
+        Exception: it was not made, or half of it, and nobody knows whether another server has made it.
+    """
     match entry:
         case entries.Joined():
             shard.take_in(entry.client, entry.incarnation)
@@ -49,6 +53,8 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
             _set_open(shard, slot, payloads, shard.num_clients, clients, entry)
             shard.rounds.end_round(slot, keep=keep)
+            if slot.failed is not None and _is_of_this_server(slot.failed):
+                raise slot.failed
         case entries.Skipped():
             slot = _slot(shard, entry)
             slot.note_step(slot.ANYBODY, entry.at, entry.done)
@@ -61,8 +67,10 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             wire = requests.pushed(slot, entry.rows, payloads, encoding)
             try:
                 answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype))
-            except Exception:  # as at the head, whose client was told
-                return
+            except Exception as error:
+                if _is_of_this_server(error):
+                    raise
+                return  # as at the head, whose client was told
             slot.note_single(entry.client, entry.step, answer, fused=entry.fused)
         case entries.Answered():
             _slot(shard, entry).met_by.pop(entry.client, None)
@@ -76,6 +84,11 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             _restore_slot(shard, entry, payloads, keep=keep)
         case _:
             raise ProtocolError(f"a {type(entry).__name__} is no change of a shard")
+
+
+def _is_of_this_server(error: Exception) -> bool:
+    """Whether a rule wants something that the server before this one may have had. All else fails on both."""
+    return isinstance(error.__cause__ or error, (MemoryError, OSError))
 
 
 def dump(shard: Shard) -> list[Record]:

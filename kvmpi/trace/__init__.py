@@ -16,6 +16,8 @@ from kvmpi.trace import timeline
 COMMUNICATION = frozenset({"broadcast", "pull", "push", "reduce", "wait"})
 #: Stretches of communication that a later end may still join to one.
 _MAX_STRETCHES = 64
+#: Calls that are kept before they are worked out.
+_MOST_BRIEF = 1 << 10
 
 
 class Recorder:
@@ -32,26 +34,42 @@ class Recorder:
         self._staleness: Counter[int] = Counter()
         # When something was under way: from, to, in ascending order and apart from each other.
         self._stretches: deque[tuple[float, float]] = deque(maxlen=_MAX_STRETCHES)
+        self._brief: deque[tuple[str, float, float, int]] = deque()  # needs no lock
         self._busy_s = self._blocked_s = 0.0
         self._last_s = -math.inf  # end of the last stretch
 
     def add(self, phase: str, seconds: float, nbytes: int = 0, calls: int = 1) -> None:
         """Count one call of ``phase`` that took ``seconds`` and moved ``nbytes``; none, if that is part of another."""
         with self._lock:
-            totals = self._phases.get(phase)
-            if totals is None:
-                totals = self._phases[phase] = [0.0, 0.0, 0.0]
-            totals[0] += seconds
-            totals[1] += nbytes
-            totals[2] += calls
-            if seconds and phase in self._communication:
-                end_s = time.perf_counter()
-                if end_s - seconds <= self._last_s:
-                    self._cover(end_s, seconds)
-                else:  # as a rule: nothing else was under way
-                    self._stretches.append((end_s - seconds, end_s))
-                    self._busy_s += seconds
-                    self._last_s = end_s
+            self._take_brief()
+            self._count(phase, time.perf_counter(), seconds, nbytes, calls)
+
+    def add_brief(self, phase: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """``add`` of a call from ``start_s`` to ``end_s``, worked out later: where that would be a part of its time."""
+        self._brief.append((phase, start_s, end_s, nbytes))
+        if len(self._brief) >= _MOST_BRIEF:
+            with self._lock:
+                self._take_brief()
+
+    def _take_brief(self) -> None:
+        while self._brief:
+            phase, start_s, end_s, nbytes = self._brief.popleft()
+            self._count(phase, end_s, end_s - start_s, nbytes, 1)
+
+    def _count(self, phase: str, end_s: float, seconds: float, nbytes: int, calls: int) -> None:
+        totals = self._phases.get(phase)
+        if totals is None:
+            totals = self._phases[phase] = [0.0, 0.0, 0.0]
+        totals[0] += seconds
+        totals[1] += nbytes
+        totals[2] += calls
+        if seconds and phase in self._communication:
+            if end_s - seconds <= self._last_s:
+                self._cover(end_s, seconds)
+            else:  # as a rule: nothing else was under way
+                self._stretches.append((end_s - seconds, end_s))
+                self._busy_s += seconds
+                self._last_s = end_s
 
     def _cover(self, end_s: float, seconds: float) -> None:
         """Count what ends now once, however many calls were under way at the same time."""
@@ -59,7 +77,7 @@ class Recorder:
         while self._stretches and self._stretches[-1][1] >= start_s:
             since_s, until_s = self._stretches.pop()
             self._busy_s -= until_s - since_s
-            start_s = min(start_s, since_s)
+            start_s, end_s = min(start_s, since_s), max(end_s, until_s)
         self._stretches.append((start_s, end_s))
         self._busy_s += end_s - start_s
         self._last_s = end_s
@@ -72,7 +90,9 @@ class Recorder:
     @property
     def busy_s(self) -> float:
         """Seconds in which at least one call of ``COMMUNICATION`` was under way."""
-        return self._busy_s
+        with self._lock:
+            self._take_brief()
+            return self._busy_s
 
     @property
     def blocked_s(self) -> float:
@@ -99,6 +119,7 @@ class Recorder:
     def snapshot(self) -> dict[str, Any]:
         """``{"phases": {name: {"seconds", "bytes", "calls"}}, "staleness": {clocks: pushes}}``."""
         with self._lock:
+            self._take_brief()
             phases = {
                 name: {"seconds": totals[0], "bytes": int(totals[1]), "calls": int(totals[2])}
                 for name, totals in sorted(self._phases.items())

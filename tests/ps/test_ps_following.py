@@ -16,6 +16,7 @@ from kvmpi.ps import part, replay
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Forward, Reply
 from kvmpi.ps.server import ServerState
+from kvmpi.ps.slot import Slot
 from kvmpi.wire import Message, entries
 from kvmpi.wire import messages as m
 
@@ -28,9 +29,9 @@ def at(server: int) -> bytes:
 
 
 class Chain:
-    """Servers that have one part, with one asynchronous client; what passes between them is delivered in order."""
+    """Servers that have one part, with one client; what passes between them is delivered in order."""
 
-    def __init__(self, length: int = 2) -> None:
+    def __init__(self, length: int = 2, mode: str = "async") -> None:
         self.now_s, self.version = 0.0, 0
         self.servers = [ServerState(rank) for rank in range(length)]
         self.routes = {at(rank): rank for rank in range(length)}
@@ -39,7 +40,7 @@ class Chain:
         self.answers: dict[int, Message] = {}
         self.passed: list[str] = []
         self.is_so(list(range(length)))
-        self.ask(m.Hello(1, STORE, "async", 0, 1, 1))
+        self.ask(m.Hello(1, STORE, mode, 0, 1, 1))
         self.ask(m.Init(2, "k", 0, 1, COUNT, [COUNT], "float32"), whole_numbers(COUNT))
         self.ask(m.SetRule(3, 1, "sgd", optim.SGD(lr=0.5, momentum=0.5).hyperparams()))
         self.pushed = 0
@@ -196,6 +197,46 @@ def test_it_is_given_all_again_as_often_as_it_needs_it(
             chain.after(1.1)
         assert isinstance(chain.answers.get(10 + step), m.Ack)
         chain.have_the_same()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_who_lacks_memory_for_an_update_is_given_all_again(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The rule fails on this server alone: to go on without that update would be to lose it."""
+    chain, failed = Chain(mode=mode), list[int]()
+    real = Slot._apply
+
+    def update(self: Slot, *arguments: Any, **options: Any) -> Any:
+        if self is chain.part(FOLLOWER).shards[STORE].slots["k", 0] and chain.pushed == 2 and not failed:
+            failed.append(1)
+            raise MemoryError("no memory for a state of this length")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Slot, "_apply", update)
+    for _ in range(4):
+        assert isinstance(chain.push(), m.Ack)
+        chain.have_the_same()
+    assert failed
+    assert "Install" in chain.passed
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_an_update_that_fails_everywhere_changes_nothing_anywhere(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    chain, failed = Chain(mode=mode), list[int]()
+    real = Slot._apply
+
+    def update(self: Slot, *arguments: Any, **options: Any) -> Any:
+        if chain.pushed == 2:
+            failed.append(1)
+            raise ValueError("a rule of the user's")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Slot, "_apply", update)
+    chain.passed.clear()
+    for _ in range(4):
+        chain.push()
+        chain.have_the_same()
+    assert len(failed) == 2
+    assert "Install" not in chain.passed
 
 
 def with_half_a_copy(monkeypatch: pytest.MonkeyPatch) -> Chain:
