@@ -227,9 +227,11 @@ class ReplicatedStore(KVStore):
         _choose_direct(bucket, devices=self._reduce.fills_devices)
 
         def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
+            direct = list(part.direct.values())
+            if direct and len(part.vectors) == 1 and len(direct) == len(part.outs):  # as a rule
+                return direct.pop(0), direct
             # The first vector may be replaced by partial sums, others are still to be added by then.
             later = {vector.address for vector in part.vectors[1:]}
-            direct = list(part.direct.values())
             # Other outs are filled from there, which is then on the host.
             all_direct = all(id(out) in part.direct for out in part.outs)
             usable = (
