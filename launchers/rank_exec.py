@@ -100,6 +100,19 @@ def settle(folders: list[str], is_first: bool) -> None:
     remote_exec.make_files(folders, spec["files"])
 
 
+def keep_clients_apart(client_rank: str) -> None:
+    """Let Open MPI share memory in a folder of this client's own.
+
+    It names its files by 16 bits that it makes of mpirun's process id. Two clients of a job with the same ones would
+    take each other's files, and read messages that are not theirs.
+    """
+    for name, folder in list(os.environ.items()):
+        ours = name.startswith("OMPI_MCA_") and name.endswith("_backing_directory")
+        if ours and os.path.basename(folder).startswith("kvmpi-"):
+            os.environ[name] = f"{folder}/{client_rank}"
+            os.makedirs(os.environ[name], 0o700, exist_ok=True)
+
+
 def end_with_input(child: int) -> None:
     """End the program when our standard input ends, which the launcher holds open."""
     import threading
@@ -164,6 +177,7 @@ def main(argv: list[str]) -> None:
     folder = os.environ.get("KVMPI_JOB_DIR", "")
     if folders:
         settle(folders, own_rank == 0)
+    keep_clients_apart(client_rank)
     sibling("cores").share_cores(os.environ)
     if os.environ.get("HWLOC_XMLFILE", "").startswith(f"{folder}/"):
         del os.environ["HWLOC_XMLFILE"]  # it was for hydra only, see mpirun.py

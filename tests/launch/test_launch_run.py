@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -26,6 +27,29 @@ import json, os, sys
 env = {name: value for name, value in os.environ.items() if name.startswith(("KVMPI_", "OMP_", "HWLOC_"))}
 json.dump(env, open(f"env-{env['KVMPI_RANK']}.json", "w"))
 """
+
+
+@pytest.mark.skipif(MPI is None or MPI.kind != "openmpi", reason="no Open MPI here")
+def test_clients_share_memory_in_folders_of_their_own(launch, write, tmp_path):
+    """Two of a job may get one name for their files, and then read each other's messages."""
+    program = """
+        import json, os
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+        folder = os.environ["OMPI_MCA_btl_sm_backing_directory"]
+        with open(f"shared-{os.environ['KVMPI_RANK']}.json", "w") as file:
+            json.dump([folder, sorted(os.listdir(folder))], file)
+        MPI.COMM_WORLD.Barrier()
+    """
+    job = launch("-n", "4", "-c", "2", "--", write("shared.py", textwrap.dedent(program)))
+    assert job.finish() == 0, job.stderr
+    found = [json.loads((tmp_path / f"shared-{rank}.json").read_text()) for rank in range(4)]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert os.path.dirname(found[0][0]) == os.path.dirname(found[2][0])
+    assert found[0][0] != found[2][0]
+    assert [len(names) for _, names in found] == [2] * 4, "one of each rank"
+    assert not os.path.exists(os.path.dirname(found[0][0]))
 
 
 @needs_mpi
