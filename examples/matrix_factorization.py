@@ -8,6 +8,7 @@ worker.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import numpy as np
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     add("--lr", type=float, default=0.5, help="learning rate of Adagrad (default 0.5)")
     add("--decay", type=float, default=0.02, help="how strongly large vectors are punished (default 0.02)")
     args = parser.parse_args(argv)
+    if args.store == "local" and os.environ.get("KVMPI_NUM_WORKERS", "1") != "1":
+        parser.error("--store local: every worker would train alone, on the same ratings; take mpi or dist_sync")
     if min(args.rank, args.epochs, args.batch_size) < 1:
         parser.error("--rank, --epochs and --batch-size must be at least 1")
 

@@ -21,7 +21,8 @@ from kvmpi.torch import DistributedOptimizer
 def main(argv: list[str] | None = None) -> float:
     """The share of the test images that are recognised at the end."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--store", default="mpi", help="mpi (default), dist_sync or dist_sync_mpi")
+    stores = ("mpi", "dist_sync", "dist_sync_mpi")
+    parser.add_argument("--store", default="mpi", choices=stores, help="default mpi")
     parser.add_argument("--epochs", type=int, default=10, help="default 10")
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker (default 32)")
     parser.add_argument("--checkpoint", type=Path, help="written after every epoch; if it is there, training goes on")

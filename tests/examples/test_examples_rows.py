@@ -159,3 +159,12 @@ def test_the_gradient_of_words_is_sparse() -> None:
         kv.init("words", torch.zeros(50, 4))
         kv.pushpull("words", grad)
     assert grad._indices()[0].tolist() == [3, 7]
+
+
+def test_workers_that_would_train_alone_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVMPI_NUM_WORKERS", "2")
+    with pytest.raises(SystemExit):
+        matrix_factorization.main(["--store", "local"])
+    assert "every worker would train alone" in capsys.readouterr().err
