@@ -14,7 +14,6 @@ from kvmpi.collectives import arena
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.deadline import Deadline
-from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
@@ -102,14 +101,6 @@ class Tensor:
     out: Buffer
     copies: Sequence[Buffer] = ()
     devices: Sequence[Any] = ()
-
-
-def summed_on_devices(devices: Sequence[Any], dtype: str) -> list[Sequence[Any]]:
-    """Which vectors of devices are one vector of the host: all, or each by itself where a sum of some would be rounded,
-    and what it is added to once more."""
-    if dtype in host.HALF:
-        return [[device] for device in devices]
-    return [devices] if devices else []
 
 
 def pack(tensors: Sequence[Tensor], act: Act) -> Tensor:

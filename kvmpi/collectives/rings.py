@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives import native
-from kvmpi.collectives.algorithm import Act, Tensor, pack, summed_on_devices, unpack
+from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Channel, Comm
+from kvmpi.collectives.devices import parts_of
 from kvmpi.collectives.native import MOST_PIECE_BYTES, NativeRings
 from kvmpi.collectives.ring import TAG_RING, Chain, Machine, Ring, drive, habit_of
 from kvmpi.collectives.schedule import Range, Schedule, even_schedules, part_of
@@ -49,7 +50,7 @@ class Rings:
         if packed.devices:
             from kvmpi.kernels import gpu
 
-            parts = summed_on_devices(packed.devices, dtype)
+            parts = parts_of(packed.devices, dtype)
             staged = [gpu.pinned_empty(packed.out.size, dtype) for _ in parts]
             vectors, start = [*vectors, *staged], partial(_start_sums, parts, staged, dtype)
         self._run(packed.out.size, packed.out, HostTerms(vectors, dtype, act.scale), act, start=start)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
-from kvmpi.collectives import arena
+from kvmpi.collectives import arena, devices
 from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
-from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes, summed_on_devices
+from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import MODEL_RINGS, Choice, Figures, costs
 from kvmpi.collectives.cost import load as load_figures
@@ -26,7 +26,7 @@ from kvmpi.collectives.nccl import Nccl, connect
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
 from kvmpi.collectives.topology import Topology, locate
-from kvmpi.collectives.waiting import wait_all, wait_devices
+from kvmpi.collectives.waiting import wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, UnsupportedError
@@ -281,7 +281,8 @@ class Collectives:
             algorithm, act = self._begin("allreduce", nbytes, deadline, label, [tensor[0] for tensor in tensors])
             act.scale = scale
             name = act.choice.algorithm
-            self._settle([sources for sources, _, _ in tensors], act)
+            given = [sources for sources, _, _ in tensors]
+            self._guarded(lambda: devices.settle(given, act))
             if name in _SUMS_DEVICES and (len(tensors) == 1 or name == "nccl"):
                 found = [
                     Tensor([s.buffer for s in sources if s.on_host], out, copies,
@@ -289,7 +290,7 @@ class Collectives:
                     for sources, out, copies in tensors
                 ]  # fmt: skip
             else:
-                hosts = self._guarded(lambda: self._on_host([sources for sources, _, _ in tensors], dtype))
+                hosts = self._guarded(lambda: devices.to_host(given, dtype, self._scratch))
                 found = [Tensor(own, out, copies) for own, (_, out, copies) in zip(hosts, tensors, strict=True)]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
 
@@ -299,12 +300,9 @@ class Collectives:
         if len(hosts) == len(sources):
             _sum_alone(hosts, out, dtype, scale)
         elif scale == 1.0 and not hosts:
-            from kvmpi.kernels import gpu
-
-            with gpu.own_stream(sources[0].buffer.device):
-                gpu.sum_vectors_to_host(out, [source.settled() for source in sources], dtype)
+            devices.sum_to_host(sources, out, dtype)
         else:  # with memory of its own: who is alone sums in several threads at once
-            [vectors] = self._on_host([sources], dtype, Scratch())
+            [vectors] = devices.to_host([sources], dtype, Scratch())
             _sum_alone(vectors, out, dtype, scale)
 
     def reduce_scatter(
@@ -319,7 +317,7 @@ class Collectives:
                 self.sum_own(sources, out, dtype, scale)
                 return
             self._scratch.begin()
-            [vectors] = self._guarded(lambda: self._on_host([sources], dtype))
+            [vectors] = self._guarded(lambda: devices.to_host([sources], dtype, self._scratch))
             algorithm, act = self._begin("reduce_scatter", vectors[0].nbytes, deadline, label)
             act.scale = scale
             self._guarded(lambda: algorithm.reduce_scatter(vectors, out, dtype, act), deadline, act=act)
@@ -396,10 +394,9 @@ class Collectives:
         comm = self._links if linked and self._links is not None else self._comm
         algorithm = self._made.get((choice.algorithm, comm))
         if algorithm is None:
-            devices = [vector.buffer for sources in tensors for vector in sources if not vector.on_host]
-            algorithm = self._made[choice.algorithm, comm] = self._make(
-                choice.algorithm, comm, deadline, label, devices
-            )
+            away = [vector.buffer for sources in tensors for vector in sources if not vector.on_host]
+            algorithm = self._make(choice.algorithm, comm, deadline, label, away)
+            self._made[choice.algorithm, comm] = algorithm
         act = Act(label, op, choice, self.rank, self.size, deadline, self._scratch)
         return algorithm, act
 
@@ -426,7 +423,7 @@ class Collectives:
             self._choices[op, size] = found
         return found
 
-    def _make(self, name: str, comm: Comm, deadline: Deadline, label: str, devices: Sequence[Any]) -> Algorithm:
+    def _make(self, name: str, comm: Comm, deadline: Deadline, label: str, away: Sequence[Any]) -> Algorithm:
         if name in ("ring", "host_ring", "multi_ring"):
             return Rings(comm, use_native=self._use_native)
         if name == "naive":
@@ -437,7 +434,7 @@ class Collectives:
         if name == "mpi":
             raise UnsupportedError(f"{where} needs an MPI communicator")
         if name == "nccl":
-            found: Nccl | str = self._guarded(lambda: connect(self._comm, devices, deadline, label))
+            found: Nccl | str = self._guarded(lambda: connect(self._comm, away, deadline, label))
             if isinstance(found, str):
                 raise UnsupportedError(f"{where}: {found}")
             return found
@@ -456,43 +453,12 @@ class Collectives:
             raise UnsupportedError(f"{where}: ranks are on different hosts, {topology.layout.describe()}")
         return Hierarchical(comm, topology.layout, topology.group, use_native=self._use_native)
 
-    def _on_host(
-        self, tensors: Sequence[Sequence[Vector]], dtype: str, scratch: Scratch | None = None
-    ) -> list[list[Buffer]]:
-        """Of each tensor the vectors of host memory, and what those on devices sum up to."""
-        scratch = scratch or self._scratch
-        found, jobs = list[list[Buffer]](), []
-        for sources in tensors:
-            found.append([source.buffer for source in sources if source.on_host])
-            devices = [source.settled() for source in sources if not source.on_host]
-            for together in summed_on_devices(devices, dtype):
-                jobs.append((scratch(sources[0].count, host.STORAGE[dtype]), together))
-                found[-1].append(jobs[-1][0])
-        if jobs:
-            from kvmpi.kernels import gpu
-
-            with gpu.own_stream(jobs[0][1][0].device):
-                gpu.sum_many_to_host(jobs, dtype)
-        return found
-
     def before(self, wait: Callable[[], None]) -> None:
         """``wait()`` before a collective, which others may have begun: where it fails nothing can be exchanged."""
         if self.size > 1:
             self._guarded(wait)
         else:
             wait()
-
-    def _settle(self, tensors: Sequence[Sequence[Vector]], act: Act) -> None:
-        """Wait until devices have computed what is to be summed."""
-        events = [source.ready for sources in tensors for source in sources if source.ready is not None]
-        if events:
-            self._guarded(
-                lambda: wait_devices(
-                    events,
-                    act.deadline,
-                    lambda: f"{act.describe()}: the device has not computed in time what is summed",
-                )
-            )
 
     def tell(self, text: bytes, root: int, deadline: Deadline, label: str) -> bytes:
         """``text`` of rank ``root`` on every rank; other ranks' ``text`` is ignored."""
