@@ -120,9 +120,10 @@ def test_the_hot_path_allocates_nothing(stand_in):
 # Memory that is locked
 
 
-def test_memory_is_locked_until_it_is_freed(stand_in):
+def test_memory_is_locked_until_it_is_freed(stand_in, monkeypatch):
     """A vector's own memory, or all of that which it is a view of, once."""
     gpu, cupy, machine = stand_in()
+    monkeypatch.setattr(gpu, "_linux", (6, 1))
     count = gpu.LOCK_FROM_BYTES // 4
     sources = [place(cupy, random_vector("float32", count, seed)) for seed in range(2)]
     whole = np.empty(2 * count + 7, "f4")
@@ -139,6 +140,18 @@ def test_memory_is_locked_until_it_is_freed(stand_in):
     gc.collect()
     assert machine.counts["unregistered"] == 1
     assert machine.owner(sources[0].data.ptr) == 0
+
+
+def test_private_memory_is_not_locked_where_a_fork_would_take_it_away(stand_in, monkeypatch):
+    """Memory that processes share is."""
+    gpu, cupy, machine = stand_in()
+    monkeypatch.setattr(gpu, "_linux", (5, 11))
+    count = gpu.LOCK_FROM_BYTES // 4
+    source, arena = place(cupy, random_vector("float32", count, 1)), Arena(64 << 20)
+    for number, out in enumerate([np.empty(count, "f4"), arena.empty(count, np.dtype("f4"))]):
+        gpu.sum_vectors_to_host(out, [source], "float32")
+        assert_same_bits(out, source.memory, "sum")
+        assert machine.counts["registered"] == number
 
 
 def test_memory_of_the_arena_is_unlocked_before_it_goes_back(stand_in, monkeypatch):
@@ -159,6 +172,7 @@ def test_memory_of_the_arena_is_unlocked_before_it_goes_back(stand_in, monkeypat
 def test_memory_that_is_not_to_be_locked(stand_in, monkeypatch):
     """Little of it, or nobody knows whose, or the system refuses: blocks between, as before."""
     gpu, cupy, machine = stand_in()
+    monkeypatch.setattr(gpu, "_linux", (6, 1))
     count = gpu.LOCK_FROM_BYTES // 4
     source = place(cupy, random_vector("float32", count, 3))
     foreign = np.frombuffer(bytearray(4 * count), "f4")
