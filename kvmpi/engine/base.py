@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from kvmpi.engine.lanes import Lane, OrderedLane, UnorderedLane
 from kvmpi.engine.operation import Operation
@@ -114,6 +115,15 @@ class Engine(ABC):
                 is closed all the same, and whoever waits for one of them gets this error.
         """
 
+    def borrow(self, lane: str) -> AbstractContextManager[object]:
+        """Inside the ``with`` block the caller's thread does the work of an ordered lane, if that has none now.
+
+        Where it waits for an operation, and nowhere else: then what the lane has runs here, without a hand-over to
+        another thread and back, until that operation has finished. A wait with a ``timeout_s``, or for what depends on
+        another lane, gives the lane back first. What is left at the end of the block is the lane's own business.
+        """
+        return nullcontext()
+
     def raise_pending(self, var: Variable) -> None:
         """Raise the first undelivered failure that poisons ``var``, if there is one. Never waits."""
         if not var.poisoned:
@@ -146,7 +156,12 @@ class Engine(ABC):
                 raise ConfigError(f"push of {name!r}: {var!r} is not a variable of this engine")
         if read and written:
             read = {var: None for var in read if var not in written}
-        return Operation(fn, tuple(read), tuple(written), target, priority, name, no_skip, self._lock)
+        return Operation(
+            fn, tuple(read), tuple(written), target, priority, name, no_skip, self._lock, self._run_borrowed
+        )  # fmt: skip
+
+    #: What an operation calls before a thread parks to wait for it.
+    _run_borrowed: Callable[[Operation, float | None], object] | None = None
 
     def _check_open(self, what: str) -> None:
         if self._closed:

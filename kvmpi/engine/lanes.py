@@ -82,6 +82,7 @@ class OrderedLane(ThreadLane):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, num_threads=1)
+        self.borrower: object = None  # who runs the lane's operations, if not its thread
         self._queue: deque[Operation] = deque()  # every pushed operation, ready or not
 
     def admit(self, op: Operation) -> None:
@@ -97,6 +98,26 @@ class OrderedLane(ThreadLane):
 
     def clear(self) -> None:
         self._queue.clear()
+
+    def summon(self, wake: list[Callable[[], object]], start_thread: Callable[[ThreadLane], None]) -> None:
+        if self.borrower is None:  # who looks into the queue, too
+            super().summon(wake, start_thread)
+
+    def lend(self, borrower: object) -> bool:
+        """Leave everything to ``borrower``; ``False`` if the lane has something to do."""
+        if self.borrower is not None or self.stopped or self._queue or len(self.parked) < self.num_started:
+            return False
+        self.borrower = borrower
+        return True
+
+    def give_back(
+        self, borrower: object, wake: list[Callable[[], object]], start_thread: Callable[[ThreadLane], None]
+    ) -> None:
+        """End of ``lend``; arguments as of ``summon``."""
+        if self.borrower is borrower:
+            self.borrower = None
+            if self._queue and not self._queue[0].num_waits:
+                self.summon(wake, start_thread)
 
 
 class UnorderedLane(ThreadLane):

@@ -16,7 +16,9 @@ QUEUED, RUNNING, RETURNED = range(3)
 class Operation(Work):
     """A Work that only its engine finishes. Its lock is the engine's: one critical section completes it."""
 
-    __slots__ = ("cause", "fn", "lane", "no_skip", "num_waits", "phase", "priority", "reads", "seq", "writes")
+    __slots__ = (
+        "cause", "fn", "lane", "no_skip", "num_waits", "phase", "priority", "reads", "run_borrowed", "seq", "writes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class Operation(Work):
         name: str,
         no_skip: bool,
         lock: threading.Lock,
+        run_borrowed: Callable[[Operation, float | None], object] | None = None,
     ) -> None:
         # What Work.__init__ does, without the call: this is the hot path of push.
         self.name = name
@@ -47,6 +50,12 @@ class Operation(Work):
         self.num_waits = 0  # variables that do not admit the operation yet
         self.cause: Failure | None = None  # why it must not run; known when every variable has admitted it
         self.phase = QUEUED
+        self.run_borrowed = run_borrowed  # called before a thread parks; see ``Engine.borrow``
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        if not self._done and self.run_borrowed is not None:
+            self.run_borrowed(self, timeout_s)
+        return super().wait_done(timeout_s)
 
     def describe(self) -> str:
         if self._done:

@@ -9,12 +9,28 @@ from functools import partial
 
 from kvmpi.deadline import Deadline
 from kvmpi.engine.base import Engine
-from kvmpi.engine.lanes import ThreadLane
+from kvmpi.engine.lanes import OrderedLane, ThreadLane
 from kvmpi.engine.operation import Operation, outcome, stuck
 from kvmpi.engine.variable import Variable
 from kvmpi.engine.work import Failure, Work, acquire_within, earliest, lock_timeout, sequence
-from kvmpi.errors import KVError, KVTimeoutError
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError
 from kvmpi.machine import take_short_slices
+
+
+class _Loan:
+    """``with``: the calling thread has a lane; see ``Engine.borrow``."""
+
+    __slots__ = ("_engine", "lane", "runs")
+
+    def __init__(self, engine: ThreadedEngine, lane: OrderedLane) -> None:
+        self._engine, self.lane = engine, lane
+        self.runs = False  # an operation
+
+    def __enter__(self) -> None:
+        self._engine._lend(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._engine._give_back(self)
 
 
 class ThreadedEngine(Engine):
@@ -30,7 +46,8 @@ class ThreadedEngine(Engine):
         self._pending: set[Operation] = set()
         self._drained: list[threading.Lock] = []  # gates to open when nothing is pending
         self._threads: list[threading.Thread] = []
-        self._local = threading.local()  # .backlog: inline operations that this thread is going to run
+        #: .backlog: inline operations that this thread is going to run; .loan: of the lane that it has borrowed.
+        self._local = threading.local()
 
     def push(
         self,
@@ -91,8 +108,6 @@ class ThreadedEngine(Engine):
     def close(self, timeout_s: float | None = None) -> None:
         self._refuse_own_threads("close")
         deadline = Deadline(timeout_s)
-        error: KVTimeoutError | None = None
-        callbacks: list[tuple[Operation, list[Callable[[Work], object]]]] = []
         while True:
             in_time = self._wait_drained(deadline.remaining_s())
             with self._lock:
@@ -101,17 +116,11 @@ class ThreadedEngine(Engine):
                 if in_time and self._pending:
                     continue  # pushed by someone between the last completion and now
                 self._closed = True
-                if self._pending:
-                    error = KVTimeoutError(f"close: gave up after {timeout_s} s; {stuck(list(self._pending))}")
-                    callbacks = self._abandon(error)
-                gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
+                pending = list(self._pending)
                 break
-        for gate in gates:
-            gate.release()
-        self._log_undelivered()
+        error = KVTimeoutError(f"close: gave up after {timeout_s} s; {stuck(pending)}") if pending else None
+        self._end(error)
         if error is not None:
-            for op, fns in callbacks:
-                op._call_back(fns)
             raise error
         for thread in self._threads:
             if thread.is_alive():  # one that is about to start will find that its lane has stopped
@@ -235,14 +244,70 @@ class ThreadedEngine(Engine):
         finally:
             self._local.backlog = None
 
+    # -- borrowed lanes ------------------------------------------------------------------------------------------
+
+    def borrow(self, lane: str) -> _Loan:
+        target = self._lanes[lane]
+        if not isinstance(target, OrderedLane):
+            raise ConfigError(f"borrow of lane {lane!r}: it is not ordered")
+        return _Loan(self, target)
+
+    # A signal may come between any two lines here. A loan that stays in ``_local`` by that does no harm: the next wait
+    # of this thread goes on with it, or gives it back.
+
+    def _lend(self, loan: _Loan) -> None:
+        if self._loan is None:
+            self._local.loan = loan
+            with self._lock:
+                lent = loan.lane.lend(loan)
+            if not lent:
+                self._local.loan = None
+
+    def _give_back(self, loan: _Loan | None) -> None:
+        if loan is not None and not loan.runs and self._loan is loan:
+            wake: list[Callable[[], object]] = []
+            with self._lock:
+                loan.lane.give_back(loan, wake, self._start_thread)
+            self._local.loan = None
+            for call in wake:
+                call()
+
+    @property
+    def _loan(self) -> _Loan | None:
+        """This thread's."""
+        return getattr(self._local, "loan", None)
+
+    def _run_borrowed(self, op: Operation, timeout_s: float | None) -> None:
+        """This thread is about to wait for ``op``: meanwhile it does what there is to do on the lane that it has."""
+        loan = self._loan
+        if loan is None or loan.runs:
+            return
+        try:
+            loan.runs = True
+            while timeout_s is None and not op._done:
+                with self._lock:
+                    found = loan.lane.take() if loan.lane.borrower is loan else None
+                if found is None:
+                    break
+                self._run_inline(found)
+        except BaseException as error:  # between two steps of the engine's own, which may be half done
+            self._end(error)
+            raise
+        finally:
+            loan.runs = False
+        if not op._done:
+            self._give_back(loan)
+
     # -- waiting and closing -------------------------------------------------------------------------------------
 
     def _refuse_own_threads(self, what: str) -> None:
-        if threading.current_thread() in self._threads:
+        loan = self._loan
+        if threading.current_thread() in self._threads or (loan is not None and loan.runs):
             raise KVError(f"{what} inside an operation, on thread {threading.current_thread().name}: waits for itself")
 
     def _wait_drained(self, timeout_s: float | None) -> bool:
         """Wait for a moment without pending operations; ``False`` if time ran out."""
+        self._give_back(self._loan)
         gate = threading.Lock()
         gate.acquire()
         with self._lock:
@@ -261,7 +326,19 @@ class ThreadedEngine(Engine):
                         opened = True  # just now
         return opened
 
-    def _abandon(self, error: KVTimeoutError) -> list[tuple[Operation, list[Callable[[Work], object]]]]:
+    def _end(self, error: BaseException | None) -> None:
+        """Stop the threads; with an ``error``, end what is pending with that."""
+        with self._lock:
+            self._closed = True
+            callbacks = self._abandon(error) if error is not None else []
+            gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
+        for gate in gates:
+            gate.release()
+        self._log_undelivered()
+        for op, fns in callbacks:
+            op._call_back(fns)
+
+    def _abandon(self, error: BaseException) -> list[tuple[Operation, list[Callable[[Work], object]]]]:
         """Under the lock: end every pending operation, so that nobody waits for ever; returns callbacks to run.
 
         All in one critical section, since a stuck function may return at any moment: its completion then finds the

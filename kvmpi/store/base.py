@@ -171,11 +171,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("push", priority, async_op)
         call.reduced = reduced
-        parts = self._enter_keys(call, key, value)
-        works = self._start_push(parts, call)
-        if reduced:
-            self._await_copies(parts, call)
-        return self._complete(works, call)
+        with self._lane_of(call):
+            parts = self._enter_keys(call, key, value)
+            works = self._start_push(parts, call)
+            if reduced:
+                self._await_copies(parts, call)
+            return self._complete(works, call)
 
     def pull(self, key: Any, out: Any, priority: int = 0, async_op: bool = False) -> Work | None:
         """Copy the stored values into ``out``; every array listed under a key gets the same value.
@@ -200,11 +201,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
-        parts = self._enter_keys(call, key, value, value if out is None else out)
-        works = self._start_pushpull(parts, call)
-        if reduced:
-            self._await_copies(parts, call)
-        return self._complete(works, call)
+        with self._lane_of(call):
+            parts = self._enter_keys(call, key, value, value if out is None else out)
+            works = self._start_pushpull(parts, call)
+            if reduced:
+                self._await_copies(parts, call)
+            return self._complete(works, call)
 
     def allreduce(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, scale: float = 1.0
@@ -225,8 +227,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("allreduce", priority, async_op)
         call.scale = scale
-        parts = self._enter_keys(call, key, value, value if out is None else out)
-        return self._complete(self._start_allreduce(parts, call), call)
+        with self._lane_of(call):
+            parts = self._enter_keys(call, key, value, value if out is None else out)
+            return self._complete(self._start_allreduce(parts, call), call)
 
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.

@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -322,6 +323,10 @@ class StoreCore:
                 pass  # said below with the key's name
             check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
         return state
+
+    def _lane_of(self, call: Invocation) -> AbstractContextManager[object]:
+        """Around a call on keys: the lane that its caller borrows, see ``Engine.borrow``."""
+        return nullcontext()
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:
         work = self._join(works, call.op)

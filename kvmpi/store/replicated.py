@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,12 @@ class ReplicatedStore(KVStore):
         self._rule, self._updater = rule, updater
 
     # ---- operations
+
+    def _lane_of(self, call: Invocation) -> AbstractContextManager[object]:
+        # Who waits for a sum had better do it than wake another thread, which would take a core from other workers.
+        if call.async_op or self.mpi_size == 1:
+            return super()._lane_of(call)
+        return self._engine.borrow("reduce")
 
     def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
         return [self._init_op(s, v, call) for s, v in zip(states, values, strict=True)]

@@ -379,7 +379,10 @@ class Exchange:
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
-            self._flying.append(start_sum(self._kv, keys, arrays, self._scale, numbers[0])[0])
+            # What is waited for next is summed in this thread.
+            work, _ = start_sum(self._kv, keys, arrays, self._scale, numbers[0], wait=not self._overlap)
+            if work is not None:
+                self._flying.append(work)
 
     def _push(self, number: int, weights: Weights) -> None:
         """Gradients leave, and weights come back."""
@@ -407,7 +410,7 @@ class Exchange:
             self._open, self.fresh, self._are_sums = False, True, self._weights is None
             self._listen()
             if self.norms is not None:
-                self.norms.start()
+                self.norms.start(wait=not self._overlap)
             if self._weights is None:
                 self._receive()
             if self.norms is not None:

@@ -1,0 +1,256 @@
+"""Borrowed lanes: whoever waits does the lane's work, in the lane's order, and nobody waits for ever by that."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+from engine_helpers import TIMEOUT_S
+
+from kvmpi.engine import Engine, Work
+from kvmpi.engine.threaded import ThreadedEngine
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError
+
+
+@pytest.fixture
+def threaded(new_engine: Callable[..., Engine]) -> ThreadedEngine:
+    engine = new_engine()
+    assert isinstance(engine, ThreadedEngine)
+    return engine
+
+
+class Trace:
+    """What ran, and in which thread."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.threads: list[int] = []
+
+    def note(self, name: str) -> None:
+        self.names.append(name)
+        self.threads.append(threading.get_ident())
+
+
+def test_a_waiting_borrower_runs_the_lane_in_its_order(engine: Engine) -> None:
+    trace, me = Trace(), threading.get_ident()
+    with engine.borrow("reduce"):
+        works = [engine.push(lambda i=i: trace.note(str(i)), lane="reduce", name=str(i)) for i in range(5)]
+        works[3].wait()
+    works[4].wait(TIMEOUT_S)
+    assert trace.names == ["0", "1", "2", "3", "4"]
+    assert trace.threads[:4] == [me] * 4
+    engine.close(TIMEOUT_S)
+
+
+def test_what_is_left_at_the_end_runs_on_the_lane_itself(threaded: ThreadedEngine) -> None:
+    trace, me = Trace(), threading.get_ident()
+    for _ in range(3):  # before the lane has a thread, and while that is parked
+        with threaded.borrow("reduce"):
+            threaded.push(lambda: trace.note("mine"), lane="reduce").wait()
+            rest = threaded.push(lambda: trace.note("rest"), lane="reduce")
+        rest.wait(TIMEOUT_S)
+        threaded.push(lambda: trace.note("after"), lane="reduce").wait(TIMEOUT_S)
+        while len(threaded._lanes["reduce"].parked) < 1:  # type: ignore[attr-defined]
+            pass  # else the next loan finds the lane at work
+    assert trace.names == ["mine", "rest", "after"] * 3
+    assert [ident == me for ident in trace.threads] == [True, False, False] * 3
+
+
+def test_a_lane_at_work_is_not_lent(threaded: ThreadedEngine) -> None:
+    trace, release = Trace(), threading.Event()
+    started = threading.Event()
+
+    def block() -> None:
+        started.set()
+        assert release.wait(TIMEOUT_S)
+
+    threaded.push(block, lane="reduce")
+    assert started.wait(TIMEOUT_S)
+    with threaded.borrow("reduce"):
+        work = threaded.push(lambda: trace.note("behind"), lane="reduce")
+        threading.Timer(0.05, release.set).start()
+        work.wait()
+    assert trace.threads[0] != threading.get_ident()
+
+
+def test_a_wait_for_another_lane_gives_the_lane_back(threaded: ThreadedEngine) -> None:
+    """The operation that is waited for can run only after one of the lane that somebody else pushes meanwhile."""
+    value, pushed = threaded.variable("value"), threading.Event()
+    trace = Trace()
+
+    def elsewhere() -> None:
+        assert pushed.wait(TIMEOUT_S)
+
+    with threaded.borrow("reduce"):
+        threaded.push(elsewhere, writes=[value], lane="cpu")
+        last = threaded.push(lambda: trace.note("last"), reads=[value], lane="reduce")
+
+        def push_behind() -> None:
+            threaded.push(lambda: trace.note("behind"), lane="reduce")
+            pushed.set()
+
+        other = threading.Timer(0.05, push_behind)
+        other.start()
+        last.wait()  # nothing of the lane can run yet
+        other.join()
+    threaded.wait_all(TIMEOUT_S)
+    assert trace.names == ["last", "behind"]
+    assert threading.get_ident() not in trace.threads
+
+
+def test_a_wait_with_a_timeout_gives_the_lane_back_and_keeps_its_time(threaded: ThreadedEngine) -> None:
+    release = threading.Event()
+    with threaded.borrow("reduce"):
+        work = threaded.push(lambda: release.wait(TIMEOUT_S), lane="reduce", name="slow")
+        with pytest.raises(KVTimeoutError, match="slow"):
+            work.wait(0.05)
+        release.set()
+        work.wait(TIMEOUT_S)
+
+
+def test_wait_all_and_close_inside_the_block(threaded: ThreadedEngine) -> None:
+    trace = Trace()
+    with threaded.borrow("reduce"):
+        threaded.push(lambda: trace.note("a"), lane="reduce")
+        threaded.wait_all(TIMEOUT_S)
+        threaded.push(lambda: trace.note("b"), lane="reduce")
+        threaded.close(TIMEOUT_S)
+    assert trace.names == ["a", "b"]
+
+
+def test_operations_may_not_wait_for_their_engine(threaded: ThreadedEngine) -> None:
+    with threaded.borrow("reduce"):
+        for wait in (threaded.wait_all, threaded.close):
+            with pytest.raises(KVError, match="waits for itself"):
+                threaded.push(wait, lane="reduce").wait()
+    threaded.close(TIMEOUT_S)
+
+
+def test_an_operation_that_waits_for_a_later_one_of_its_lane_does_not_run_it_early(threaded: ThreadedEngine) -> None:
+    trace = Trace()
+
+    def first() -> None:
+        later = threaded.push(lambda: trace.note("later"), lane="reduce", name="later")
+        with pytest.raises(KVTimeoutError, match="later"):
+            later.wait(0.05)
+        trace.note("first")
+
+    with threaded.borrow("reduce"):
+        threaded.push(first, lane="reduce").wait()
+    threaded.wait_all(TIMEOUT_S)
+    assert trace.names == ["first", "later"]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
+def test_what_an_operation_raises_reaches_its_waiter_and_the_lane_goes_on(
+    threaded: ThreadedEngine, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    trace = Trace()
+    with threaded.borrow("reduce"):
+        with pytest.raises(type(error)):
+            threaded.push(fail, lane="reduce").wait()
+        threaded.push(lambda: trace.note("next"), lane="reduce").wait()
+    threaded.push(lambda: trace.note("after"), lane="reduce").wait(TIMEOUT_S)
+    assert trace.names == ["next", "after"]
+
+
+def test_a_signal_between_two_steps_of_the_engine_ends_it_and_all_who_wait(
+    threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted, complete = [], threaded._complete
+
+    def interrupt(op: Work, *rest: object) -> object:
+        if op.name == "first":
+            interrupted.append(op)
+            raise KeyboardInterrupt
+        return complete(op, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(threaded, "_complete", interrupt)
+    value = threaded.variable("value")
+    with threaded.borrow("reduce"):
+        first = threaded.push(lambda: None, writes=[value], lane="reduce", name="first")
+        second = threaded.push(lambda: None, reads=[value], lane="cpu", name="second")
+        with pytest.raises(KeyboardInterrupt):
+            first.wait()
+    assert interrupted == [first]
+    with pytest.raises(KeyboardInterrupt):
+        second.wait(TIMEOUT_S)
+    with pytest.raises(KVError, match="closed"):
+        threaded.push(lambda: None, lane="reduce")
+    threaded.close(TIMEOUT_S)
+
+
+def test_a_loan_that_a_signal_left_behind_is_used_by_the_next_wait(threaded: ThreadedEngine) -> None:
+    trace = Trace()
+    threaded.borrow("reduce").__enter__()  # and no exit
+    with threaded.borrow("reduce"):
+        threaded.push(lambda: trace.note("a"), lane="reduce").wait()
+    threaded.push(lambda: trace.note("b"), lane="reduce").wait()
+    threaded.push(lambda: trace.note("c"), lane="reduce").wait(TIMEOUT_S)
+    assert trace.names == ["a", "b", "c"]
+    threaded.close(TIMEOUT_S)
+
+
+def test_only_ordered_lanes_are_lent(threaded: ThreadedEngine) -> None:
+    with pytest.raises(ConfigError, match="'cpu'"):
+        threaded.borrow("cpu")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_threads_that_borrow_push_and_wait(threaded: ThreadedEngine, seed: int) -> None:
+    """Every operation runs once, never two of the lane at a time, those of one thread in its order."""
+    busy = threading.Lock()
+    ran: list[tuple[int, int]] = []
+    overlapped: list[int] = []
+    value = threaded.variable("value")
+
+    def run(thread: int, number: int) -> None:
+        if not busy.acquire(blocking=False):
+            overlapped.append(number)
+        ran.append((thread, number))
+        busy.release()
+
+    def loop(thread: int) -> None:
+        choose = random.Random(100 * seed + thread)
+        works: list[Work] = []
+
+        def push(number: int) -> None:
+            if choose.random() < 0.3:
+                threaded.push(lambda: None, writes=[value], lane=choose.choice(["cpu", "inline"]))
+            reads = [value] if choose.random() < 0.5 else []
+            works.append(threaded.push(lambda: run(thread, number), reads=reads, lane="reduce"))
+
+        number = 0
+        while number < 200:
+            if choose.random() < 0.6:
+                with threaded.borrow("reduce"):
+                    for _ in range(choose.randint(1, 4)):
+                        push(number)
+                        number += 1
+                        if choose.random() < 0.5:
+                            choose.choice(works).wait()
+                    works[-1].wait()
+            else:
+                push(number)
+                number += 1
+                if choose.random() < 0.3:
+                    works[-1].wait(TIMEOUT_S)
+
+    threads = [threading.Thread(target=loop, args=(thread,), daemon=True) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    threaded.wait_all(TIMEOUT_S)
+    assert not overlapped
+    for thread in range(4):
+        mine = [number for who, number in ran if who == thread]
+        assert mine == list(range(len(mine)))
+        assert len(mine) >= 200
+    threaded.close(TIMEOUT_S)
