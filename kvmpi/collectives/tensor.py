@@ -42,9 +42,10 @@ _SUMS_DEVICES = ("ring", "multi_ring", "nccl")
 _SHARING = ("auto", "shared", "hierarchical")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
-#: Memory that ranks share is given out from this size on, and from this size on MPI's own collectives are not chosen:
-#: they would leave partial sums there.
-COMMON_FROM_BYTES = 256 << 10
+#: Memory that ranks share is given out above this size, since of smaller sums every rank writes all, and would write
+#: there at the same time as others; and from this size on MPI's own collectives are not chosen: they would leave
+#: partial sums there.
+COMMON_ABOVE_BYTES = 256 << 10
 #: Rings between hosts have connections of their own from this size on: to be woken takes longer than to look.
 LINKED_FROM_BYTES = 256 << 10
 #: Seconds at most to find out who answers when a call has failed.
@@ -158,7 +159,7 @@ class Collectives:
     def common_empty(self, count: int, dtype: str, deadline: Deadline) -> Buffer | None:
         """Collective: ``shared_empty`` where the algorithm in force makes use of it; else None, on all ranks."""
         nbytes = count * host.STORAGE[dtype].itemsize
-        if self._algorithm not in _SHARING or self.size == 1 or nbytes < COMMON_FROM_BYTES:
+        if self._algorithm not in _SHARING or self.size == 1 or nbytes <= COMMON_ABOVE_BYTES:
             return None
         try:
             return self.shared_empty(count, dtype, deadline)
@@ -409,7 +410,7 @@ class Collectives:
             options = costs(
                 op, 3 * size // 4, tuple(map(len, topology.layout.hosts)), topology.figures,
                 shares=not isinstance(topology.group, str),
-                has_library=self._comm.has_collectives and nbytes < COMMON_FROM_BYTES,
+                has_library=self._comm.has_collectives and nbytes < COMMON_ABOVE_BYTES,
                 linked=self._links is not None and nbytes >= LINKED_FROM_BYTES,
             )  # fmt: skip
             if self._algorithm == "auto":
