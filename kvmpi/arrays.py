@@ -221,6 +221,28 @@ def memory_of(array: Any) -> Vector | None:
     return read(array) if plain else None
 
 
+def layout_of(array: Any) -> tuple[Any, ...] | None:
+    """Where elements lie and what they are, of a contiguous, writable array of the host; None for any other, or none.
+
+    Arrays of one layout have the same memory, shape and dtype: there ``read`` and ``memory_of`` return the same.
+    """
+    library = _LIBRARIES.get(type(array))
+    if library == "numpy":
+        return (address_of(array), array.shape, array.dtype) if array.flags.carray else None
+    if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
+        return None
+    return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None
+
+
+def memory_at(address: int, count: int, dtype: str) -> Buffer:
+    """Memory of shape ``(count,)`` in storage dtype as an array, which does not keep it: it must be there when used."""
+    storage = DTYPES[dtype]
+    if not count:
+        return np.empty(0, storage)
+    memory: Any = (ctypes.c_char * (count * storage.itemsize)).from_address(address)
+    return np.ndarray((count,), storage, memory)
+
+
 def span_of(array: Any) -> tuple[int, int]:
     """Addresses between which an array's memory lies, those of host and devices being apart; (0, 0) for none."""
     library = _library(array)

@@ -1,6 +1,7 @@
 """Tensor collectives: sums and broadcasts of groups of vectors over the workers of one client."""
 
 from kvmpi.collectives.agreement import JOIN, Call, Entry, Verdict
+from kvmpi.collectives.algorithm import Batch, Tensor
 from kvmpi.collectives.clocks import compare_clocks
 from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
@@ -10,12 +11,14 @@ from kvmpi.collectives.tensor import ALGORITHMS, Collectives
 __all__ = [
     "ALGORITHMS",
     "JOIN",
+    "Batch",
     "Call",
     "Collectives",
     "Comm",
     "Entry",
     "Request",
     "SoloComm",
+    "Tensor",
     "Verdict",
     "broadcast_rows",
     "compare_clocks",

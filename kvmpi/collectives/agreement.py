@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,11 +78,20 @@ class Call:
     entries: tuple[Entry, ...] = ()
     failure: BaseException | None = None
     details: Callable[[], Any] = lambda: None
+    _signed: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
 
     def text(self, settings: str = "") -> str:
         """The call, and the settings that it is made with, as JSON."""
         failure = None if self.failure is None else [type(self.failure).__name__, str(self.failure)]
         return json.dumps([self.op, [[e.key, e.shape, e.dtype] for e in self.entries], failure, settings])
+
+    def signed(self, settings: str = "") -> tuple[bytes, bytes]:
+        """``text`` and its digest, worked out once: a call may be made again."""
+        found = self._signed.get(settings)
+        if found is None:
+            text = self.text(settings).encode()
+            found = self._signed[settings] = text, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+        return found
 
     def description(self) -> bytes:
         """The call for ranks that have joined."""
@@ -133,13 +142,11 @@ def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> V
     """
     if comm.size == 1:
         return Verdict(call.failure, int(call.op == JOIN))
-    text = call.text(settings).encode()
-    # All zero for a call that failed, so that it never agrees.
-    digest = bytes(_DIGEST_BYTES)
+    text, digest = call.signed(settings)
     if call.op == JOIN:
         digest = _JOINED
-    elif call.failure is None:
-        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    elif call.failure is not None:
+        digest = bytes(_DIGEST_BYTES)  # all zero for a call that failed, so that it never agrees
     decide = _judge if comm.rank == 0 else _ask
     found = decide(comm, call, text, digest, deadline)
     if found is _AGREEMENT:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +102,23 @@ class Tensor:
     out: Buffer
     copies: Sequence[Buffer] = ()
     devices: Sequence[Any] = ()
+
+
+_serials = itertools.count()
+
+
+class Batch(list[Tensor]):
+    """Tensors of host memory that are summed again and again where they lie.
+
+    Attributes:
+        serial: tells them from all others that there have been.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], dtype: str) -> None:
+        super().__init__(tensors)
+        self.dtype = dtype
+        self.nbytes = sum(tensor.out.nbytes for tensor in self)
+        self.serial = next(_serials)
 
 
 def pack(tensors: Sequence[Tensor], act: Act) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives.algorithm import Act, Tensor
+from kvmpi.collectives.algorithm import Act, Batch, Tensor
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import HostGroup, Target
 from kvmpi.collectives.host_sum import Delivery, block_for, parts_of, pieces_of, places_of, read_first, words_of
@@ -118,10 +118,13 @@ class SegmentSums:
             self._plans.clear()
             self._memory = scratch.memory
         key: list[Any] = [dtype, act.scale, scratch.used]
-        for tensor in tensors:
-            key += (tensor.out.size, address_of(tensor.out), len(tensor.vectors), len(tensor.copies))
-            for buffer in (*tensor.vectors, *tensor.copies):
-                key.append(address_of(buffer))
+        if isinstance(tensors, Batch):
+            key.append(tensors.serial)
+        else:
+            for tensor in tensors:
+                key += (tensor.out.size, address_of(tensor.out), len(tensor.vectors), len(tensor.copies))
+                for buffer in (*tensor.vectors, *tensor.copies):
+                    key.append(address_of(buffer))
         found = self._plans.get(tuple(key))
         if found is not None:
             scratch(found.scratch_bytes, np.uint8)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena, devices
 from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
-from kvmpi.collectives.algorithm import Act, Algorithm, Scratch, Tensor, shared_bytes
+from kvmpi.collectives.algorithm import Act, Algorithm, Batch, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import MODEL_RINGS, Choice, Figures, costs
 from kvmpi.collectives.cost import load as load_figures
@@ -294,6 +294,24 @@ class Collectives:
                 hosts = self._guarded(lambda: devices.to_host(given, dtype, self._scratch))
                 found = [Tensor(own, out, copies) for own, (_, out, copies) in zip(hosts, tensors, strict=True)]
             self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
+
+    def sum_batch(self, batch: Batch, deadline: Deadline, label: str, scale: float = 1.0) -> None:
+        """``allreduce_many`` of what has been described before, on two ranks or more."""
+        shared, first = self._shared, batch[0]
+        one = len(batch) == 1 and len(first.vectors) == 1 and scale == 1.0 and batch.dtype not in host.HALF
+        if shared is not None and one and 0 < batch.nbytes <= shared.slot_bytes:
+            self.allreduce(
+                [Vector(first.vectors[0], batch.dtype, "cpu", True)], first.out, batch.dtype, deadline, label
+            )
+            for copy in first.copies:
+                np.copyto(copy, first.out)
+            return
+        with self._recorder.timed("reduce", batch.nbytes):
+            if batch.nbytes:
+                self._scratch.begin()
+                algorithm, act = self._begin("allreduce", batch.nbytes, deadline, label)
+                act.scale = scale
+                self._guarded(lambda: algorithm.allreduce(batch, batch.dtype, act), deadline, act=act)
 
     def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
         """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""

@@ -202,10 +202,14 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
         with self._lane_of(call):
+            again = self._again(call, key, value, None if out is value else out)
+            if again is not None:
+                return self._complete([again], call)
             parts = self._enter_keys(call, key, value, value if out is None else out)
             works = self._start_pushpull(parts, call)
             if reduced:
                 self._await_copies(parts, call)
+            self._note_made(call, parts)
             return self._complete(works, call)
 
     def allreduce(
@@ -228,8 +232,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("allreduce", priority, async_op)
         call.scale = scale
         with self._lane_of(call):
+            again = self._again(call, key, value, None if out is value else out)
+            if again is not None:
+                return self._complete([again], call)
             parts = self._enter_keys(call, key, value, value if out is None else out)
-            return self._complete(self._start_allreduce(parts, call), call)
+            works = self._start_allreduce(parts, call)
+            self._note_made(call, parts)
+            return self._complete(works, call)
 
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.

@@ -108,7 +108,7 @@ class Invocation:
     ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``reduced``: what is
     pushed is a sum already, the same on all of them. ``about``: its keys, for the timeline. ``turns``: of its pushes
     that are not begun, by key. ``fences``: what was queued on devices before the call, and may still use what is pulled
-    into.
+    into. ``signature``: by which it is known again, see ``repeats``.
     """
 
     op: str
@@ -124,6 +124,7 @@ class Invocation:
     about: Key | None = None
     turns: dict[Key, Any] = field(default_factory=dict)
     fences: list[Any] = field(default_factory=list)
+    signature: Any = None
     started_s: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
@@ -186,6 +187,12 @@ def nothing() -> Work:
     work = Work("nothing to wait for")
     work.finish()
     return work
+
+
+def label_of(op: str, states: Sequence[KeyState]) -> str:
+    """What is done to these keys, for messages."""
+    names = ", ".join(repr(state.key) for state in states[:3])
+    return f"{op} of key {names}{', ...' if len(states) > 3 else ''}"
 
 
 def processing_order(state: KeyState) -> tuple[int, int]:

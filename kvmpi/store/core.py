@@ -52,6 +52,7 @@ from kvmpi.store.call import (
     checked_scale,
     entries_of,
     keep_apart,
+    label_of,
     overlap,
     processing_order,
 )
@@ -218,29 +219,30 @@ class StoreCore:
         signature = Call(call.op, tuple(described), failure, lambda: [self._clock, details(prepared)])
         call.done.append(self._engine.variable(f"agreement on {call.op}"))
 
-        def run(cause: BaseException | None) -> None:
-            if timeline.on:
-                timeline.about(call.about, call.clock)
-            try:
-                settings = f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}"
-                if call.scale != 1.0:
-                    settings = f"{settings} scale={call.scale}"
-                if call.reduced:
-                    settings = f"{settings} reduced"
-                found = self._reduce.agree(signature, call.deadline, settings)
-                call.num_joined += found.num_joined
-            except BaseException as error:
-                call.error = error
-                raise
-
-        work = self._agree_op(run, call.done, f"agree on {call.op}", ahead=call.async_op)
+        work = self._agree_op(lambda _: self._agree(signature, call), call.done, call.op, ahead=call.async_op)
         if failure is not None:
             work.wait()
             raise failure
         return prepared
 
+    def _agree(self, signature: Call, call: Invocation) -> None:
+        """Agree with the other workers of the client on a call."""
+        if timeline.on:
+            timeline.about(call.about, call.clock)
+        try:
+            settings = f"KVMPI_BUCKET_BYTES={self._config.bucket_bytes}"
+            if call.scale != 1.0:
+                settings = f"{settings} scale={call.scale}"
+            if call.reduced:
+                settings = f"{settings} reduced"
+            found = self._reduce.agree(signature, call.deadline, settings)
+            call.num_joined += found.num_joined
+        except BaseException as error:
+            call.error = error
+            raise
+
     def _agree_op(
-        self, run: Callable[[BaseException | None], None], writes: Sequence[Variable], name: str, *, ahead: bool
+        self, run: Callable[[BaseException | None], None], writes: Sequence[Variable], op: str, *, ahead: bool
     ) -> Work:
         """Push: ``run`` agrees with the other workers on a call, after all calls before it.
 
@@ -248,6 +250,7 @@ class StoreCore:
             ahead: while sums of earlier calls are under way; else in the thread that sums next, without a hand-over.
         """
         lane = "agree" if ahead else "reduce"
+        name = f"agree on {op}"
         return self._engine.push(run, writes=[*writes, self._agreements], lane=lane, name=name, no_skip=True)
 
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
@@ -327,6 +330,13 @@ class StoreCore:
     def _lane_of(self, call: Invocation) -> AbstractContextManager[object]:
         """Around a call on keys: the lane that its caller borrows, see ``Engine.borrow``."""
         return nullcontext()
+
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+        """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""
+        return None
+
+    def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
+        """The call, which was not known, is being made."""
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:
         work = self._join(works, call.op)
@@ -438,8 +448,7 @@ class StoreCore:
             targets: other memory for the sum, and what else gets it.
             keeps: whether this worker needs a sum that the client has already.
         """
-        names = ", ".join(repr(part.state.key) for part in bucket[:3]) + (", ..." if len(bucket) > 3 else "")
-        label = f"{call.op} of key {names}"
+        label = label_of(call.op, [part.state for part in bucket])
         dtype = bucket[0].state.dtype
         averages = self._rule is not None and self._rule.averages and call.op != "allreduce"
 

@@ -6,6 +6,7 @@ import bisect
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector, address_of
-from kvmpi.collectives import Comm
+from kvmpi.collectives import Call, Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
@@ -22,9 +23,10 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
-from kvmpi.store.call import Invocation, KeyState, Part, about, deliver
+from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, label_of
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
+from kvmpi.store.repeats import Repeat, RepeatedPart, Repeats, repeated_part
 from kvmpi.store.rows import union_of
 from kvmpi.trace import timeline
 
@@ -54,6 +56,7 @@ class ReplicatedStore(KVStore):
         super().__init__(type_name, config, comm)
         self._replicas: dict[int | str, _Replica] = {}
         self._updater: Updater | None = None
+        self._repeats = Repeats()
 
     @property
     def rank(self) -> int:
@@ -83,6 +86,79 @@ class ReplicatedStore(KVStore):
         if call.async_op or self.mpi_size == 1:
             return super()._lane_of(call)
         return self._engine.borrow("reduce")
+
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+        updates = call.op == "pushpull" and (self._rule is not None or self._updater is not None)
+        usual = not (self.mpi_size == 1 or call.reduced or updates or timeline.on)
+        if not usual or self._closed or self._joined or self._forked or type(call.priority) is not int:
+            return None
+        signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)
+        repeat = None if signature is None else self._repeats.find(signature)
+        if repeat is None:
+            return None
+        states = repeat.states
+        if any(state.sent.poisoned or state.value.poisoned for state in states):
+            return None
+        call.scale = float(call.scale)
+        given = [(value if out is None else out), value]
+        written, read = given if isinstance(key, list | tuple) else ([array] for array in given)
+        arrays.note_writes(written)
+        for state in states:
+            state.pushes += 1
+        keep = [*written, *read]  # or the caller might free what is still to be summed
+
+        def run(cause: BaseException | None, keep: Any = keep) -> None:
+            if call.async_op:
+                call.check()
+            else:
+                self._agree(repeat.calls[0], call)
+            replicas = [self._replicas[state.key] for state in states] if call.op == "pushpull" else []
+            repeat.plan([replica.value for replica in replicas], [replica.common for replica in replicas])
+            for batch, label in zip(repeat.batches, repeat.labels, strict=True):
+                self._reduce.sum_batch(batch, call.deadline, label, call.scale)
+            if replicas:
+                self._recorder.add("copy", 0.0, sum(replica.value.nbytes for replica in replicas), calls=0)
+            if cause is not None:
+                raise cause
+
+        writes = [state.sent for state in states]
+        if call.op == "pushpull":
+            writes += [state.value for state in states]
+        name = label_of(call.op, states)
+        if not call.async_op:  # then one operation does it all
+            writes.append(self._agreements)
+            return self._engine.push(run, writes=writes, lane="reduce", name=name, no_skip=True)
+        call.done.append(self._engine.variable(f"agreement on {call.op}"))
+        self._agree_op(lambda _: self._agree(repeat.calls[1], call), call.done, call.op, ahead=True)
+        return self._engine.push(run, reads=call.done, writes=writes, lane="reduce", name=name, no_skip=True)
+
+    def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
+        signature = call.signature
+        if signature is None or not self._repeats.made(signature) or call.fences or len(parts) != len(signature[2]):
+            return
+        buckets = []
+        for bucket in self._buckets(parts):
+            found = [part for part in map(repeated_part, bucket) if part is not None]
+            if len(found) < len(bucket) or (call.op == "pushpull" and self._reads_values(found)):
+                return
+            buckets.append(found)
+        entries, forms = tuple(self._entries_of(parts, call.op)), [part.form for part in parts]
+        waiting, ahead = (
+            Call(call.op, entries, None, partial(self._with_clock, [async_op, forms, call.scale, False]))
+            for async_op in (False, True)
+        )
+        labels = [label_of(call.op, [part.state for part in bucket]) for bucket in buckets]
+        self._repeats.keep(signature, Repeat(buckets, labels, (waiting, ahead)))
+
+    def _with_clock(self, details: list[Any]) -> list[Any]:
+        return [self._clock, details]
+
+    def _reads_values(self, parts: Sequence[RepeatedPart]) -> bool:
+        """Whether what is pushed lies in a key's value."""
+        values = sorted(arrays.span_of(replica.value) for replica in self._replicas.values())
+        starts, stops = [start for start, _ in values], [stop for _, stop in values]
+        spans = [arrays.span_of(part.source) for part in parts]
+        return any(bisect.bisect_left(starts, stop) > bisect.bisect_right(stops, start) for start, stop in spans)
 
     def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
         return [self._init_op(s, v, call) for s, v in zip(states, values, strict=True)]

@@ -87,6 +87,38 @@ def test_reading_gives_the_values_in_c_order(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_arrays_of_one_layout_have_the_same_memory_shape_and_dtype(layout: str) -> None:
+    array = LAYOUTS[layout]()
+    arrays.is_array(array)  # of a type that nobody has asked for yet nothing is known
+    found = arrays.layout_of(array)
+    assert (found is not None) == (not any(word in layout for word in COPIED))
+    if found is None:
+        return
+    vector = arrays.read(array)
+    assert found == arrays.layout_of(array)
+    assert found != arrays.layout_of(LAYOUTS[layout]()) or not vector.count
+    if layout != "numpy matrix":  # which has always two dimensions
+        assert found != arrays.layout_of(array.reshape((*array.shape, 1)))
+    assert (found[0], tuple(found[1]), found[2]) == (
+        vector.address,
+        tuple(array.shape),
+        array.dtype,
+    ) or not vector.count
+    memory = arrays.memory_at(found[0], vector.count, vector.dtype)
+    assert memory.tobytes() == bits(array)
+    memory[...] = pattern(vector.count, vector.dtype, seed=50)
+    assert bits(array) == memory.tobytes()
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+        assert arrays.layout_of(array) is None
+
+
+@pytest.mark.parametrize("other", [None, 3, [np.zeros(3)], (np.zeros(1), np.zeros(1)), "torch.sparse"])
+def test_what_is_no_plain_array_has_no_layout(other: Any) -> None:
+    assert arrays.layout_of(torch.eye(3).to_sparse() if other == "torch.sparse" else other) is None
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_writing_reaches_every_element_and_keeps_nothing(layout: str) -> None:
     array = LAYOUTS[layout]()
     dtype = arrays.dtype_of(array)

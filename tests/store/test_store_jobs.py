@@ -23,14 +23,15 @@ SHAPES = {
                         "one_call.py local mpi dist_sync"],
     "-n 1 -c 1 -s 7": [f"sums.py {BOTH}"],
     "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi",
-                        "one_call.py mpi dist_sync_mpi"],
+                        "one_call.py mpi dist_sync_mpi", "repeats.py FOLDER"],
     "-n 2 -c 1 -s 2": [f"sums.py {BOTH}"],
     "-n 2 -c 1 -s 7": [f"sums.py {BOTH}"],
     "-n 2 -c 2 -s 1": ["empty.py dist_sync_mpi", "lists.py FOLDER dist_sync"],
     "-n 2 -c 2 -s 2": ["averaging.py alone"],
-    "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi", "one_call.py mpi"],
+    "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi", "one_call.py mpi",
+                        "KVMPI_ALLREDUCE=ring repeats.py FOLDER", "KVMPI_NATIVE=off repeats.py FOLDER"],
     "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync"],
-    "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
+    "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi", "repeats.py FOLDER"],
     "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
     "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
     "-n 4 -c 2 -s 2": [
@@ -135,6 +136,11 @@ def test_arrays_of_the_store(options, program):
 def test_lists_of_keys(options, program):
     expected = [f"lists {name} right" for name in program.partition("FOLDER ")[2].split()]
     assert said(options, program) == [expected] * shape(options)[0]
+
+
+@of("repeats")
+def test_calls_that_are_made_again(options, program):
+    assert said(options, program) == [["repeats right"]] * shape(options)[0]
 
 
 @of("reduced")

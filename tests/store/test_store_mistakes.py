@@ -75,6 +75,7 @@ def test_a_forked_child_leaves_the_store_to_its_parent(job):
     ("options", "store", "others", "named", "call"),
     [
         ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "pushpull"),
+        ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "again"),
         ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "wait_all"),
         ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "barrier"),
         ("-n 3", "mpi", {0, 1}, "MPI rank 2 of this client", "save"),
@@ -88,7 +89,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, na
     assert done.returncode == 1
     late = dict(re.findall(r"^\[worker (\d+)\] late after [0-9.]+ s: (.*)$", done.stdout, re.MULTILINE))
     assert {int(worker) for worker in late} >= others, done.stdout + done.stderr
-    about = {"pushpull": "'w'", "wait_all": "'w'"}.get(call, f"{call}()")
+    about = f"{call}()" if call in ("barrier", "save") else "'w'"
     assert all(named in late[str(worker)] and about in late[str(worker)] for worker in others), late
     seconds = [float(text) for text in re.findall(r"late after ([0-9.]+) s", done.stdout)]
     assert max(seconds) < 2 * 3

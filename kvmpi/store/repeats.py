@@ -1,0 +1,148 @@
+"""Calls that are made again with arrays that lie where they lay: what was found out and planned then holds still.
+
+A step of a loop sums the arrays that the step before has summed, and of a sum of many small arrays most of the time is
+Python's, which looks at each. So the second call on the same keys with the same memory leaves a ``Repeat`` behind, and
+those after it only look whether they are that call. Memory is told by its address: a ``Repeat`` keeps no array.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from kvmpi import arrays
+from kvmpi.collectives import Batch, Call, Tensor
+from kvmpi.store.call import KeyState, Part
+from kvmpi.store.grammar import Key
+
+Buffer = npt.NDArray[Any]
+#: An operation, its scale, the keys, and the layouts of what is pushed and, if it is something else, pulled into.
+Signature = tuple[str, float, tuple[Key, ...], tuple[Any, ...], "tuple[Any, ...] | None"]
+
+#: Of one store; a step of a large model makes some dozens of calls.
+_MOST = 256
+#: After so many calls in a row that were others than before, only one in so many is looked at.
+_PATIENCE, _RARELY = 64, 16
+
+
+@dataclass(slots=True)
+class RepeatedPart:
+    """What the call does with one key: ``source`` is summed into ``outs``, which may be ``source`` too."""
+
+    state: KeyState
+    source: Buffer
+    outs: list[Buffer]
+
+
+@dataclass(slots=True)
+class Repeat:
+    """A call on keys, without what differs from one time to the next.
+
+    Attributes:
+        buckets: whose sums travel together.
+        labels: of the buckets, for messages.
+        calls: for the agreement, by ``async_op``.
+        batches: of the buckets; and the keys' ``values`` for which they were made, if those get the sums, too.
+    """
+
+    buckets: list[list[RepeatedPart]]
+    labels: list[str]
+    calls: tuple[Call, Call]
+    batches: list[Batch] = field(default_factory=list)
+    values: list[Buffer] = field(default_factory=list)
+
+    @property
+    def states(self) -> list[KeyState]:
+        return [part.state for bucket in self.buckets for part in bucket]
+
+    def plan(self, values: list[Buffer], common: list[bool]) -> None:
+        """Make the batches, unless they are for these values: of the keys in the order of the buckets, or none.
+
+        ``common``: which of them the ranks of a host share.
+        """
+        if self.batches and len(values) == len(self.values) and all(map(operator.is_, values, self.values)):
+            return
+        given = iter(zip(values, common, strict=True))
+        self.batches = [
+            Batch([_tensor(part, *next(given, (None, False))) for part in bucket], bucket[0].state.dtype)
+            for bucket in self.buckets
+        ]
+        self.values = values
+
+
+class Repeats:
+    """The calls of one store that have been made twice or more."""
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Repeat | None] = {}  # None: made once
+        self._misses = self._skipped = 0
+
+    def signature(self, op: str, scale: float, key: Any, value: Any, out: Any) -> Signature | None:
+        """What two calls have in common that do the same; None for one that is not worth, or able, to be repeated."""
+        if self._misses >= _PATIENCE:
+            self._skipped = (self._skipped + 1) % _RARELY
+            if self._skipped:
+                return None
+        if not isinstance(key, list | tuple):
+            key, value = [key], [value]
+            out = None if out is None else [out]
+        elif not isinstance(value, list | tuple) or len(key) != len(value):
+            return None
+        kinds = set(map(type, key))
+        if (kinds != {int} and kinds != {str}) or type(scale) not in (float, int):
+            return None
+        pushed = _layouts(value)
+        pulled = None if out is None or pushed is None else _layouts(out)
+        if pushed is None or (out is not None and (pulled is None or len(pulled) != len(key))):
+            return None
+        return op, scale, tuple(key), pushed, pulled
+
+    def find(self, signature: Signature) -> Repeat | None:
+        """What is known of the call."""
+        found = self._known.get(signature)
+        self._misses = 0 if found is not None else self._misses + 1
+        return found
+
+    def made(self, signature: Signature) -> bool:
+        """The call is made, and was not known; whether it had been made before, and ``keep`` is worth while."""
+        if signature in self._known:
+            return True
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[signature] = None
+        return False
+
+    def keep(self, signature: Signature, repeat: Repeat) -> None:
+        """Next time ``find`` returns this."""
+        self._known[signature] = repeat
+
+
+def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
+    try:
+        found = tuple(map(arrays.layout_of, given))
+    except Exception:  # no arrays as others are: whoever reads them says so, and tells the other workers
+        return None
+    return None if None in found else found
+
+
+def repeated_part(part: Part) -> RepeatedPart | None:
+    """The same without the arrays; None if anything but the memory of plain arrays takes part."""
+    if part.rows is not None or len(part.vectors) != 1 or not part.outs:
+        return None
+    [vector], state = part.vectors, part.state
+    if not (vector.on_host and vector.shared) or any(id(out) not in part.direct for out in part.outs):
+        return None
+    outs = [arrays.memory_at(arrays.address_of(buffer), state.count, state.dtype) for buffer in part.direct.values()]
+    return RepeatedPart(state, arrays.memory_at(vector.address, state.count, state.dtype), outs)
+
+
+def _tensor(part: RepeatedPart, value: Buffer | None, common: bool) -> Tensor:
+    if value is None:
+        return Tensor([part.source], part.outs[0], part.outs[1:])
+    if common:
+        return Tensor([part.source], value, part.outs)
+    return Tensor([part.source], part.outs[0], [value, *part.outs[1:]])
