@@ -115,14 +115,25 @@ class Engine(ABC):
                 is closed all the same, and whoever waits for one of them gets this error.
         """
 
-    def borrow(self, lane: str) -> AbstractContextManager[object]:
-        """Inside the ``with`` block the caller's thread does the work of an ordered lane, if that has none now.
+    def borrow(self, *lanes: str) -> AbstractContextManager[object]:
+        """Inside the ``with`` block the caller's thread does what it makes ready on these ordered lanes.
 
-        Where it waits for an operation, and nowhere else: then what the lane has runs here, without a hand-over to
-        another thread and back, until that operation has finished. A wait with a ``timeout_s``, or for what depends on
-        another lane, gives the lane back first. What is left at the end of the block is the lane's own business.
+        An operation that this thread pushes, or sets free, on a lane that does nothing just then wakes no thread: it
+        runs here when the caller waits for an operation, without a hand-over to another thread and back. First all that
+        is ready on the first lane, which is then given back for good, then of the second. A wait with a ``timeout_s``,
+        or for what depends on yet another lane, gives all back first. What is left at the end of the block is the
+        lanes' own business.
         """
         return nullcontext()
+
+    def run_borrowed(self) -> bool:
+        """Do what is ready on borrowed lanes: before a wait for something else. Whether there was anything."""
+        return False
+
+    @property
+    def borrows(self) -> bool:
+        """Whether there is something for ``run_borrowed`` to do."""
+        return False
 
     def raise_pending(self, var: Variable) -> None:
         """Raise the first undelivered failure that poisons ``var``, if there is one. Never waits."""

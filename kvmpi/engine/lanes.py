@@ -104,8 +104,8 @@ class OrderedLane(ThreadLane):
             super().summon(wake, start_thread)
 
     def lend(self, borrower: object) -> bool:
-        """Leave everything to ``borrower``; ``False`` if the lane has something to do."""
-        if self.borrower is not None or self.stopped or self._queue or len(self.parked) < self.num_started:
+        """Leave everything to ``borrower``; ``False`` if the lane is at work, or about to be."""
+        if self.borrower is not None or self.stopped or len(self.parked) < self.num_started:
             return False
         self.borrower = borrower
         return True

@@ -18,19 +18,21 @@ from kvmpi.machine import take_short_slices
 
 
 class _Loan:
-    """``with``: the calling thread has a lane; see ``Engine.borrow``."""
+    """``with``: the calling thread takes lanes when there is something to do; see ``Engine.borrow``."""
 
-    __slots__ = ("_engine", "lane", "runs")
+    __slots__ = ("_engine", "held", "runs", "wanted")
 
-    def __init__(self, engine: ThreadedEngine, lane: OrderedLane) -> None:
-        self._engine, self.lane = engine, lane
+    def __init__(self, engine: ThreadedEngine, lanes: list[OrderedLane]) -> None:
+        self._engine, self.wanted = engine, lanes
+        self.held: list[OrderedLane] = []  # in the order of ``wanted``
         self.runs = False  # an operation
 
     def __enter__(self) -> None:
-        self._engine._lend(self)
+        if self._engine._loan is None:
+            self._engine._local.loan = self
 
     def __exit__(self, *_: object) -> None:
-        self._engine._give_back(self)
+        self._engine._end_loan(self)
 
 
 class ThreadedEngine(Engine):
@@ -80,7 +82,7 @@ class ThreadedEngine(Engine):
             if isinstance(target, ThreadLane):
                 target.admit(op)
                 if ready and target.enqueue(op):
-                    target.summon(wake, self._start_thread)
+                    self._summon(target, wake)
         for call in wake:
             call()
         if ready and target.inline:
@@ -210,7 +212,7 @@ class ThreadedEngine(Engine):
                         if target is own:
                             own = None  # this thread takes one; more need more threads
                         else:
-                            target.summon(wake, self._start_thread)
+                            self._summon(target, wake)
             if goes_on and lane is not None:
                 following = lane.take()
             self._pending.discard(op)
@@ -246,47 +248,82 @@ class ThreadedEngine(Engine):
 
     # -- borrowed lanes ------------------------------------------------------------------------------------------
 
-    def borrow(self, lane: str) -> _Loan:
-        target = self._lanes[lane]
-        if not isinstance(target, OrderedLane):
-            raise ConfigError(f"borrow of lane {lane!r}: it is not ordered")
-        return _Loan(self, target)
+    def borrow(self, *lanes: str) -> _Loan:
+        found = [self._lanes[lane] for lane in lanes]
+        for lane in found:
+            if not isinstance(lane, OrderedLane):
+                raise ConfigError(f"borrow of lane {lane.name!r}: it is not ordered")
+        return _Loan(self, found)  # type: ignore[arg-type]
 
     # A signal may come between any two lines here. A loan that stays in ``_local`` by that does no harm: the next wait
-    # of this thread goes on with it, or gives it back.
-
-    def _lend(self, loan: _Loan) -> None:
-        if self._loan is None:
-            self._local.loan = loan
-            with self._lock:
-                lent = loan.lane.lend(loan)
-            if not lent:
-                self._local.loan = None
-
-    def _give_back(self, loan: _Loan | None) -> None:
-        if loan is not None and not loan.runs and self._loan is loan:
-            wake: list[Callable[[], object]] = []
-            with self._lock:
-                loan.lane.give_back(loan, wake, self._start_thread)
-            self._local.loan = None
-            for call in wake:
-                call()
+    # of this thread goes on with it, or ends it.
 
     @property
     def _loan(self) -> _Loan | None:
         """This thread's."""
         return getattr(self._local, "loan", None)
 
+    def _summon(self, lane: ThreadLane, wake: list[Callable[[], object]]) -> None:
+        """Under the lock: this thread has made something ready on ``lane``; arguments as of ``ThreadLane.summon``."""
+        loan = self._loan
+        if loan is not None and isinstance(lane, OrderedLane) and lane in loan.wanted:
+            if lane.borrower is loan:
+                return
+            if lane.lend(loan):
+                loan.held = [other for other in loan.wanted if other is lane or other in loan.held]
+                return
+        lane.summon(wake, self._start_thread)
+
+    def _give_back(self, loan: _Loan, lanes: list[OrderedLane]) -> None:
+        wake: list[Callable[[], object]] = []
+        with self._lock:
+            for lane in lanes:
+                lane.give_back(loan, wake, self._start_thread)
+            loan.held = [lane for lane in loan.held if lane.borrower is loan]
+        for call in wake:
+            call()
+
+    def _end_loan(self, loan: _Loan | None) -> None:
+        if loan is not None and not loan.runs and self._loan is loan:
+            loan.wanted = []
+            if loan.held:
+                self._give_back(loan, loan.held)
+            self._local.loan = None
+
+    @property
+    def borrows(self) -> bool:
+        loan = self._loan
+        return loan is not None and bool(loan.held) and not loan.runs
+
+    def run_borrowed(self) -> bool:
+        loan, ran = self._loan, False
+        while loan is not None and loan.held and not loan.runs:
+            ran = True
+            self._run_lane(loan, None)
+        return ran
+
     def _run_borrowed(self, op: Operation, timeout_s: float | None) -> None:
-        """This thread is about to wait for ``op``: meanwhile it does what there is to do on the lane that it has."""
+        """This thread is about to wait for ``op``: meanwhile it does what there is to do on the lanes that it has."""
         loan = self._loan
         if loan is None or loan.runs:
             return
+        while timeout_s is None and loan.held and not op._done:
+            self._run_lane(loan, op)
+        if not op._done:
+            self._end_loan(loan)
+
+    def _run_lane(self, loan: _Loan, op: Operation | None) -> None:
+        """Run what is ready on the first of the lanes, until ``op`` is done; if it is not, give the lane back.
+
+        While this thread may wait for other processes on a lane, it must have nothing to do on those before it.
+        """
+        lane = loan.held[0]
+        loan.wanted = loan.wanted[loan.wanted.index(lane) :]
         try:
             loan.runs = True
-            while timeout_s is None and not op._done:
+            while op is None or not op._done:
                 with self._lock:
-                    found = loan.lane.take() if loan.lane.borrower is loan else None
+                    found = lane.take() if lane.borrower is loan else None
                 if found is None:
                     break
                 self._run_inline(found)
@@ -295,8 +332,9 @@ class ThreadedEngine(Engine):
             raise
         finally:
             loan.runs = False
-        if not op._done:
-            self._give_back(loan)
+        if op is None or not op._done:
+            loan.wanted = loan.wanted[1:]
+            self._give_back(loan, [lane])
 
     # -- waiting and closing -------------------------------------------------------------------------------------
 
@@ -307,7 +345,7 @@ class ThreadedEngine(Engine):
 
     def _wait_drained(self, timeout_s: float | None) -> bool:
         """Wait for a moment without pending operations; ``False`` if time ran out."""
-        self._give_back(self._loan)
+        self._end_loan(self._loan)
         gate = threading.Lock()
         gate.acquire()
         with self._lock:

@@ -171,7 +171,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("push", priority, async_op)
         call.reduced = reduced
-        with self._lane_of(call):
+        with self._lanes_of(call, key):
             parts = self._enter_keys(call, key, value)
             works = self._start_push(parts, call)
             if reduced:
@@ -185,8 +185,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: ``out`` is unchanged.
         """
         call = self._call("pull", priority, async_op)
-        parts = self._enter_keys(call, key, None, out)
-        return self._complete([self._start_pull(part.state, part.outs, call) for part in parts], call)
+        with self._lanes_of(call, key):
+            parts = self._enter_keys(call, key, None, out)
+            return self._complete([self._start_pull(part.state, part.outs, call) for part in parts], call)
 
     def pushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, reduced: bool = False
@@ -201,7 +202,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
-        with self._lane_of(call):
+        with self._lanes_of(call, key):
             again = self._again(call, key, value, None if out is value else out)
             if again is not None:
                 return self._complete([again], call)
@@ -231,7 +232,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("allreduce", priority, async_op)
         call.scale = scale
-        with self._lane_of(call):
+        with self._lanes_of(call, key):
             again = self._again(call, key, value, None if out is value else out)
             if again is not None:
                 return self._complete([again], call)

@@ -327,9 +327,16 @@ class StoreCore:
             check_array(array, state.shape, state.dtype, f"{op} of key {group.key!r} on worker {self.rank}")
         return state
 
-    def _lane_of(self, call: Invocation) -> AbstractContextManager[object]:
-        """Around a call on keys: the lane that its caller borrows, see ``Engine.borrow``."""
-        return nullcontext()
+    def _lanes_of(self, call: Invocation, key: Any) -> AbstractContextManager[object]:
+        """Around a call on keys: the lanes that its caller borrows, see ``Engine.borrow``.
+
+        Who waits for a sum had better do it than wake another thread, which would take a core from other workers. What
+        servers answer about several keys another thread passes on, while this one reads the next.
+        """
+        if call.async_op or self.mpi_size == 1:
+            return nullcontext()
+        several = isinstance(key, list | tuple) and len(key) != 1
+        return self._engine.borrow("reduce") if several else self._engine.borrow("reduce", "broadcast")
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""

@@ -412,8 +412,11 @@ class DistStore(Commanding):
     # ---- the end
 
     def _help(self, work: Work) -> None:
-        if self._ps is not None:
-            self._ps.help(work)
+        self._engine.run_borrowed()
+        while self._ps is not None and not work.done():
+            self._ps.help(work, lambda: self._engine.borrows)
+            if not self._engine.run_borrowed():
+                return
 
     def _disconnect(self) -> None:
         if self._ps is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -80,12 +79,6 @@ class ReplicatedStore(KVStore):
         self._rule, self._updater = rule, updater
 
     # ---- operations
-
-    def _lane_of(self, call: Invocation) -> AbstractContextManager[object]:
-        # Who waits for a sum had better do it than wake another thread, which would take a core from other workers.
-        if call.async_op or self.mpi_size == 1:
-            return super()._lane_of(call)
-        return self._engine.borrow("reduce")
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         updates = call.op == "pushpull" and (self._rule is not None or self._updater is not None)

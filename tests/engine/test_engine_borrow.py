@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -196,6 +197,66 @@ def test_a_loan_that_a_signal_left_behind_is_used_by_the_next_wait(threaded: Thr
     threaded.close(TIMEOUT_S)
 
 
+def test_of_two_lanes_the_first_is_given_back_before_the_second_begins(engine: Engine) -> None:
+    """What others push on the first lane meanwhile goes on while the second lane's operation waits for it."""
+    trace, me = Trace(), threading.get_ident()
+    value, others = engine.variable("value"), threading.Event()
+
+    def wait_for_others() -> None:
+        trace.note("broadcast")
+        if isinstance(engine, ThreadedEngine):
+            threading.Thread(target=lambda: engine.push(others.set, lane="reduce"), daemon=True).start()
+            assert others.wait(TIMEOUT_S)
+
+    with engine.borrow("reduce", "broadcast"):
+        for name in ("a", "b"):
+            engine.push(lambda name=name: trace.note(name), writes=[value], lane="reduce")
+        engine.push(wait_for_others, reads=[value], lane="broadcast").wait()
+    engine.wait_all(TIMEOUT_S)
+    assert sorted(trace.names) == ["a", "b", "broadcast"]
+    assert trace.threads == [me] * 3
+
+
+def test_what_others_make_ready_wakes_their_thread_though_the_lane_is_wanted(threaded: ThreadedEngine) -> None:
+    """Else an operation that this thread waits for could wait for one that only this thread would run."""
+    trace, me = Trace(), threading.get_ident()
+    value, release = threaded.variable("value"), threading.Event()
+
+    def elsewhere() -> None:
+        assert release.wait(TIMEOUT_S)
+
+    threaded.push(elsewhere, writes=[value], lane="cpu")
+    earlier = threaded.push(lambda: trace.note("earlier"), writes=[value], lane="broadcast")
+    with threaded.borrow("reduce", "broadcast"):
+        threaded.push(lambda: trace.note("mine"), lane="reduce").wait()
+        release.set()
+        while not earlier.done():  # without a wait of this thread
+            time.sleep(0.001)
+    assert trace.names == ["mine", "earlier"]
+    assert [ident == me for ident in trace.threads] == [True, False]
+
+
+def test_what_this_thread_sets_free_it_runs_at_once_if_asked(threaded: ThreadedEngine) -> None:
+    trace, me = Trace(), threading.get_ident()
+    promise, value = Work("promise"), threaded.variable("value")
+    with threaded.borrow("reduce", "broadcast"):
+        assert not threaded.borrows
+        assert not threaded.run_borrowed()
+        threaded.push(lambda: promise, writes=[value], lane="inline")
+        last = threaded.push(lambda: trace.note("last"), reads=[value], lane="broadcast")
+        assert not threaded.borrows
+        promise.finish()
+        assert threaded.borrows
+        assert not last.done()
+        assert threaded.run_borrowed()
+        assert last.done()
+        assert not threaded.borrows
+        later = threaded.push(lambda: trace.note("later"), lane="reduce")
+        later.wait(TIMEOUT_S)  # a lane before that one is not taken any more
+    assert trace.names == ["last", "later"]
+    assert [ident == me for ident in trace.threads] == [True, False]
+
+
 def test_only_ordered_lanes_are_lent(threaded: ThreadedEngine) -> None:
     with pytest.raises(ConfigError, match="'cpu'"):
         threaded.borrow("cpu")
@@ -221,14 +282,14 @@ def test_many_threads_that_borrow_push_and_wait(threaded: ThreadedEngine, seed: 
 
         def push(number: int) -> None:
             if choose.random() < 0.3:
-                threaded.push(lambda: None, writes=[value], lane=choose.choice(["cpu", "inline"]))
+                threaded.push(lambda: None, writes=[value], lane=choose.choice(["cpu", "inline", "broadcast"]))
             reads = [value] if choose.random() < 0.5 else []
             works.append(threaded.push(lambda: run(thread, number), reads=reads, lane="reduce"))
 
         number = 0
         while number < 200:
             if choose.random() < 0.6:
-                with threaded.borrow("reduce"):
+                with threaded.borrow(*choose.choice([["reduce"], ["reduce", "broadcast"], ["broadcast"]])):
                     for _ in range(choose.randint(1, 4)):
                         push(number)
                         number += 1
