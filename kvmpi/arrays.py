@@ -35,7 +35,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 #: By type and by dtype, as they come: every array of every call is asked.
-_LIBRARIES: dict[type, str] = {}
+_LIBRARIES: dict[type, str] = {np.ndarray: "numpy"}
 _TORCH_NAMES: dict[Any, str] = {}
 
 Buffer = npt.NDArray[Any]
@@ -232,6 +232,11 @@ def layout_of(array: Any) -> tuple[Any, ...] | None:
     if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
         return None
     return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None
+
+
+def owner_of(array: Any) -> Any:
+    """What keeps the memory that the array has now, whatever becomes of the array."""
+    return array.untyped_storage() if _library(array) == "torch" else array
 
 
 def memory_at(address: int, count: int, dtype: str) -> Buffer:

@@ -137,12 +137,18 @@ class Engine(ABC):
 
     def raise_pending(self, var: Variable) -> None:
         """Raise the first undelivered failure that poisons ``var``, if there is one. Never waits."""
-        if not var.poisoned:
-            return
-        with self._lock:
-            failure = var.undelivered()
-        if failure is not None:
+        if (failure := self._undelivered_of(var)) is not None:
             raise failure.deliver()
+
+    def has_pending(self, var: Variable) -> bool:
+        """Whether ``raise_pending`` would raise."""
+        return self._undelivered_of(var) is not None
+
+    def _undelivered_of(self, var: Variable) -> Failure | None:
+        if not var.poisoned:
+            return None
+        with self._lock:
+            return var.undelivered()
 
     # -- for the engines -----------------------------------------------------------------------------------------
 

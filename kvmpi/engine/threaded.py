@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from kvmpi.deadline import Deadline
@@ -20,12 +20,17 @@ from kvmpi.machine import take_short_slices
 class _Loan:
     """``with``: the calling thread takes lanes when there is something to do; see ``Engine.borrow``."""
 
-    __slots__ = ("_engine", "held", "runs", "wanted")
+    __slots__ = ("_engine", "first", "lanes", "runs")
 
-    def __init__(self, engine: ThreadedEngine, lanes: list[OrderedLane]) -> None:
-        self._engine, self.wanted = engine, lanes
-        self.held: list[OrderedLane] = []  # in the order of ``wanted``
+    def __init__(self, engine: ThreadedEngine, lanes: tuple[OrderedLane, ...]) -> None:
+        self._engine, self.lanes = engine, lanes
+        self.first = 0  # lanes before this one are not taken any more
         self.runs = False  # an operation
+
+    @property
+    def held(self) -> Iterator[OrderedLane]:
+        """The lanes that the thread has: they know it, so that no signal can come between what two say of it."""
+        return (lane for lane in self.lanes if lane.borrower is self)
 
     def __enter__(self) -> None:
         if self._engine._loan is None:
@@ -249,14 +254,13 @@ class ThreadedEngine(Engine):
     # -- borrowed lanes ------------------------------------------------------------------------------------------
 
     def borrow(self, *lanes: str) -> _Loan:
-        found = [self._lanes[lane] for lane in lanes]
-        for lane in found:
-            if not isinstance(lane, OrderedLane):
-                raise ConfigError(f"borrow of lane {lane.name!r}: it is not ordered")
-        return _Loan(self, found)  # type: ignore[arg-type]
+        found = tuple(lane for lane in map(self._lanes.__getitem__, lanes) if isinstance(lane, OrderedLane))
+        if len(found) < len(lanes):
+            raise ConfigError(f"borrow of lanes {', '.join(map(repr, lanes))}: all must be ordered")
+        return _Loan(self, found)
 
-    # A signal may come between any two lines here. A loan that stays in ``_local`` by that does no harm: the next wait
-    # of this thread goes on with it, or ends it.
+    # A signal may come between any two lines here. A loan that stays in ``_local`` by that is ended by the next wait of
+    # this thread; until then others may wait for the lanes that it has.
 
     @property
     def _loan(self) -> _Loan | None:
@@ -266,40 +270,34 @@ class ThreadedEngine(Engine):
     def _summon(self, lane: ThreadLane, wake: list[Callable[[], object]]) -> None:
         """Under the lock: this thread has made something ready on ``lane``; arguments as of ``ThreadLane.summon``."""
         loan = self._loan
-        if loan is not None and isinstance(lane, OrderedLane) and lane in loan.wanted:
-            if lane.borrower is loan:
-                return
-            if lane.lend(loan):
-                loan.held = [other for other in loan.wanted if other is lane or other in loan.held]
-                return
-        lane.summon(wake, self._start_thread)
+        wanted = () if loan is None else loan.lanes[loan.first :]
+        if not (isinstance(lane, OrderedLane) and lane in wanted and (lane.borrower is loan or lane.lend(loan))):
+            lane.summon(wake, self._start_thread)
 
-    def _give_back(self, loan: _Loan, lanes: list[OrderedLane]) -> None:
+    def _give_back(self, loan: _Loan, lanes: Iterable[OrderedLane]) -> None:
         wake: list[Callable[[], object]] = []
         with self._lock:
             for lane in lanes:
                 lane.give_back(loan, wake, self._start_thread)
-            loan.held = [lane for lane in loan.held if lane.borrower is loan]
         for call in wake:
             call()
 
     def _end_loan(self, loan: _Loan | None) -> None:
         if loan is not None and not loan.runs and self._loan is loan:
-            loan.wanted = []
-            if loan.held:
-                self._give_back(loan, loan.held)
+            self._give_back(loan, loan.lanes)
             self._local.loan = None
 
     @property
     def borrows(self) -> bool:
         loan = self._loan
-        return loan is not None and bool(loan.held) and not loan.runs
+        return loan is not None and not loan.runs and any(True for _ in loan.held)
 
     def run_borrowed(self) -> bool:
         loan, ran = self._loan, False
-        while loan is not None and loan.held and not loan.runs:
-            ran = True
-            self._run_lane(loan, None)
+        if loan is not None and not loan.runs:
+            while (lane := next(loan.held, None)) is not None:
+                ran = True
+                self._run_lane(loan, lane, None)
         return ran
 
     def _run_borrowed(self, op: Operation, timeout_s: float | None) -> None:
@@ -307,34 +305,38 @@ class ThreadedEngine(Engine):
         loan = self._loan
         if loan is None or loan.runs:
             return
-        while timeout_s is None and loan.held and not op._done:
-            self._run_lane(loan, op)
+        while timeout_s is None and not op._done and (lane := next(loan.held, None)) is not None:
+            self._run_lane(loan, lane, op)
         if not op._done:
             self._end_loan(loan)
 
-    def _run_lane(self, loan: _Loan, op: Operation | None) -> None:
-        """Run what is ready on the first of the lanes, until ``op`` is done; if it is not, give the lane back.
+    def _run_lane(self, loan: _Loan, lane: OrderedLane, op: Operation | None) -> None:
+        """Run what is ready on the first lane that the thread has, until ``op`` is done; else give the lane back.
 
         While this thread may wait for other processes on a lane, it must have nothing to do on those before it.
         """
-        lane = loan.held[0]
-        loan.wanted = loan.wanted[loan.wanted.index(lane) :]
+        loan.first = loan.lanes.index(lane)
+        interrupt: Failure | None = None
         try:
             loan.runs = True
-            while op is None or not op._done:
+            while interrupt is None and (op is None or not op._done):
                 with self._lock:
                     found = lane.take() if lane.borrower is loan else None
                 if found is None:
                     break
-                self._run_inline(found)
+                failure = self._run_inline(found)
+                if failure is not None and found is not op and not isinstance(failure.error, Exception):
+                    interrupt = failure  # Ctrl-C: it must not wait until whoever waits for that operation hears of it
         except BaseException as error:  # between two steps of the engine's own, which may be half done
             self._end(error)
             raise
         finally:
             loan.runs = False
         if op is None or not op._done:
-            loan.wanted = loan.wanted[1:]
-            self._give_back(loan, [lane])
+            loan.first += 1
+            self._give_back(loan, (lane,))
+        if interrupt is not None and interrupt.delivered_at is None:
+            raise interrupt.deliver()
 
     # -- waiting and closing -------------------------------------------------------------------------------------
 

@@ -173,11 +173,15 @@ class Link:
         self._trouble = error
         self._waker.wake()
 
-    def help(self, work: Work, until: Callable[[], bool] = bool) -> None:
+    def help(self, work: Work, until: Callable[[], bool] | None = None) -> None:
         """Do the thread's part in the thread at hand, which waits for ``work`` and would be told by the other.
 
         Returns when ``work`` is done, or what came has made ``until`` true, or at once if that is not possible.
         """
+
+        def is_over() -> bool:
+            return work.done() or (until is not None and until())
+
         watch = self._watch
         if work.done() or watch is None or not self._helps.acquire(blocking=False):
             return
@@ -186,7 +190,7 @@ class Link:
                 me = threading.get_ident()
                 work.add_done_callback(lambda _: None if threading.get_ident() == me else watch.nudge())
                 try:
-                    while not work.done() and not until() and self._help_on(work, watch, until):
+                    while not is_over() and self._help_on(watch, is_over):
                         pass
                 finally:
                     watch.end_to_stand_in()
@@ -195,7 +199,7 @@ class Link:
             if self._inbox:  # somebody has relied on whoever had the turn
                 self._waker.wake()
 
-    def _help_on(self, work: Work, watch: Watch[Connection], until: Callable[[], bool]) -> bool:
+    def _help_on(self, watch: Watch[Connection], is_over: Callable[[], bool]) -> bool:
         """Read what is there, and wait for more; whether there may be more to do."""
         with self._turn:
             if self._stop or self._trouble is not None or watch is not self._watch:
@@ -208,8 +212,8 @@ class Link:
                 if not isinstance(error, Exception):
                     raise
                 return False
-        if work.done() or until() or self._inbox:
-            return not work.done()
+        if is_over() or self._inbox:
+            return True
         ready = watch.stand_in(_AWAKE_S)
         with self._turn:
             self._unread |= dict.fromkeys(ready)

@@ -79,7 +79,7 @@ class Participant(ABC):
     def _staleness(self, key: Key) -> int:
         """How many updates old the value was from which the last push of ``key`` was computed."""
 
-    def help(self, work: Work, until: Callable[[], bool] = bool) -> None:
+    def help(self, work: Work, until: Callable[[], bool] | None = None) -> None:
         """What a caller does best that has nothing to do until ``work`` is done; it still has to wait for it.
 
         ``until``: whether this thread has something else to do by then.

@@ -331,9 +331,10 @@ class StoreCore:
         """Around a call on keys: the lanes that its caller borrows, see ``Engine.borrow``.
 
         Who waits for a sum had better do it than wake another thread, which would take a core from other workers. What
-        servers answer about several keys another thread passes on, while this one reads the next.
+        servers answer about several keys another thread passes on, while this one reads the next. A timeline shows what
+        there is to do on the rows of the lanes.
         """
-        if call.async_op or self.mpi_size == 1:
+        if call.async_op or self.mpi_size == 1 or timeline.on:
             return nullcontext()
         several = isinstance(key, list | tuple) and len(key) != 1
         return self._engine.borrow("reduce") if several else self._engine.borrow("reduce", "broadcast")

@@ -23,10 +23,14 @@ Buffer = npt.NDArray[Any]
 #: An operation, its scale, the keys, and the layouts of what is pushed and, if it is something else, pulled into.
 Signature = tuple[str, float, tuple[Key, ...], tuple[Any, ...], "tuple[Any, ...] | None"]
 
-#: Of one store; a step of a large model makes some dozens of calls.
-_MOST = 256
+#: Of all known calls of one store, a kilobyte each; and how many calls are remembered to have been made.
+_MOST_KEYS, _MOST_MADE = 1 << 14, 1 << 14
 #: After so many calls in a row that were others than before, only one in so many is looked at.
 _PATIENCE, _RARELY = 64, 16
+
+
+#: Arrays of calls that have failed while others could write to them: these may do so much later.
+kept_for_late_ranks: list[Any] = []
 
 
 @dataclass(slots=True)
@@ -78,7 +82,9 @@ class Repeats:
     """The calls of one store that have been made twice or more."""
 
     def __init__(self) -> None:
-        self._known: dict[Signature, Repeat | None] = {}  # None: made once
+        self._known: dict[Signature, Repeat] = {}
+        self._num_keys = 0  # of all of them
+        self._made: set[int] = set()  # hashes of signatures
         self._misses = self._skipped = 0
 
     def signature(self, op: str, scale: float, key: Any, value: Any, out: Any) -> Signature | None:
@@ -90,14 +96,14 @@ class Repeats:
         if not isinstance(key, list | tuple):
             key, value = [key], [value]
             out = None if out is None else [out]
-        elif not isinstance(value, list | tuple) or len(key) != len(value):
+        elif any(given is not None and not _fits(given, key) for given in (value, out)):
             return None
         kinds = set(map(type, key))
         if (kinds != {int} and kinds != {str}) or type(scale) not in (float, int):
             return None
         pushed = _layouts(value)
         pulled = None if out is None or pushed is None else _layouts(out)
-        if pushed is None or (out is not None and (pulled is None or len(pulled) != len(key))):
+        if pushed is None or (out is not None and pulled is None):
             return None
         return op, scale, tuple(key), pushed, pulled
 
@@ -109,16 +115,25 @@ class Repeats:
 
     def made(self, signature: Signature) -> bool:
         """The call is made, and was not known; whether it had been made before, and ``keep`` is worth while."""
-        if signature in self._known:
+        found = hash(signature)
+        if found in self._made:
             return True
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[signature] = None
+        if len(self._made) >= _MOST_MADE:
+            self._made.clear()
+        self._made.add(found)
         return False
 
     def keep(self, signature: Signature, repeat: Repeat) -> None:
         """Next time ``find`` returns this."""
+        self._num_keys += len(signature[2])
+        if self._num_keys > _MOST_KEYS:
+            self._known.clear()
+            self._num_keys = len(signature[2])
         self._known[signature] = repeat
+
+
+def _fits(given: Any, key: Sequence[Any]) -> bool:
+    return isinstance(given, list | tuple) and len(given) == len(key)
 
 
 def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -25,7 +25,7 @@ from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, label_of
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
-from kvmpi.store.repeats import Repeat, RepeatedPart, Repeats, repeated_part
+from kvmpi.store.repeats import Repeat, RepeatedPart, Repeats, kept_for_late_ranks, repeated_part
 from kvmpi.store.rows import union_of
 from kvmpi.trace import timeline
 
@@ -90,7 +90,7 @@ class ReplicatedStore(KVStore):
         if repeat is None:
             return None
         states = repeat.states
-        if any(state.sent.poisoned or state.value.poisoned for state in states):
+        if self._has_pending(states):
             return None
         call.scale = float(call.scale)
         given = [(value if out is None else out), value]
@@ -98,7 +98,9 @@ class ReplicatedStore(KVStore):
         arrays.note_writes(written)
         for state in states:
             state.pushes += 1
-        keep = [*written, *read]  # or the caller might free what is still to be summed
+        keep = [*written, *read]
+        if call.async_op:  # the caller might free what is still to be summed
+            keep = list(map(arrays.owner_of, keep))
 
         def run(cause: BaseException | None, keep: Any = keep) -> None:
             if call.async_op:
@@ -107,11 +109,16 @@ class ReplicatedStore(KVStore):
                 self._agree(repeat.calls[0], call)
             replicas = [self._replicas[state.key] for state in states] if call.op == "pushpull" else []
             repeat.plan([replica.value for replica in replicas], [replica.common for replica in replicas])
-            for batch, label in zip(repeat.batches, repeat.labels, strict=True):
-                self._reduce.sum_batch(batch, call.deadline, label, call.scale)
+            try:
+                for batch, label in zip(repeat.batches, repeat.labels, strict=True):
+                    self._reduce.sum_batch(batch, call.deadline, label, call.scale)
+            except BaseException:
+                kept_for_late_ranks.append(keep)
+                raise
             if replicas:
                 self._recorder.add("copy", 0.0, sum(replica.value.nbytes for replica in replicas), calls=0)
-            if cause is not None:
+            # An agreement that has failed was about another call.
+            if cause is not None and self._has_pending(states):
                 raise cause
 
         writes = [state.sent for state in states]
@@ -124,6 +131,11 @@ class ReplicatedStore(KVStore):
         call.done.append(self._engine.variable(f"agreement on {call.op}"))
         self._agree_op(lambda _: self._agree(repeat.calls[1], call), call.done, call.op, ahead=True)
         return self._engine.push(run, reads=call.done, writes=writes, lane="reduce", name=name, no_skip=True)
+
+    def _has_pending(self, states: Sequence[KeyState]) -> bool:
+        """Whether an earlier call on the keys has left an error that nobody has seen yet."""
+        has = self._engine.has_pending
+        return any(has(state.sent) or has(state.value) for state in states)
 
     def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
         signature = call.signature
@@ -147,8 +159,10 @@ class ReplicatedStore(KVStore):
         return [self._clock, details]
 
     def _reads_values(self, parts: Sequence[RepeatedPart]) -> bool:
-        """Whether what is pushed lies in a key's value."""
-        values = sorted(arrays.span_of(replica.value) for replica in self._replicas.values())
+        """Whether what is pushed lies in a key's value, or in what changes places with it."""
+        memory = [replica.value for replica in self._replicas.values()]
+        memory += [state.buffer for state in self._keys.values() if state.buffer is not None]
+        values = sorted(map(arrays.span_of, memory))
         starts, stops = [start for start, _ in values], [stop for _, stop in values]
         spans = [arrays.span_of(part.source) for part in parts]
         return any(bisect.bisect_left(starts, stop) > bisect.bisect_right(stops, start) for start, stop in spans)

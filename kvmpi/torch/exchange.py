@@ -380,7 +380,13 @@ class Exchange:
             arrays.append(self._all_used)
         if keys and self._kv is not None:
             # What is waited for next is summed in this thread.
-            work, _ = start_sum(self._kv, keys, arrays, self._scale, numbers[0], wait=not self._overlap)
+            try:
+                work, _ = start_sum(self._kv, keys, arrays, self._scale, numbers[0], wait=not self._overlap)
+            except Exception as error:
+                if self._overlap:
+                    raise
+                work = Work("sum of gradients")
+                work.finish(error)  # to be raised where all is waited for
             if work is not None:
                 self._flying.append(work)
 

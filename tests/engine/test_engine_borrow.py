@@ -186,6 +186,56 @@ def test_a_signal_between_two_steps_of_the_engine_ends_it_and_all_who_wait(
     threaded.close(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("where", ["_give_back", "_end_loan"])
+def test_a_signal_while_a_lane_is_given_back_leaves_it_to_the_next_wait(
+    threaded: ThreadedEngine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    trace, interrupts = Trace(), [KeyboardInterrupt()]
+    given = getattr(threaded, where)
+
+    def interrupt(*arguments: object) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        given(*arguments)
+
+    monkeypatch.setattr(threaded, where, interrupt)
+    with pytest.raises(KeyboardInterrupt), threaded.borrow("reduce", "broadcast"):
+        threaded.push(lambda: trace.note("a"), lane="reduce").wait()
+    assert not interrupts
+    late = threading.Thread(target=lambda: threaded.push(lambda: trace.note("b"), lane="reduce"), daemon=True)
+    late.start()
+    late.join(TIMEOUT_S)
+    for lane in ("cpu", "reduce", "broadcast"):
+        threaded.push(lambda lane=lane: trace.note(lane), lane=lane).wait()
+    threaded.wait_all(TIMEOUT_S)
+    assert sorted(trace.names) == ["a", "b", "broadcast", "cpu", "reduce"]
+    threaded.push(lambda: trace.note("c"), lane="reduce").wait(TIMEOUT_S)
+    assert trace.threads[-1] != threading.get_ident()
+
+
+def test_ctrl_c_in_what_is_run_for_another_thread_is_heard_here_too(threaded: ThreadedEngine) -> None:
+    trace, works, pushed = Trace(), list[Work](), threading.Event()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def push_elsewhere() -> None:
+        works.append(threaded.push(interrupted, lane="reduce", name="theirs"))
+        pushed.set()
+
+    with threaded.borrow("reduce"):
+        threaded.push(lambda: trace.note("mine"), lane="reduce")
+        threading.Thread(target=push_elsewhere, daemon=True).start()
+        assert pushed.wait(TIMEOUT_S)
+        last = threaded.push(lambda: trace.note("last"), lane="reduce")
+        with pytest.raises(KeyboardInterrupt):
+            last.wait()
+    last.wait(TIMEOUT_S)
+    assert trace.names == ["mine", "last"]
+    with pytest.raises(KeyboardInterrupt):
+        works[0].wait(TIMEOUT_S)
+
+
 def test_a_loan_that_a_signal_left_behind_is_used_by_the_next_wait(threaded: ThreadedEngine) -> None:
     trace = Trace()
     threaded.borrow("reduce").__enter__()  # and no exit
