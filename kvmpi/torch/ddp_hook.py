@@ -59,7 +59,6 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             kv.init(key, torch.zeros_like(gradients))
             made.add(key)
         work, left = start_sum(kv, key, gradients, 1.0 / kv.num_workers)
-        assert work is not None
         return future_of(work, lambda: gradients if left == 1.0 else gradients.mul_(left))
 
     hook.__annotations__.clear()  # DDP compares them with its own, which are no strings

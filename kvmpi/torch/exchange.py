@@ -379,16 +379,7 @@ class Exchange:
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
-            # What is waited for next is summed in this thread.
-            try:
-                work, _ = start_sum(self._kv, keys, arrays, self._scale, numbers[0], wait=not self._overlap)
-            except Exception as error:
-                if self._overlap:
-                    raise
-                work = Work("sum of gradients")
-                work.finish(error)  # to be raised where all is waited for
-            if work is not None:
-                self._flying.append(work)
+            self._flying.append(start_sum(self._kv, keys, arrays, self._scale, numbers[0])[0])
 
     def _push(self, number: int, weights: Weights) -> None:
         """Gradients leave, and weights come back."""
@@ -416,7 +407,7 @@ class Exchange:
             self._open, self.fresh, self._are_sums = False, True, self._weights is None
             self._listen()
             if self.norms is not None:
-                self.norms.start(wait=not self._overlap)
+                self.norms.start()
             if self._weights is None:
                 self._receive()
             if self.norms is not None:

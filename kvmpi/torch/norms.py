@@ -44,8 +44,8 @@ class NormBuffers:
         """This worker has no more batches: what it has is not asked for."""
         self._takes_part = False
 
-    def start(self, *, wait: bool = False) -> None:
-        """Send them; ``wait``: until they are back. Collective."""
+    def start(self) -> None:
+        """Send them. Collective."""
         if not self._vectors:
             return
         for _, vector, buffers in self._vectors:
@@ -54,13 +54,14 @@ class NormBuffers:
             else:
                 vector.zero_()
         keys, vectors = [key for key, _, _ in self._vectors], [vector for _, vector, _ in self._vectors]
-        self._work = summing(self._kv)(keys, vectors, async_op=not wait)
+        self._work = summing(self._kv)(keys, vectors, async_op=True)
 
     def finish(self) -> None:
         """Take what has come back."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
         for _, vector, buffers in self._vectors:
             count = int(vector[-1])
             if not count:  # the first worker has joined: everybody keeps its own

@@ -129,16 +129,14 @@ def summing(kv: KVStore) -> Callable[..., Work | None]:
     return kv.allreduce if kv.is_capable("allreduce") else kv.pushpull
 
 
-def start_sum(
-    kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0, *, wait: bool = False
-) -> tuple[Work | None, float]:
-    """Start to sum gradients over workers, in place; and what the sum is still to be multiplied by then.
-
-    ``wait``: until they are summed; then there is no Work.
-    """
+def start_sum(kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0) -> tuple[Work, float]:
+    """Start to sum gradients over workers, in place; and what the sum is still to be multiplied by then."""
     if kv.is_capable("allreduce"):
-        return kv.allreduce(key, value, None, priority, async_op=not wait, scale=scale), 1.0
-    return kv.pushpull(key, value, None, priority, async_op=not wait), scale
+        work, scale = kv.allreduce(key, value, None, priority, async_op=True, scale=scale), 1.0
+    else:
+        work = kv.pushpull(key, value, None, priority, async_op=True)
+    assert work is not None
+    return work, scale
 
 
 def next_key(kv: KVStore) -> int:
