@@ -32,6 +32,9 @@ class Engine(ABC):
     All methods may be called from any thread; ``wait_all`` and ``close`` not from inside an operation.
     """
 
+    #: What an operation calls before a thread parks to wait for it.
+    _run_borrowed: Callable[[Operation, float | None], object] | None = None
+
     def __init__(self, num_threads: int) -> None:
         self._lock = threading.Lock()  # guards all state of the engine, its lanes, variables and operations
         self._closed = False
@@ -176,9 +179,6 @@ class Engine(ABC):
         return Operation(
             fn, tuple(read), tuple(written), target, priority, name, no_skip, self._lock, self._run_borrowed
         )  # fmt: skip
-
-    #: What an operation calls before a thread parks to wait for it.
-    _run_borrowed: Callable[[Operation, float | None], object] | None = None
 
     def _check_open(self, what: str) -> None:
         if self._closed:

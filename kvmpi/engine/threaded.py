@@ -122,11 +122,12 @@ class ThreadedEngine(Engine):
                     return
                 if in_time and self._pending:
                     continue  # pushed by someone between the last completion and now
-                self._closed = True
-                pending = list(self._pending)
+                error = None
+                if self._pending:
+                    error = KVTimeoutError(f"close: gave up after {timeout_s} s; {stuck(list(self._pending))}")
+                tell = self._stop(error)
                 break
-        error = KVTimeoutError(f"close: gave up after {timeout_s} s; {stuck(pending)}") if pending else None
-        self._end(error)
+        tell()
         if error is not None:
             raise error
         for thread in self._threads:
@@ -328,7 +329,9 @@ class ThreadedEngine(Engine):
                 if failure is not None and found is not op and not isinstance(failure.error, Exception):
                     interrupt = failure  # Ctrl-C: it must not wait until whoever waits for that operation hears of it
         except BaseException as error:  # between two steps of the engine's own, which may be half done
-            self._end(error)
+            with self._lock:
+                tell = self._stop(error)
+            tell()
             raise
         finally:
             loan.runs = False
@@ -366,17 +369,20 @@ class ThreadedEngine(Engine):
                         opened = True  # just now
         return opened
 
-    def _end(self, error: BaseException | None) -> None:
-        """Stop the threads; with an ``error``, end what is pending with that."""
-        with self._lock:
-            self._closed = True
-            callbacks = self._abandon(error) if error is not None else []
-            gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
-        for gate in gates:
-            gate.release()
-        self._log_undelivered()
-        for op, fns in callbacks:
-            op._call_back(fns)
+    def _stop(self, error: BaseException | None) -> Callable[[], None]:
+        """Under the lock: stop the threads; with an ``error``, end what is pending. Returns what tells all of it."""
+        self._closed = True
+        callbacks = self._abandon(error) if error is not None else []
+        gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
+
+        def tell() -> None:
+            for gate in gates:
+                gate.release()
+            self._log_undelivered()
+            for op, fns in callbacks:
+                op._call_back(fns)
+
+        return tell
 
     def _abandon(self, error: BaseException) -> list[tuple[Operation, list[Callable[[Work], object]]]]:
         """Under the lock: end every pending operation, so that nobody waits for ever; returns callbacks to run.

@@ -82,7 +82,7 @@ class Participant(ABC):
     def help(self, work: Work, until: Callable[[], bool] | None = None) -> None:
         """What a caller does best that has nothing to do until ``work`` is done; it still has to wait for it.
 
-        ``until``: whether this thread has something else to do by then.
+        It also ends when ``until()`` is true: what this thread has read gives it something else to do.
         """
         self._link.help(work, until)
 

@@ -202,13 +202,19 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
+        return self._push_and_pull(call, key, value, out, self._start_pushpull)
+
+    def _push_and_pull(
+        self, call: Invocation, key: Any, value: Any, out: Any, start: Callable[[list[Part], Invocation], list[Work]]
+    ) -> Work | None:
+        """Push and pull in one call, which ``start`` begins unless it is known."""
         with self._lanes_of(call, key):
             again = self._again(call, key, value, None if out is value else out)
             if again is not None:
                 return self._complete([again], call)
             parts = self._enter_keys(call, key, value, value if out is None else out)
-            works = self._start_pushpull(parts, call)
-            if reduced:
+            works = start(parts, call)
+            if call.reduced:
                 self._await_copies(parts, call)
             self._note_made(call, parts)
             return self._complete(works, call)
@@ -232,14 +238,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("allreduce", priority, async_op)
         call.scale = scale
-        with self._lanes_of(call, key):
-            again = self._again(call, key, value, None if out is value else out)
-            if again is not None:
-                return self._complete([again], call)
-            parts = self._enter_keys(call, key, value, value if out is None else out)
-            works = self._start_allreduce(parts, call)
-            self._note_made(call, parts)
-            return self._complete(works, call)
+        return self._push_and_pull(call, key, value, out, self._start_allreduce)
 
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.

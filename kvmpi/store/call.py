@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import numbers
@@ -242,6 +243,20 @@ def keep_apart(parts: Sequence[Part]) -> None:
     for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
         number, i, _, _ = sources[index]
         parts[number].vectors[i] = parts[number].vectors[i].copied()
+
+
+def meeting(memory: Iterable[Buffer]) -> Callable[[Buffer], bool]:
+    """Whether a flat array shares memory with any of these, which share none with each other."""
+    spans = sorted(map(arrays.span_of, memory))
+
+    def meets(array: Buffer) -> bool:
+        start = arrays.address_of(array)
+        if not spans or start >= spans[-1][1]:  # as a rule
+            return False
+        after = bisect.bisect_left(spans, (start + array.nbytes, 0))  # the first that begins behind it
+        return after > 0 and spans[after - 1][1] > start
+
+    return meets
 
 
 def about(parts: Sequence[Part]) -> Key | None:

@@ -217,9 +217,7 @@ class StoreCore:
         if self._reduce.size == 1:
             return prepared
         signature = Call(call.op, tuple(described), failure, lambda: [self._clock, details(prepared)])
-        call.done.append(self._engine.variable(f"agreement on {call.op}"))
-
-        work = self._agree_op(lambda _: self._agree(signature, call), call.done, call.op, ahead=call.async_op)
+        work = self._agree_op(signature, call)
         if failure is not None:
             work.wait()
             raise failure
@@ -241,8 +239,14 @@ class StoreCore:
             call.error = error
             raise
 
-    def _agree_op(
-        self, run: Callable[[BaseException | None], None], writes: Sequence[Variable], op: str, *, ahead: bool
+    def _agree_op(self, signature: Call, call: Invocation) -> Work:
+        """Push: ``_agree``, which ``call.done`` stands for."""
+        name = f"agreement on {call.op}"
+        call.done.append(self._engine.variable(name))
+        return self._after_agreements(lambda _: self._agree(signature, call), call.done, name, ahead=call.async_op)
+
+    def _after_agreements(
+        self, run: Callable[[BaseException | None], None], writes: Sequence[Variable], name: str, *, ahead: bool
     ) -> Work:
         """Push: ``run`` agrees with the other workers on a call, after all calls before it.
 
@@ -250,7 +254,6 @@ class StoreCore:
             ahead: while sums of earlier calls are under way; else in the thread that sums next, without a hand-over.
         """
         lane = "agree" if ahead else "reduce"
-        name = f"agree on {op}"
         return self._engine.push(run, writes=[*writes, self._agreements], lane=lane, name=name, no_skip=True)
 
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:

@@ -415,7 +415,7 @@ class DistStore(Commanding):
         self._engine.run_borrowed()
         while self._ps is not None and not work.done():
             self._ps.help(work, lambda: self._engine.borrows)
-            if not self._engine.run_borrowed():
+            if not self._engine.run_borrowed():  # what this thread has read goes to other workers
                 return
 
     def _disconnect(self) -> None:

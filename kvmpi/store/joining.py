@@ -121,7 +121,7 @@ class Follower:
             found.append(store._reduce.agree(Call(JOIN), Deadline(store._config.timeout_s)))
 
         try:
-            store._agree_op(run, (), JOIN, ahead=False).wait()
+            store._after_agreements(run, (), JOIN, ahead=False).wait()
         except PeerLostError:
             for state in store._keys.values():  # what was lost in an exchange says more
                 store._raise_pending(state)

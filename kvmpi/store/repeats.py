@@ -8,16 +8,22 @@ those after it only look whether they are that call. Memory is told by its addre
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
 from kvmpi import arrays
-from kvmpi.collectives import Batch, Call, Tensor
-from kvmpi.store.call import KeyState, Part
+from kvmpi.collectives import Batch, Call, Comm, Tensor
+from kvmpi.config import Config
+from kvmpi.engine import Work
+from kvmpi.store.call import Invocation, KeyState, Part, label_of, meeting
+from kvmpi.store.core import StoreCore
 from kvmpi.store.grammar import Key
+from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 #: An operation, its scale, the keys, and the layouts of what is pushed and, if it is something else, pulled into.
@@ -27,8 +33,6 @@ Signature = tuple[str, float, tuple[Key, ...], tuple[Any, ...], "tuple[Any, ...]
 _MOST_KEYS, _MOST_MADE = 1 << 14, 1 << 14
 #: After so many calls in a row that were others than before, only one in so many is looked at.
 _PATIENCE, _RARELY = 64, 16
-
-
 #: Arrays of calls that have failed while others could write to them: these may do so much later.
 kept_for_late_ranks: list[Any] = []
 
@@ -50,7 +54,7 @@ class Repeat:
         buckets: whose sums travel together.
         labels: of the buckets, for messages.
         calls: for the agreement, by ``async_op``.
-        batches: of the buckets; and the keys' ``values`` for which they were made, if those get the sums, too.
+        batches: of the buckets; and the ``values`` of the keys for which they were made, if those get the sums, too.
     """
 
     buckets: list[list[RepeatedPart]]
@@ -63,19 +67,20 @@ class Repeat:
     def states(self) -> list[KeyState]:
         return [part.state for bucket in self.buckets for part in bucket]
 
-    def plan(self, values: list[Buffer], common: list[bool]) -> None:
+    def plan(self, values: Sequence[tuple[Buffer, bool]]) -> None:
         """Make the batches, unless they are for these values: of the keys in the order of the buckets, or none.
 
-        ``common``: which of them the ranks of a host share.
+        With each value comes whether the ranks of a host share it.
         """
-        if self.batches and len(values) == len(self.values) and all(map(operator.is_, values, self.values)):
+        memory = [value for value, _ in values]
+        if self.batches and len(memory) == len(self.values) and all(map(operator.is_, memory, self.values)):
             return
-        given = iter(zip(values, common, strict=True))
+        given = iter(values)
         self.batches = [
             Batch([_tensor(part, *next(given, (None, False))) for part in bucket], bucket[0].state.dtype)
             for bucket in self.buckets
         ]
-        self.values = values
+        self.values = memory
 
 
 class Repeats:
@@ -161,3 +166,107 @@ def _tensor(part: RepeatedPart, value: Buffer | None, common: bool) -> Tensor:
     if common:
         return Tensor([part.source], value, part.outs)
     return Tensor([part.source], part.outs[0], [value, *part.outs[1:]])
+
+
+class Repeating(StoreCore):
+    """The part of a store that makes calls on keys as they were made before; for values that are in the workers."""
+
+    def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
+        super().__init__(type_name, config, comm)
+        self._repeats = Repeats()
+
+    @property
+    @abstractmethod
+    def _assigns(self) -> bool:
+        """Whether a value becomes the sum that is pushed."""
+
+    @abstractmethod
+    def _values_of(self, states: Sequence[KeyState]) -> list[tuple[Buffer, bool]]:
+        """The values of these keys, each with whether the ranks of a host share it."""
+
+    @abstractmethod
+    def _value_memory(self) -> list[Buffer]:
+        """The values of all keys that have one by now."""
+
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+        usual = self.mpi_size > 1 and not call.reduced and not timeline.on and type(call.priority) is int
+        able = not (self._closed or self._joined or self._forked) and (call.op == "allreduce" or self._assigns)
+        if not (usual and able):
+            return None
+        signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)
+        repeat = None if signature is None else self._repeats.find(signature)
+        if repeat is None or self._has_pending(repeat.states):
+            return None
+        call.scale = float(call.scale)
+        arrays_of = list if isinstance(key, list | tuple) else lambda array: [array]
+        read = arrays_of(value)
+        written = read if out is None else arrays_of(out)
+        arrays.note_writes(written)
+        for state in repeat.states:
+            state.pushes += 1
+        return self._repeat_op(repeat, call, [*written, *read])
+
+    def _repeat_op(self, repeat: Repeat, call: Invocation, keep: list[Any]) -> Work:
+        """Push: agree, and sum all buckets; ``keep`` are the arrays that the call was given."""
+        states, assigns = repeat.states, call.op == "pushpull"
+        if call.async_op:  # the caller might free what is still to be summed
+            keep = list(map(arrays.owner_of, keep))
+
+        def run(cause: BaseException | None, keep: list[Any] = keep) -> None:
+            if call.async_op:
+                call.check()
+            else:
+                self._agree(repeat.calls[0], call)
+            repeat.plan(self._values_of(states) if assigns else ())
+            try:
+                for batch, label in zip(repeat.batches, repeat.labels, strict=True):
+                    self._reduce.sum_batch(batch, call.deadline, label, call.scale)
+            except BaseException:
+                kept_for_late_ranks.append(keep)
+                raise
+            if assigns:
+                self._recorder.add("copy", 0.0, sum(value.nbytes for value in repeat.values), calls=0)
+            # An agreement that has failed was about another call.
+            if cause is not None and self._has_pending(states):
+                raise cause
+
+        writes = [state.sent for state in states]
+        if assigns:
+            writes += [state.value for state in states]
+        if call.async_op:
+            self._agree_op(repeat.calls[1], call)
+        else:  # one operation does it all
+            writes.append(self._agreements)
+        name = label_of(call.op, states)
+        return self._engine.push(run, reads=call.done, writes=writes, lane="reduce", name=name, no_skip=True)
+
+    def _has_pending(self, states: Sequence[KeyState]) -> bool:
+        """Whether an earlier call on the keys has left an error that nobody has seen yet."""
+        has = self._engine.has_pending
+        return any(has(state.sent) or has(state.value) for state in states)
+
+    def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
+        signature = call.signature
+        if signature is None or not self._repeats.made(signature) or call.fences or len(parts) != len(signature[2]):
+            return
+        buckets = []
+        for bucket in self._buckets(parts):
+            found = [part for part in map(repeated_part, bucket) if part is not None]
+            if len(found) < len(bucket) or (call.op == "pushpull" and self._reads_values(found)):
+                return
+            buckets.append(found)
+        entries, forms = tuple(self._entries_of(parts, call.op)), [part.form for part in parts]
+        waiting, ahead = (
+            Call(call.op, entries, None, partial(self._with_clock, [async_op, forms, call.scale, False]))
+            for async_op in (False, True)
+        )
+        labels = [label_of(call.op, [part.state for part in bucket]) for bucket in buckets]
+        self._repeats.keep(signature, Repeat(buckets, labels, (waiting, ahead)))
+
+    def _with_clock(self, details: list[Any]) -> list[Any]:
+        return [self._clock, details]
+
+    def _reads_values(self, parts: Sequence[RepeatedPart]) -> bool:
+        """Whether what is pushed lies in a key's value, or in what changes places with it."""
+        turns = [state.buffer for state in list(self._keys.values()) if state.buffer is not None]
+        return any(map(meeting([*self._value_memory(), *turns]), (part.source for part in parts)))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector, address_of
-from kvmpi.collectives import Call, Comm
+from kvmpi.collectives import Comm
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
@@ -22,10 +20,10 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
-from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, label_of
+from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, meeting
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
-from kvmpi.store.repeats import Repeat, RepeatedPart, Repeats, kept_for_late_ranks, repeated_part
+from kvmpi.store.repeats import Repeating
 from kvmpi.store.rows import union_of
 from kvmpi.trace import timeline
 
@@ -44,7 +42,7 @@ class _Replica:
         self.updates = 0
 
 
-class ReplicatedStore(KVStore):
+class ReplicatedStore(Repeating, KVStore):
     """Values in every worker. ``local``: alone. ``mpi``: one client of all workers, tensor allreduce, no server."""
 
     _capabilities = {  # noqa: RUF012 - read only
@@ -55,7 +53,6 @@ class ReplicatedStore(KVStore):
         super().__init__(type_name, config, comm)
         self._replicas: dict[int | str, _Replica] = {}
         self._updater: Updater | None = None
-        self._repeats = Repeats()
 
     @property
     def rank(self) -> int:
@@ -80,92 +77,17 @@ class ReplicatedStore(KVStore):
 
     # ---- operations
 
-    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
-        updates = call.op == "pushpull" and (self._rule is not None or self._updater is not None)
-        usual = not (self.mpi_size == 1 or call.reduced or updates or timeline.on)
-        if not usual or self._closed or self._joined or self._forked or type(call.priority) is not int:
-            return None
-        signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)
-        repeat = None if signature is None else self._repeats.find(signature)
-        if repeat is None:
-            return None
-        states = repeat.states
-        if self._has_pending(states):
-            return None
-        call.scale = float(call.scale)
-        given = [(value if out is None else out), value]
-        written, read = given if isinstance(key, list | tuple) else ([array] for array in given)
-        arrays.note_writes(written)
-        for state in states:
-            state.pushes += 1
-        keep = [*written, *read]
-        if call.async_op:  # the caller might free what is still to be summed
-            keep = list(map(arrays.owner_of, keep))
+    @property
+    def _assigns(self) -> bool:
+        """Whether a value becomes the sum that is pushed: there is no other rule."""
+        return self._rule is None and self._updater is None
 
-        def run(cause: BaseException | None, keep: Any = keep) -> None:
-            if call.async_op:
-                call.check()
-            else:
-                self._agree(repeat.calls[0], call)
-            replicas = [self._replicas[state.key] for state in states] if call.op == "pushpull" else []
-            repeat.plan([replica.value for replica in replicas], [replica.common for replica in replicas])
-            try:
-                for batch, label in zip(repeat.batches, repeat.labels, strict=True):
-                    self._reduce.sum_batch(batch, call.deadline, label, call.scale)
-            except BaseException:
-                kept_for_late_ranks.append(keep)
-                raise
-            if replicas:
-                self._recorder.add("copy", 0.0, sum(replica.value.nbytes for replica in replicas), calls=0)
-            # An agreement that has failed was about another call.
-            if cause is not None and self._has_pending(states):
-                raise cause
+    def _values_of(self, states: Sequence[KeyState]) -> list[tuple[Buffer, bool]]:
+        replicas = [self._replicas[state.key] for state in states]
+        return [(replica.value, replica.common) for replica in replicas]
 
-        writes = [state.sent for state in states]
-        if call.op == "pushpull":
-            writes += [state.value for state in states]
-        name = label_of(call.op, states)
-        if not call.async_op:  # then one operation does it all
-            writes.append(self._agreements)
-            return self._engine.push(run, writes=writes, lane="reduce", name=name, no_skip=True)
-        call.done.append(self._engine.variable(f"agreement on {call.op}"))
-        self._agree_op(lambda _: self._agree(repeat.calls[1], call), call.done, call.op, ahead=True)
-        return self._engine.push(run, reads=call.done, writes=writes, lane="reduce", name=name, no_skip=True)
-
-    def _has_pending(self, states: Sequence[KeyState]) -> bool:
-        """Whether an earlier call on the keys has left an error that nobody has seen yet."""
-        has = self._engine.has_pending
-        return any(has(state.sent) or has(state.value) for state in states)
-
-    def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
-        signature = call.signature
-        if signature is None or not self._repeats.made(signature) or call.fences or len(parts) != len(signature[2]):
-            return
-        buckets = []
-        for bucket in self._buckets(parts):
-            found = [part for part in map(repeated_part, bucket) if part is not None]
-            if len(found) < len(bucket) or (call.op == "pushpull" and self._reads_values(found)):
-                return
-            buckets.append(found)
-        entries, forms = tuple(self._entries_of(parts, call.op)), [part.form for part in parts]
-        waiting, ahead = (
-            Call(call.op, entries, None, partial(self._with_clock, [async_op, forms, call.scale, False]))
-            for async_op in (False, True)
-        )
-        labels = [label_of(call.op, [part.state for part in bucket]) for bucket in buckets]
-        self._repeats.keep(signature, Repeat(buckets, labels, (waiting, ahead)))
-
-    def _with_clock(self, details: list[Any]) -> list[Any]:
-        return [self._clock, details]
-
-    def _reads_values(self, parts: Sequence[RepeatedPart]) -> bool:
-        """Whether what is pushed lies in a key's value, or in what changes places with it."""
-        memory = [replica.value for replica in self._replicas.values()]
-        memory += [state.buffer for state in self._keys.values() if state.buffer is not None]
-        values = sorted(map(arrays.span_of, memory))
-        starts, stops = [start for start, _ in values], [stop for _, stop in values]
-        spans = [arrays.span_of(part.source) for part in parts]
-        return any(bisect.bisect_left(starts, stop) > bisect.bisect_right(stops, start) for start, stop in spans)
+    def _value_memory(self) -> list[Buffer]:
+        return [replica.value for replica in list(self._replicas.values())]
 
     def _start_init(self, states: list[KeyState], values: list[Vector], call: Invocation) -> list[Work]:
         return [self._init_op(s, v, call) for s, v in zip(states, values, strict=True)]
@@ -185,7 +107,7 @@ class ReplicatedStore(KVStore):
 
     def _memory_for(self, state: KeyState, call: Invocation) -> tuple[Buffer, bool]:
         """Memory for a value, and whether the workers of a host share it: only where all of them write the same."""
-        if self._rule is None and self._updater is None:
+        if self._assigns:
             found = self._reduce.common_empty(state.count, state.dtype, call.deadline)
             if found is not None:
                 return found, True
@@ -208,18 +130,17 @@ class ReplicatedStore(KVStore):
         """Copy what is pushed out of values of the same call that are written to while others still read: where workers
         share a value by sums, else key by key by a rule.
         """
-        replicas = [self._replicas.get(part.state.key) for part in parts]
-        ruled = self._rule is not None or self._updater is not None
-        spans = sorted(arrays.span_of(r.value) for r in replicas if r is not None and (r.common or ruled))
-        if not spans:
+        replicas, assigns = [self._replicas.get(part.state.key) for part in parts], self._assigns
+        written = [replica.value for replica in replicas if replica is not None and (replica.common or not assigns)]
+        if not written:
             return
-        found = []
-        for part in parts:
-            for i, vector in enumerate(part.vectors):
-                if vector.on_host and (start := vector.address) < spans[-1][1]:
-                    after = bisect.bisect_left(spans, (start + vector.nbytes, 0))  # the first that begins behind it
-                    if after and spans[after - 1][1] > start:
-                        found.append((part, i))
+        meets = meeting(written)
+        found = [
+            (part, i)
+            for part in parts
+            for i, vector in enumerate(part.vectors)
+            if vector.on_host and meets(vector.buffer)
+        ]
         if found:
             values = [part.state.value for part in parts]
             name = f"{call.op} of a view"
@@ -230,8 +151,7 @@ class ReplicatedStore(KVStore):
 
     def _bucket_op(self, bucket: list[Part], call: Invocation) -> Work:
         """Push: sum, apply the push rule, and copy out what the parts ask for."""
-        rule = self._rule
-        assigns = rule is None and self._updater is None
+        rule, assigns = self._rule, self._assigns
         if assigns:
             _choose_direct(bucket, devices=self._reduce.fills_devices and not call.reduced)
 

@@ -22,6 +22,13 @@ def threaded(new_engine: Callable[..., Engine]) -> ThreadedEngine:
     return engine
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Trace:
     """What ran, and in which thread."""
 
@@ -53,8 +60,7 @@ def test_what_is_left_at_the_end_runs_on_the_lane_itself(threaded: ThreadedEngin
             rest = threaded.push(lambda: trace.note("rest"), lane="reduce")
         rest.wait(TIMEOUT_S)
         threaded.push(lambda: trace.note("after"), lane="reduce").wait(TIMEOUT_S)
-        while len(threaded._lanes["reduce"].parked) < 1:  # type: ignore[attr-defined]
-            pass  # else the next loan finds the lane at work
+        wait_until(lambda: threaded._lanes["reduce"].parked)  # type: ignore[attr-defined]
     assert trace.names == ["mine", "rest", "after"] * 3
     assert [ident == me for ident in trace.threads] == [True, False, False] * 3
 
@@ -280,8 +286,7 @@ def test_what_others_make_ready_wakes_their_thread_though_the_lane_is_wanted(thr
     with threaded.borrow("reduce", "broadcast"):
         threaded.push(lambda: trace.note("mine"), lane="reduce").wait()
         release.set()
-        while not earlier.done():  # without a wait of this thread
-            time.sleep(0.001)
+        wait_until(earlier.done)  # which is no wait of the engine's
     assert trace.names == ["mine", "earlier"]
     assert [ident == me for ident in trace.threads] == [True, False]
 

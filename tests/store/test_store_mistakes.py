@@ -95,6 +95,12 @@ def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, na
     assert max(seconds) < 2 * 3
 
 
+def test_ctrl_c_in_a_sum_is_heard_at_once_and_ends_the_store(tmp_path):
+    done = run_job("-n 2", PROGRAMS / "interrupted.py", tmp_path, timeout_s=60)
+    assert done.stdout.count("interrupted right") == 2, done.stdout + done.stderr
+    assert done.returncode == 1  # as of every store that has lost a worker
+
+
 @pytest.mark.parametrize(
     ("options", "program", "status", "text"),
     [

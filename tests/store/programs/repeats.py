@@ -325,7 +325,10 @@ def mistakes(kv):
         work = kv.allreduce("x", off if last else a, async_op=True)
     except ShapeMismatchError:
         assert last
-    time.sleep(0.05)
+    deadline = time.monotonic() + TIMEOUT_S
+    while work is not None and not work.done():  # the error is there, and nobody has seen it
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     kv.allreduce("y", b)
     assert (b == 2 * n).all()
     if work is not None:
