@@ -131,7 +131,7 @@ def test_operations_may_not_wait_for_their_engine(threaded: ThreadedEngine) -> N
     with threaded.borrow("reduce"):
         for wait in (threaded.wait_all, threaded.close):
             with pytest.raises(KVError, match="waits for itself"):
-                threaded.push(wait, lane="reduce").wait()
+                threaded.push(lambda wait=wait: wait(0.2), lane="reduce").wait()
     threaded.close(TIMEOUT_S)
 
 
@@ -140,6 +140,9 @@ def test_an_operation_that_waits_for_a_later_one_of_its_lane_does_not_run_it_ear
 
     def first() -> None:
         later = threaded.push(lambda: trace.note("later"), lane="reduce", name="later")
+        assert not threaded.borrows
+        assert not threaded.run_borrowed()
+        threaded._run_borrowed(later, None)  # what a wait without a timeout begins with
         with pytest.raises(KVTimeoutError, match="later"):
             later.wait(0.05)
         trace.note("first")
@@ -182,9 +185,12 @@ def test_a_signal_between_two_steps_of_the_engine_ends_it_and_all_who_wait(
     with threaded.borrow("reduce"):
         first = threaded.push(lambda: None, writes=[value], lane="reduce", name="first")
         second = threaded.push(lambda: None, reads=[value], lane="cpu", name="second")
+        told: list[Work] = []
+        second.add_done_callback(told.append)
         with pytest.raises(KeyboardInterrupt):
             first.wait()
     assert interrupted == [first]
+    assert told == [second]
     with pytest.raises(KeyboardInterrupt):
         second.wait(TIMEOUT_S)
     with pytest.raises(KVError, match="closed"):
@@ -306,10 +312,33 @@ def test_what_this_thread_sets_free_it_runs_at_once_if_asked(threaded: ThreadedE
         assert threaded.run_borrowed()
         assert last.done()
         assert not threaded.borrows
-        later = threaded.push(lambda: trace.note("later"), lane="reduce")
-        later.wait(TIMEOUT_S)  # a lane before that one is not taken any more
-    assert trace.names == ["last", "later"]
-    assert [ident == me for ident in trace.threads] == [True, False]
+        for lane in ("reduce", "broadcast"):  # neither that one nor a lane before it is taken any more
+            later = threaded.push(lambda: trace.note("later"), lane=lane)
+            assert not threaded.borrows
+            later.wait(TIMEOUT_S)
+    assert trace.names == ["last", "later", "later"]
+    assert [ident == me for ident in trace.threads] == [True, False, False]
+
+
+def test_others_push_behind_what_a_borrower_runs(threaded: ThreadedEngine) -> None:
+    trace, pushed = Trace(), list[Work]()
+
+    def push_behind() -> None:
+        pushed.append(threaded.push(lambda: trace.note("theirs"), lane="reduce"))
+
+    def mine() -> None:
+        other = threading.Thread(target=push_behind, daemon=True)
+        other.start()
+        other.join(TIMEOUT_S)
+        time.sleep(0.02)  # for the lane's thread to begin with theirs, if that could be
+        trace.note("mine")
+
+    threaded.push(lambda: None, lane="reduce").wait(TIMEOUT_S)  # the lane has a thread
+    wait_until(lambda: threaded._lanes["reduce"].parked)  # type: ignore[attr-defined]
+    with threaded.borrow("reduce"):
+        threaded.push(mine, lane="reduce").wait()
+    pushed[0].wait(TIMEOUT_S)
+    assert trace.names == ["mine", "theirs"]
 
 
 def test_only_ordered_lanes_are_lent(threaded: ThreadedEngine) -> None:

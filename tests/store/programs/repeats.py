@@ -99,6 +99,8 @@ def random_steps(kv, folder):
     n, me, choose = kv.num_workers, kv.rank, np.random.default_rng(SEED)
     mine = np.random.default_rng([SEED, me])
     kv.init(NAMES, [made(kv, name, "plain") for name in NAMES])
+    if "KVMPI_ALLREDUCE" not in os.environ:  # of 256 KiB, which go by slots, every rank writes all
+        assert [kv._replicas[name].common for name in ("slot", "more")] == [False, True]
     values = {name: np.float64(-1) for name in NAMES}
     values.update(dict.fromkeys(NAMES, 0.0))
     kv.pushpull(NAMES, zeros := [made(kv, name, "plain") for name in NAMES])
