@@ -181,8 +181,10 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         wait_for([folder / f"struck-{name}"])
         WORLD.Barrier()
         assert RANK == SILENT or algorithm != "shared" or (out == -1).all(), f"{name}: a rank wrote when it woke up"
-    if RANK == 0:
-        print(f"{len(names)} failures reported on {SIZE} ranks", flush=True)
+    (folder / f"reported{RANK}").write_text(
+        "\n".join(names)
+    )  # what is printed may be lost when another rank ends the job
+    WORLD.Barrier()
     mpi_comm.end_job(0)  # messages of the failed calls are still on their way
 
 
