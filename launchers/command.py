@@ -235,6 +235,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             raise
         raise KVError(f"{error.filename}: {error.strerror}") from None
     finally:
+        watchdog.finish()  # of a job that did not begin, too, nothing is left when its launcher has ended
         signals.close()
         output.close()
 

@@ -114,6 +114,8 @@ def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):
     job = launch("-n", "1", "--log-dir", "logs", "/bin/true")
     assert job.finish() == 1
     assert job.stderr == "kvmpi run: logs/worker-0.log: Is a directory\n"
+    own = [card for card in Path("/tmp").glob("kvmpi-*/job.json") if f'"pid": {job.process.pid},' in card.read_text()]
+    assert not own
 
 
 @needs_mpi
