@@ -26,8 +26,8 @@ from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
 from kvmpi.wire.unread import Unread
 
 Payload = npt.NDArray[Any]
-#: Below this size a copy into the message is cheaper than the bookkeeping of lending the buffer.
-_LEND_FROM_BYTES = 64 << 10
+#: Below this size a copy into the message is cheaper than to lend the buffer, which wakes a thread when it is free again.
+_LEND_FROM_BYTES = 512 << 10
 _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -402,7 +402,7 @@ class Connection:
             self._partner = None  # and its memory with it, unless something is read there still
 
     def send(self, message: Message, payloads: Sequence[Payload] = ()) -> None:
-        """Send to the listener. A payload of 64 KiB or more is lent: leave it unchanged until it is answered.
+        """Send to the listener. A large payload is lent: leave it unchanged until it is answered.
 
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import zmq
 
-#: A frame that takes part in the count is worth the trouble once in so many bytes.
-MARK_EVERY_BYTES = 64 << 10
+#: A frame that takes part in the count, which wakes a thread when it has left, is worth that once in so many bytes.
+MARK_EVERY_BYTES = 512 << 10
 #: What a frame takes beside its bytes.
 _FRAME_BYTES = 256
 
@@ -54,17 +54,16 @@ class Unread:
             peer.unmarked_bytes = 0
 
     def of(self, route: bytes) -> int:
-        """Bytes that have not left, as far as is known: up to ``MARK_EVERY_BYTES`` too many."""
+        """Bytes that have not left, as far as is known: none if all frames that are followed have."""
         peer = self._peers.get(route)
         if peer is None:
             return 0
         marks = peer.marks
         while marks and marks[0].tracker.done:
             peer.left_bytes = marks.popleft().total_bytes
-        return peer.total_bytes - peer.left_bytes
+        return peer.total_bytes - peer.left_bytes if marks else 0
 
     def forget_idle(self) -> None:
         """Forget those of whom little is here: it is not followed, and they may have gone."""
-        for route in [route for route in self._peers if self.of(route) <= 2 * MARK_EVERY_BYTES]:
-            if not self._peers[route].marks:
-                del self._peers[route]
+        for route in [route for route in self._peers if not self.of(route)]:
+            del self._peers[route]
