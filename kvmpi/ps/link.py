@@ -348,7 +348,7 @@ class Link:
         return False
 
     def _pump(self) -> None:
-        for peer, message, payloads in self._session.sendable(self.now_s()):
+        for peer, message, payloads in self._session.sendable(self.now_s()) if self._session.may_send else ():
             if peer not in self._connections:
                 continue  # it is gone; whoever answers in its place is asked when the session knows
             try:

@@ -41,6 +41,8 @@ def common(spans: Sequence[Span], otherwise: int) -> Span:
     All clients run the same program, and some may know more than others. If they contradict each other, it is all that
     any of them says; ``otherwise``, if somebody has said nothing.
     """
+    if len(spans) == 1 and spans[0].earliest:  # which most rounds of one client have
+        return spans[0]
     if not spans or not all(span.earliest for span in spans):
         return Span(otherwise, otherwise)
     earliest, latest = max(span.earliest for span in spans), min(span.latest for span in spans)

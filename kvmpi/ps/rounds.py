@@ -140,7 +140,7 @@ class Rounds:
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
         total, replies = slot.accumulator, list[Reply]()
-        repeated = {client: slot.held.pop(client) for client in list(self._repeats(slot))}
+        repeated = {client: slot.held.pop(client) for client in list(self._repeats(slot))} if slot.entering else {}
         for client, push in list(repeated.items()):
             if abs(push.at) > slot.entering[client]:
                 replies.append(self._misplaced(slot, client, repeated.pop(client)))
@@ -199,7 +199,9 @@ class Rounds:
     def fail_stuck(self, slot: Slot) -> list[Reply]:
         """Errors for all who wait for the open round, if a client that has not pushed to it never will."""
         gone = self._clients.gone
-        if not any(slot.steps.get(client, 0) <= slot.rounds and self._clients.ends(client) for client in gone):
+        if not gone or not any(
+            slot.steps.get(client, 0) <= slot.rounds and self._clients.ends(client) for client in gone
+        ):
             return []
         error = ClientLostError(
             f"key {slot.key!r} on server {self._server}: round {slot.rounds + 1} cannot be completed, because "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -119,11 +119,13 @@ class ClientSession:
         """Whether there is a server for it that knows this client."""
         return ask.part < 0 or ask.peer in self._greeted
 
-    def sendable(self, now_s: float) -> Iterable[Outgoing]:
-        """What may leave now: (peer, message, payloads)."""
-        return self._leaving(now_s) if self._repeats or self._ready or self._words else ()
+    @property
+    def may_send(self) -> bool:
+        """Whether ``sendable`` may have something."""
+        return bool(self._repeats or self._ready or self._words)
 
-    def _leaving(self, now_s: float) -> Iterator[Outgoing]:
+    def sendable(self, now_s: float) -> Iterator[Outgoing]:
+        """What may leave now: (peer, message, payloads)."""
         words, self._words = self._words, []
         yield from words
         repeats, self._repeats = self._repeats, {}
@@ -386,14 +388,19 @@ class ClientSession:
 
     def _release(self, ask: Ask) -> None:
         self._in_flight[ask.window] -= ask.cost_bytes
-        self._ready[ask.where] = None
+        self._look_again(ask.where)
+
+    def _look_again(self, where: tuple[int, bool]) -> None:
+        """What waits there, if anything does, may be able to leave."""
+        if self._queues.get(where):
+            self._ready[where] = None
 
     def _close(self, ask: Ask) -> None:
         """Whatever comes for ``ask`` from now on is dropped."""
         ask.ended = True
         if self._outstanding.pop(ask.number, None) is not None and not ask.accepted:
             self._release(ask)
-        self._ready[ask.where] = None  # so that what is still queued goes
+        self._look_again(ask.where)  # so that what is still queued goes
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation

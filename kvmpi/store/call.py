@@ -39,7 +39,7 @@ class KeyState:
     """What the store knows of one key.
 
     ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value. ``pushes``
-    counts this worker's.
+    counts this worker's. ``checked``: see ``checked.py``.
     """
 
     key: Key
@@ -55,6 +55,7 @@ class KeyState:
     count: int = field(init=False)
     nbytes: int = field(init=False)
     entry: Entry = field(init=False)
+    checked: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.count = math.prod(self.shape)

@@ -41,6 +41,7 @@ from kvmpi.errors import (
     rebuild,
 )
 from kvmpi.kernels import host
+from kvmpi.store import checked
 from kvmpi.store.call import (
     Invocation,
     JoinedWork,
@@ -259,13 +260,20 @@ class StoreCore:
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
         """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""
         pushes, pulls = call.op != "pull", call.op != "push"
-        in_place = pushes and pulls and out is value
+        in_place, alone = pushes and pulls and out is value, self._reduce.size == 1
         if pushes and self._joined:  # the others expect no such call, so they need not hear of it
             raise KVError(f"{call.op} of key {key!r} on worker {self.rank}: it has called join, and pushes no more")
 
         def prepare() -> list[Part]:
-            if not isinstance(call.priority, numbers.Real) or math.isnan(call.priority):
+            number = type(call.priority) is int or isinstance(call.priority, numbers.Real)  # the first takes no time
+            if not number or math.isnan(call.priority):
                 raise ConfigError(f"{call.op} of key {key!r}: priority={call.priority!r}, expected a number")
+            single = self._keys.get(key) if alone and (type(key) is int or type(key) is str) else None
+            if single is not None and (again := checked.find(single, call, value, out, self._rule)) is not None:
+                self._raise_pending(single)
+                single.pushes += pushes
+                call.about = single.key
+                return [again]
             parts: dict[Key, Part] = {}
             for group in groups(key, value, call.op, by_rows=True) if pushes else []:
                 state = self._match(group, call.op)
@@ -297,6 +305,8 @@ class StoreCore:
                 call.scale = checked_scale(call, parts.values())
             if timeline.on:
                 call.about = about(list(parts.values()))
+            if single is not None:
+                checked.note(parts[single.key], call, value, out, self._rule)
             return sorted(parts.values(), key=lambda part: processing_order(part.state))
 
         return self._enter(

@@ -412,6 +412,10 @@ class DistStore(Commanding):
     # ---- the end
 
     def _help(self, work: Work) -> None:
+        if self.mpi_size == 1:  # which has borrowed nothing
+            if self._ps is not None:
+                self._ps.help(work)
+            return
         self._engine.run_borrowed()
         while self._ps is not None and not work.done():
             self._ps.help(work, lambda: self._engine.borrows)

@@ -26,7 +26,7 @@ from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
 from kvmpi.wire.unread import Unread
 
 Payload = npt.NDArray[Any]
-#: Below this size a copy into the message is cheaper than to lend the buffer, which wakes a thread when it is free again.
+#: Below this size a copy into the message is cheaper than to lend the buffer: when it is free again, a thread is woken.
 _LEND_FROM_BYTES = 512 << 10
 _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
@@ -390,8 +390,8 @@ class Connection:
 
     @property
     def readable(self) -> bool:
-        """Whether ``recv`` has something to do."""
-        return any(int(handle.getsockopt(zmq.EVENTS)) & _POLLIN for handle in self.handles)
+        """Whether a message has come. To send one may take the notice of that."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def close(self) -> None:
         if self._handshake is not None:
