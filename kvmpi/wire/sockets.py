@@ -368,7 +368,7 @@ class Connection:
     def _introduce(self) -> None:
         """Offer the listener to hand payloads over in shared memory. Until it has agreed, they are frames."""
         if self._partner is not None:
-            _send(self._socket, [slips.encode(self._partner.offer(answer=True))], ())
+            self._say(slips.encode(self._partner.offer(answer=True)))
 
     @property
     def is_near(self) -> bool:
@@ -410,9 +410,8 @@ class Connection:
         header = encode(message)
         if self._partner is not None:
             header, payloads = self._partner.pack(header, payloads)
-        frames = [header]
         try:
-            _send(self._socket, frames, payloads)
+            _send(self._socket, [header], payloads)
         except zmq.Again:
             # There is no limit to queues here, so it means that there is no link: libzmq gives one up for good when the
             # peer violates the protocol, as by a frame above our limit. Make another; connecting twice does nothing.
@@ -423,7 +422,14 @@ class Connection:
             self._socket.connect(self.endpoint)
             if not self.shares:
                 self._introduce()
-            _send(self._socket, frames, payloads)
+            _send(self._socket, [header], payloads)
+
+    def _say(self, frame: bytes) -> None:
+        """Send a word that nobody needs where there is no link: with the next message there is another, see ``send``."""
+        try:
+            _send(self._socket, [frame], ())
+        except zmq.Again:
+            pass
 
     def recv(self) -> tuple[Message, list[memoryview]] | None:
         """The next message with its payloads, or None.
@@ -454,10 +460,7 @@ class Connection:
         """Say who this is, which a listener of another version cannot know."""
         if not self._has_refused:
             self._has_refused = True
-            try:
-                _send(self._socket, [encode_refusal(encoding.PROTOCOL_VERSION, self._name)], ())
-            except zmq.Again:
-                pass  # the link is gone, and with it whoever could be told
+            self._say(encode_refusal(encoding.PROTOCOL_VERSION, self._name))
 
     def _take(self, partner: Partner, slip: slips.Slip, frames: list[memoryview]) -> list[memoryview]:
         """What the listener says about shared memory; the payloads of its message."""
@@ -472,7 +475,7 @@ class Connection:
             case _:
                 answer = partner.meet(slip)
         if answer is not None:
-            _send(self._socket, [slips.encode(answer)], ())
+            self._say(slips.encode(answer))
         return frames
 
 

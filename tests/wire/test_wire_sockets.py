@@ -27,6 +27,7 @@ from kvmpi.wire import (
     create_keys,
     encode,
     new_context,
+    slips,
 )
 from kvmpi.wire import messages as m
 
@@ -181,6 +182,24 @@ def test_a_connection_survives_a_frame_above_its_own_limit(
         while connection.raw.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
             assert time.monotonic() < deadline, "the link was not given up: this test proves nothing"
             time.sleep(0.005)
+    hears_from(listener, connection)
+
+
+@pytest.mark.parametrize("slip", [slips.Unknown(), slips.Offer(1, 3, 4096, b"x" * 16, True)])
+def test_a_word_about_shared_memory_needs_no_link(
+    context: Context[Any], listener: Listener, tmp_path: Path, slip: slips.Slip
+) -> None:
+    connection = Connection(context, listener.bind_ipc(str(tmp_path / "s")), 1000)
+    connection.send(m.Bye(1))
+    route, message, _ = receive(listener)
+    assert message == m.Bye(1)
+    listener._say(route, slip)
+    listener.send(route, m.Value(1, 0), [pattern(1001, 0)])
+    deadline = time.monotonic() + TIMEOUT_S
+    while connection.raw.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+        assert time.monotonic() < deadline, "the link was not given up: this test proves nothing"
+        time.sleep(0.005)
+    assert connection.recv() is None
     hears_from(listener, connection)
 
 
