@@ -146,6 +146,18 @@ class Invocation:
                 lambda: f"{self.op}: the device is not through in time with what uses the arrays that get results",
             )  # fmt: skip
 
+    def await_vector(self, vector: Vector) -> None:
+        """Return when what is pushed has been computed.
+
+        Raises:
+            KVTimeoutError: the device does not come to it in time.
+        """
+        if vector.ready is not None:
+            wait_devices(
+                [vector.ready], self.deadline,
+                lambda: f"{self.op}: the device has not computed in time what is to be copied",
+            )  # fmt: skip
+
 
 class JoinedWork(Work):
     """Several operations of one call."""
@@ -225,7 +237,7 @@ def overlap(parts: Collection[Part]) -> bool:
     return any(start + nbytes > after for (start, nbytes), (after, _) in itertools.pairwise(found))
 
 
-def keep_apart(parts: Sequence[Part]) -> None:
+def keep_apart(parts: Sequence[Part], call: Invocation) -> None:
     """Copy what is pushed and would be overwritten before it is read: by what another key is pulled into, or by the
     same key's if that does not lie exactly there.
     """
@@ -243,7 +255,9 @@ def keep_apart(parts: Sequence[Part]) -> None:
     exact = (owner == mine) & (start == first) & (stop == last)
     for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
         number, i, _, _ = sources[index]
-        parts[number].vectors[i] = parts[number].vectors[i].copied()
+        vector = parts[number].vectors[i]
+        call.await_vector(vector)
+        parts[number].vectors[i] = vector.copied()
 
 
 def meeting(memory: Iterable[Buffer]) -> Callable[[Buffer], bool]:
@@ -268,17 +282,26 @@ def about(parts: Sequence[Part]) -> Key | None:
     return f"{named}, ... ({len(parts)} keys)" if len(parts) > 3 else named
 
 
-def on_host(vector: Vector) -> Buffer:
-    """The vector's own memory if that is on the host, else a copy of it there."""
+def on_host(vector: Vector, call: Invocation) -> Buffer:
+    """The vector's own memory if that is on the host, else a copy of it there; see ``copy_to_host``."""
     if vector.on_host:
         buffer: Buffer = vector.buffer
         return buffer
+    staged = host.empty(vector.count, vector.dtype)
+    copy_to_host(vector, staged, call)
+    return staged
+
+
+def copy_to_host(vector: Vector, out: Buffer, call: Invocation) -> None:
+    """Copy a vector into host memory, once it has been computed: see ``Invocation.await_vector``."""
+    if vector.on_host:
+        np.copyto(out, vector.buffer)
+        return
     from kvmpi.kernels import gpu
 
-    staged = host.empty(vector.count, vector.dtype)
+    call.await_vector(vector)
     with gpu.own_stream(vector.buffer.device):
-        gpu.sum_vectors_to_host(staged, [vector.settled()], vector.dtype)
-    return staged
+        gpu.sum_vectors_to_host(out, [vector.buffer], vector.dtype)
 
 
 def deliver(outs: Sequence[Any], flat: Buffer) -> None:

@@ -295,7 +295,7 @@ class StoreCore:
                     part.outs, part.whole = group.arrays, part.rows is not None
             check_writable(parts.values(), call.op, self.rank)
             if not in_place or overlap(parts.values()):
-                keep_apart(list(parts.values()))
+                keep_apart(list(parts.values()), call)
             if (not in_place or call.reduced) and arrays.may_be_on_devices():  # else what is pushed is waited for
                 found = [arrays.fence(out) for part in parts.values() for out in part.outs]
                 call.fences = [fence for fence in found if fence is not None]

@@ -134,7 +134,7 @@ class DistStore(Commanding):
         works = []
         gives = self.rank == 0 or self._mode == "async" or self._config.on_client_loss == "shrink"
         for state, vector in zip(states, values, strict=True):
-            value = on_host(vector) if gives and self._ps is not None else None
+            value = on_host(vector, call) if gives and self._ps is not None else None
             works.append(
                 self._ask_op(state, lambda ps, s=state, v=value: ps.init(s.key, v, call.deadline), call)  # type: ignore[misc]
             )
@@ -388,7 +388,7 @@ class DistStore(Commanding):
         saved = SavedKey(state.key, state.shape, state.dtype, 0)
         if self.rank == 0:
             saved = self._dump(state, call.deadline)
-            saved.arrays["value"] = on_host(vector)
+            saved.arrays["value"] = on_host(vector, call)
             saved.arrays.pop("master", None)
         self._restore([saved], True, call.deadline)
 

@@ -20,7 +20,7 @@ from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store.base import KVStore, Updater
-from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, meeting
+from kvmpi.store.call import Invocation, KeyState, Part, about, copy_to_host, deliver, meeting
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.repeats import Repeating
@@ -99,7 +99,7 @@ class ReplicatedStore(Repeating, KVStore):
             call.check()
             value, common = self._memory_for(state, call)
             if self.mpi_rank == 0:
-                _copy_to_host(vector, value)
+                copy_to_host(vector, value, call)
             self._reduce.broadcast(value, 0, call.deadline, label)
             self._replicas[state.key] = _Replica(value, common)
 
@@ -361,7 +361,7 @@ class ReplicatedStore(Repeating, KVStore):
             call.check()
             replica = self._replicas[state.key]
             if self.mpi_rank == 0:
-                _copy_to_host(vector, replica.value)
+                copy_to_host(vector, replica.value, call)
             self._reduce.broadcast(replica.value, 0, call.deadline, label)
             replica.master = None
 
@@ -397,16 +397,6 @@ class ClientStore(ReplicatedStore):
             "kv.client only sums among the workers of one client: apply the sum in the loop, or call "
             "set_optimizer on the store that kv.client belongs to"
         )
-
-
-def _copy_to_host(vector: Vector, out: Buffer) -> None:
-    if vector.on_host:
-        np.copyto(out, vector.buffer)
-    else:
-        from kvmpi.kernels import gpu
-
-        with gpu.own_stream(vector.buffer.device):
-            gpu.sum_vectors_to_host(out, [vector.settled()], vector.dtype)
 
 
 def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:

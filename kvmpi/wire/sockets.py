@@ -425,7 +425,7 @@ class Connection:
             _send(self._socket, [header], payloads)
 
     def _say(self, frame: bytes) -> None:
-        """Send a word that nobody needs where there is no link: with the next message there is another, see ``send``."""
+        """Send a word that nobody needs where there is no link: the next message makes another, see ``send``."""
         try:
             _send(self._socket, [frame], ())
         except zmq.Again:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvmpi
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import nccl, tensor
@@ -119,6 +120,21 @@ def test_results_are_not_written_before_earlier_work_is_done_on_any_worker(
     for asked, value in run_ranks(3, rank_main):
         assert asked
         assert value == 3
+
+
+@pytest.mark.parametrize("type_name", ["local", "dist_sync"])
+def test_a_device_that_is_stuck_is_waited_for_in_vain_and_not_for_ever(
+    stand_in: Any, known: None, type_name: str
+) -> None:
+    _, cupy, _ = stand_in(early=True)
+    stuck = OnDevice(cupy, np.zeros(4, "f4"), ready=Event(done=False))
+    with kvmpi.create(type_name, timeout_s=0.5) as kv:
+        with pytest.raises(KVTimeoutError, match="init: the device has not computed in time"):
+            kv.init(0, stuck)
+        kv.init([1, 2], [np.zeros(4, "f4")] * 2)
+        also = np.zeros(4, "f4")
+        with pytest.raises(KVTimeoutError, match="pushpull: the device has not computed in time"):
+            kv.pushpull([1, 2], [stuck, also], [also, stuck])  # what is pushed is copied, since it is overwritten
 
 
 def test_who_cannot_write_its_results_begins_no_other_sum(
