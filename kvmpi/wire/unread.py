@@ -9,6 +9,8 @@ import zmq
 
 #: A frame that takes part in the count, which wakes a thread when it has left, is worth that once in so many bytes.
 MARK_EVERY_BYTES = 512 << 10
+#: Up to so much, which nobody has followed, is forgotten: who gets that now and then and never reads is not noticed.
+_FORGOTTEN_BYTES = 64 << 10
 #: What a frame takes beside its bytes.
 _FRAME_BYTES = 256
 
@@ -66,4 +68,5 @@ class Unread:
     def forget_idle(self) -> None:
         """Forget those of whom little is here: it is not followed, and they may have gone."""
         for route in [route for route in self._peers if not self.of(route)]:
-            del self._peers[route]
+            if self._peers[route].unmarked_bytes <= _FORGOTTEN_BYTES:
+                del self._peers[route]

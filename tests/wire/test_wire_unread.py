@@ -107,6 +107,21 @@ def test_nothing_is_kept_for_one_that_has_gone(context: Context[Any], tmp_path: 
     listener.close()
 
 
+def test_who_gets_little_at_a_time_and_never_reads_is_not_forgotten(context: Context[Any], tmp_path: Path) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer:
+        peer.send(encode(m.Bye(1)))
+        route = heard(listener)
+        assert route is not None
+        sent_bytes, piece = 0, LARGE[: 100 << 10]
+        while listener.unread_bytes(route) <= LIMIT or heard_of_late(listener, route):
+            listener.send(route, m.Value(1, 1), [piece])
+            listener.forget_gone()
+            sent_bytes += piece.nbytes
+            assert sent_bytes < 5 * LIMIT, "nobody notices that it does not read"
+    listener.close()
+
+
 def test_messages_of_one_peer_stay_with_it_until_they_are_wanted(context: Context[Any], tmp_path: Path) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer:
