@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kvmpi import arrays
-from kvmpi.store.call import KeyState, Part, keep_apart, overlap
+from kvmpi.deadline import Deadline
+from kvmpi.store.call import Invocation, KeyState, Part, keep_apart, overlap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from device_stand_in import Machine, StandInArray
+
+CALL = Invocation("pushpull", Deadline(10.0))
 
 
 class DeviceArray(StandInArray):
@@ -54,7 +57,7 @@ def test_one_array_of_several_keys(array: Any) -> None:
     assert overlap([part("a", [x], [x]), part("b", [x], [x])])
     assert not overlap([part("a", [x], [x]), part("b", [y], [y])])
     parts = [part("a", [x], [x]), part("b", [x], [x]), part("c", [y], [y])]
-    keep_apart(parts)
+    keep_apart(parts, CALL)
     copied = [p.vectors[0].address != out.data.ptr for p, out in zip(parts, (x, x, y), strict=True)]
     assert copied == [True, True, False]
     assert [p.vectors[0].buffer.memory.tolist() for p in parts] == [[1, 2, 3], [1, 2, 3], [4, 5, 6]]
@@ -64,8 +67,8 @@ def test_one_array_of_several_keys(array: Any) -> None:
 def test_what_is_pulled_into_the_middle_of_what_is_pushed(array: Any) -> None:
     x = array(range(8))
     inside, exactly = part("a", [x.part(0, 4)], [x.part(2, 6)]), part("b", [x.part(0, 4)], [x.part(0, 4)])
-    keep_apart([inside])
-    keep_apart([exactly])
+    keep_apart([inside], CALL)
+    keep_apart([exactly], CALL)
     assert inside.vectors[0].buffer.memory.tolist() == [0, 1, 2, 3]
     assert inside.vectors[0].address != x.data.ptr
     assert exactly.vectors[0].address == x.data.ptr
