@@ -228,7 +228,7 @@ def layout_of(array: Any) -> tuple[Any, ...] | None:
     """
     library = _LIBRARIES.get(type(array))
     if library == "numpy":
-        return (address_of(array), array.shape, array.dtype) if array.flags.carray else None
+        return (address_of(array), tuple(array.shape), array.dtype) if array.flags.carray else None
     if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
         return None
     return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None
@@ -338,7 +338,7 @@ def write(array: Any, flat: Buffer) -> None:
     if library == "numpy":
         np.copyto(array, flat.reshape(array.shape))
     elif library == "torch":
-        if array.is_cpu and array.is_contiguous() and not array.is_neg():
+        if array.is_cpu and array.is_contiguous() and not array.is_neg() and _is_aligned(array):
             np.copyto(_read_torch(array, dtype_of(array)).buffer, flat)
         else:
             array.detach().copy_(wrap(flat, shape_of(array), dtype_of(array), "torch"))

@@ -235,9 +235,11 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             raise
         raise KVError(f"{error.filename}: {error.strerror}") from None
     finally:
-        watchdog.finish()  # of a job that did not begin, too, nothing is left when its launcher has ended
-        signals.close()
-        output.close()
+        try:
+            watchdog.finish()  # of a job that did not begin, too, nothing is left when its launcher has ended
+        finally:
+            signals.close()
+            output.close()
 
 
 def _open_files(count: int) -> None:

@@ -59,10 +59,11 @@ class Inquest:
 
     def __init__(self) -> None:
         self.suspect: Suspect | None = None
+        self._explained: set[str] = set()
 
     def has_said_why(self, client: str) -> bool:
         """Whether a rank of that mpirun has shown its own error."""
-        return self._evidence(client) == Evidence.SAID_SO
+        return client in self._explained
 
     def _evidence(self, client: str) -> int:
         return self.suspect.evidence if self.suspect is not None and self.suspect.client == client else 0
@@ -76,6 +77,8 @@ class Inquest:
             evidence = Evidence.FOLLOWS
         elif raised or returncode == -signal.SIGKILL:
             evidence = Evidence.SAID_SO if raised else Evidence.KILLED
+            if raised:
+                self._explained.add(client)
         else:
             # A rank that was killed in the same client may well be the victim of this one, not the other way round.
             if returncode and 0 < self._evidence(client) < Evidence.SAID_SO:

@@ -95,6 +95,7 @@ class Watchdog:
     ) -> None:
         self._job_id, self._here = job_id, reach is None
         self.others: list[Watchdog] = []
+        self._finished = False
         self._paths = tuple(paths)
         self._since_s = time.time()
         read_end, self._write_end = os.pipe()  # close-on-exec: no child holds the write end
@@ -128,7 +129,10 @@ class Watchdog:
             self._write_end = -1
 
     def finish(self, timeout_s: float = 60.0) -> None:
-        """Let it, and the others, end what is left of the job, and wait for that."""
+        """Let it, and the others, end what is left of the job, and wait for that. Idempotent."""
+        if self._finished:
+            return
+        self._finished = True
         for watchdog in (self, *self.others):
             watchdog.release()
         if not self._has_ended(timeout_s):

@@ -134,10 +134,11 @@ class DistStore(Commanding):
         works = []
         gives = self.rank == 0 or self._mode == "async" or self._config.on_client_loss == "shrink"
         for state, vector in zip(states, values, strict=True):
-            value = on_host(vector, call) if gives and self._ps is not None else None
-            works.append(
-                self._ask_op(state, lambda ps, s=state, v=value: ps.init(s.key, v, call.deadline), call)  # type: ignore[misc]
-            )
+
+            def ask(ps: PsClient, state: KeyState = state, vector: Vector = vector) -> Work:
+                return ps.init(state.key, on_host(vector, call) if gives else None, call.deadline)
+
+            works.append(self._ask_op(state, ask, call))
             if self.mpi_size > 1:
                 works[-1] = self._tell_op(f"init of key {state.key!r}", [state.value], call)
         return works

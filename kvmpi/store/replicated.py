@@ -99,7 +99,7 @@ class ReplicatedStore(Repeating, KVStore):
             call.check()
             value, common = self._memory_for(state, call)
             if self.mpi_rank == 0:
-                copy_to_host(vector, value, call)
+                self._reduce.before(lambda: copy_to_host(vector, value, call))
             self._reduce.broadcast(value, 0, call.deadline, label)
             self._replicas[state.key] = _Replica(value, common)
 
@@ -361,7 +361,7 @@ class ReplicatedStore(Repeating, KVStore):
             call.check()
             replica = self._replicas[state.key]
             if self.mpi_rank == 0:
-                copy_to_host(vector, replica.value, call)
+                self._reduce.before(lambda: copy_to_host(vector, replica.value, call))
             self._reduce.broadcast(replica.value, 0, call.deadline, label)
             replica.master = None
 

@@ -11,6 +11,8 @@ import zmq
 MARK_EVERY_BYTES = 512 << 10
 #: Up to so much, which nobody has followed, is forgotten: who gets that now and then and never reads is not noticed.
 _FORGOTTEN_BYTES = 64 << 10
+#: More is, when so many looks have found that nothing was sent since: the peer may have gone.
+_IDLE_LOOKS = 600
 #: What a frame takes beside its bytes.
 _FRAME_BYTES = 256
 
@@ -23,10 +25,11 @@ class _Mark(NamedTuple):
 
 
 class _Peer:
-    __slots__ = ("left_bytes", "marks", "total_bytes", "unmarked_bytes")
+    __slots__ = ("left_bytes", "looks", "marks", "total_bytes", "unmarked_bytes")
 
     def __init__(self) -> None:
         self.total_bytes = self.left_bytes = self.unmarked_bytes = 0
+        self.looks = 0  # of ``forget_idle`` since anything was sent
         self.marks: deque[_Mark] = deque()
 
 
@@ -50,6 +53,7 @@ class Unread:
             peer = self._peers[route] = _Peer()
         nbytes += _FRAME_BYTES * num_frames
         peer.total_bytes += nbytes
+        peer.looks = 0
         peer.unmarked_bytes += nbytes
         if tracker is not None:
             peer.marks.append(_Mark(peer.total_bytes, tracker))
@@ -68,5 +72,7 @@ class Unread:
     def forget_idle(self) -> None:
         """Forget those of whom little is here: it is not followed, and they may have gone."""
         for route in [route for route in self._peers if not self.of(route)]:
-            if self._peers[route].unmarked_bytes <= _FORGOTTEN_BYTES:
+            peer = self._peers[route]
+            peer.looks += 1
+            if peer.unmarked_bytes <= _FORGOTTEN_BYTES or peer.looks > _IDLE_LOOKS:
                 del self._peers[route]

@@ -67,3 +67,13 @@ def test_ranks_of_another_mpirun_change_nothing():
     inquest.hear("client 1", Failure.of("worker 5", 1), 1, 0.0, raised=True, has_lost_a_peer=False)
     inquest.hear_of_client("client 1", 1)
     assert inquest.suspect.failure == Failure("worker 1", 137, processes.describe_end(KILLED))
+
+
+def test_what_a_rank_has_said_stands_when_somebody_is_blamed():
+    """Its mpirun may comment on it later, which helps nobody."""
+    inquest = Inquest()
+    assert not inquest.has_said_why("client 0")
+    inquest.hear("client 0", Failure.of("worker 1", 1), 1, 0.0, raised=True, has_lost_a_peer=False)
+    inquest.suspect = None
+    assert inquest.has_said_why("client 0")
+    assert not inquest.has_said_why("client 1")

@@ -52,6 +52,17 @@ def test_init_then_pull(any_store):
         np.testing.assert_array_equal(pulled(any_store, key, value), value)
 
 
+def test_a_tensor_between_two_alignments_gets_its_value(any_store):
+    any_store.init(0, torch.arange(6.0).reshape(2, 3))
+    memory = bytearray(25)
+    out = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=6).reshape(2, 3)
+    assert out.data_ptr() % 4
+    for _ in range(2):
+        out.zero_()
+        any_store.pull(0, out)
+        assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_a_key_that_cannot_be_sent_is_refused_by_every_store(any_store):
     with pytest.raises(errors.ConfigError, match=r"key 'w\\ud800' has no encoding"):
         any_store.init("w\ud800", array(0))

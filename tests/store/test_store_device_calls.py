@@ -137,6 +137,28 @@ def test_a_device_that_is_stuck_is_waited_for_in_vain_and_not_for_ever(
             kv.pushpull([1, 2], [stuck, also], [also, stuck])  # what is pushed is copied, since it is overwritten
 
 
+def test_a_worker_whose_device_is_stuck_takes_part_in_nothing_more(
+    run_ranks: RunRanks,
+    stand_in: Any,
+    known: None,
+) -> None:
+    """The others are in the broadcast already, and would take the next key's value for this one's."""
+    _, cupy, _ = stand_in(early=True)
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=0.5 if comm.rank == 0 else 1.5), comm)
+        stuck = OnDevice(cupy, np.zeros(4, "f4"), ready=Event(done=comm.rank > 0))
+        with pytest.raises(KVTimeoutError, match="has not computed in time" if comm.rank == 0 else "MPI rank 0"):
+            kv.init([0, 1], [stuck, np.ones(4, "f4")])
+        assert kv.broken
+        with pytest.raises(PeerLostError):
+            kv.init(2, np.zeros(4, "f4"))
+        with contextlib.suppress(KVError):
+            kv.close()
+
+    run_ranks(2, rank_main)
+
+
 def test_who_cannot_write_its_results_begins_no_other_sum(
     run_ranks: RunRanks,
     stand_in: Any,

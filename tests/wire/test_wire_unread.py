@@ -107,6 +107,22 @@ def test_nothing_is_kept_for_one_that_has_gone(context: Context[Any], tmp_path: 
     listener.close()
 
 
+def test_one_that_has_read_and_gone_is_forgotten_in_the_end(context: Context[Any], tmp_path: Path) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer:
+        peer.send(encode(m.Bye(1)))
+        route = heard(listener)
+        assert route is not None
+        listener.send(route, m.Value(1, 1), [LARGE[: 100 << 10]])
+        assert len(peer.recv_multipart()) == 2
+    listener.forget_gone()
+    assert listener._unread._peers, "nobody knows yet that it has read"
+    for _ in range(1000):
+        listener.forget_gone()
+    assert not listener._unread._peers
+    listener.close()
+
+
 def test_who_gets_little_at_a_time_and_never_reads_is_not_forgotten(context: Context[Any], tmp_path: Path) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer:
