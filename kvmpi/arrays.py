@@ -227,11 +227,14 @@ def layout_of(array: Any) -> tuple[Any, ...] | None:
     Arrays of one layout have the same memory, shape and dtype: there ``read`` and ``memory_of`` return the same.
     """
     library = _LIBRARIES.get(type(array))
-    if library == "numpy":
-        return (address_of(array), tuple(array.shape), array.dtype) if array.flags.carray else None
-    if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
+    try:
+        if library == "numpy":
+            return (address_of(array), tuple(array.shape), array.dtype) if array.flags.carray else None
+        if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
+            return None
+        return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None
+    except Exception:  # a tensor that has no memory, for example: whoever reads it says so
         return None
-    return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None
 
 
 def owner_of(array: Any) -> Any:

@@ -47,11 +47,8 @@ def note(part: Part, call: Invocation, value: Any, out: Any, rule: optim.Rule | 
 def _form(op: str, value: Any, out: Any) -> Form | None:
     """None for arrays that must be looked at."""
     pushed = pulled = None
-    try:
-        if value is not None and (pushed := arrays.layout_of(value)) is None:
-            return None
-        if out is not None and out is not value and (pulled := arrays.layout_of(out)) is None:
-            return None
-    except Exception:  # no arrays as others are: whoever reads them says so
+    if value is not None and (pushed := arrays.layout_of(value)) is None:
+        return None
+    if out is not None and out is not value and (pulled := arrays.layout_of(out)) is None:
         return None
     return op, pushed, pulled

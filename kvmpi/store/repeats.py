@@ -142,10 +142,7 @@ def _fits(given: Any, key: Sequence[Any]) -> bool:
 
 
 def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
-    try:
-        found = tuple(map(arrays.layout_of, given))
-    except Exception:  # no arrays as others are: whoever reads them says so, and tells the other workers
-        return None
+    found = tuple(map(arrays.layout_of, given))
     return None if None in found else found
 
 

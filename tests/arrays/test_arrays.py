@@ -306,3 +306,9 @@ def test_neither_torch_nor_cupy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_tensor_that_has_no_memory_has_no_layout() -> None:
+    found: list[Any] = []
+    torch.func.vmap(lambda row: found.append(arrays.layout_of(row)) or row)(torch.ones(2, 3))
+    assert found == [None]

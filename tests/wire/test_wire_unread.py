@@ -53,6 +53,14 @@ def heard(listener: Listener, timeout_s: float = 5.0) -> bytes | None:
     return None
 
 
+def route_of(peer: zmq.Socket[Any], listener: Listener) -> bytes:
+    """Where the listener finds a peer, of which it has heard nothing so far."""
+    peer.send(encode(m.Bye(1)))
+    route = heard(listener)
+    assert route is not None
+    return route
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -72,9 +80,7 @@ def test_who_does_not_read_is_not_heard_until_it_has_read(
 ) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer, peer_of(context, listener) as other:
-        peer.send(encode(m.Bye(1)))
-        route = heard(listener)
-        assert route is not None
+        route = route_of(peer, listener)
         sent = 0
         while listener.unread_bytes(route) <= LIMIT or heard_of_late(listener, route):
             listener.send(route, m.Failure(1, "KVError", "x" * 4000), [] if payload is None else [payload])
@@ -95,9 +101,7 @@ def test_who_does_not_read_is_not_heard_until_it_has_read(
 def test_nothing_is_kept_for_one_that_has_gone(context: Context[Any], tmp_path: Path) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer:
-        peer.send(encode(m.Bye(1)))
-        route = heard(listener)
-        assert route is not None
+        route = route_of(peer, listener)
         for _ in range(20):
             listener.send(route, m.Value(1, 1), [LARGE])
         assert listener.unread_bytes(route) > LIMIT
@@ -110,9 +114,7 @@ def test_nothing_is_kept_for_one_that_has_gone(context: Context[Any], tmp_path: 
 def test_one_that_has_read_and_gone_is_forgotten_in_the_end(context: Context[Any], tmp_path: Path) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer:
-        peer.send(encode(m.Bye(1)))
-        route = heard(listener)
-        assert route is not None
+        route = route_of(peer, listener)
         listener.send(route, m.Value(1, 1), [LARGE[: 100 << 10]])
         assert len(peer.recv_multipart()) == 2
     listener.forget_gone()
@@ -126,9 +128,7 @@ def test_one_that_has_read_and_gone_is_forgotten_in_the_end(context: Context[Any
 def test_who_gets_little_at_a_time_and_never_reads_is_not_forgotten(context: Context[Any], tmp_path: Path) -> None:
     listener = listener_at(context, tmp_path)
     with peer_of(context, listener) as peer:
-        peer.send(encode(m.Bye(1)))
-        route = heard(listener)
-        assert route is not None
+        route = route_of(peer, listener)
         sent_bytes, piece = 0, LARGE[: 100 << 10]
         while listener.unread_bytes(route) <= LIMIT or heard_of_late(listener, route):
             listener.send(route, m.Value(1, 1), [piece])
