@@ -16,6 +16,10 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / "build" / "bytecode")
 
+# What every Python process of the tests reads when it starts, those of jobs and of pytest's own workers.
+if (startup := str(Path(__file__).parent / "startup")) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
+
 # A shell that starts something in the background lets it ignore Ctrl-C, and nohup a hang-up, and all processes that it
 # starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

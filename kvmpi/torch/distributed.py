@@ -15,6 +15,7 @@ from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, gradients, rules
+from kvmpi.torch.compiling import not_compiled
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
@@ -334,7 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         return self._step_with_hooks(*() if closure is None else (closure,))
 
-    @torch._disable_dynamo  # nothing in it is arithmetic of tensors, and the compiler fails at the hooks
+    @not_compiled  # nothing in it is arithmetic of tensors, and the compiler fails at the hooks
     def _step_with_hooks(self, *closure: Callable[[], Any]) -> Any:
         """``_step_in_store`` with the hooks of the optimizer, and of all optimizers, around it."""
         return torch.optim.Optimizer.profile_hook_step(self._step_in_store)(self._inner, *closure)

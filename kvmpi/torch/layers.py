@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvmpi.torch.compiling import not_compiled
 from kvmpi.torch.weights import Weights
 
 
@@ -41,8 +42,7 @@ class Layers:
         self._called: set[torch.nn.Module] = set()
         self._before: dict[torch.nn.Module, dict[int, int]] = {}
         self._handles: list[Any] = []
-        # A compiler that met the hook and looked into it would compile anew as what is under way changes.
-        self._hook = _Hook(torch.compiler.disable(self._before_forward))
+        self._hook = _Hook(self._before_forward)
         self._visit(model, None, hooked=True)
         self.watch(index, weights)
 
@@ -73,6 +73,7 @@ class Layers:
         for child in module.children():
             self._visit(child, module, hooked=hooked and not compiled)
 
+    @not_compiled  # which a compiler that looked into it would do anew as what is under way changes
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if module not in self._called:
             self._called.add(module)

@@ -22,10 +22,10 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-#: Importing torch and its compiler takes longer than all examples: each page gets a copy of a process that has them.
+#: Importing torch takes longer than all examples: each page gets a copy of a process that has them.
 RUN_PAGES = """
 import json, os, sys
-import torch._dynamo
+import torch
 
 for name, texts in json.load(sys.stdin):
     child = os.fork()

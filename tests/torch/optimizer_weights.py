@@ -34,7 +34,6 @@ from optimizer_loops import (
     winding_steps,
 )
 from torch import nn
-from torch._dynamo.utils import counters
 
 import kvmpi
 from kvmpi import optim
@@ -364,6 +363,8 @@ def compiled(store: str) -> None:
             optimizer.zero_grad()
             loss_of(model, shards(step)).backward()
             step_of()
+
+    from torch._dynamo.utils import counters  # with the compiler, which takes longer to load than all of torch
 
     for make, loop, most in (
         (whole, plain_steps, 1), (in_place, plain_steps, 1), (inside, plain_steps, 1), (mlp, afterwards, 6)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import create_engine
 from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.torch.compiling import not_compiled
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
 
@@ -51,28 +50,15 @@ class Plan(NamedTuple):
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def not_compiled(cls: type) -> type:
-    """A compiled program calls the public methods of ``cls``: the compiler cannot look into a process group.
-
-    As ``torch.compiler.disable`` for each, but that the compiler is not loaded where nobody has.
-    """
-
-    def called(method: Callable[..., Any]) -> Callable[..., Any]:
-        hidden = torch._disable_dynamo(method)
-
-        @functools.wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            return (hidden if "torch._dynamo" in sys.modules else method)(*args, **options)
-
-        return call
-
+def methods_not_compiled(cls: type) -> type:
+    """A compiled program calls the public methods of ``cls``: the compiler cannot look into a process group."""
     for name, found in list(vars(cls).items()):
         if inspect.isfunction(found) and not name.startswith("_"):
-            setattr(cls, name, called(found))
+            setattr(cls, name, not_compiled(found))
     return cls
 
 
-@not_compiled
+@methods_not_compiled
 class GroupBase(_ProcessGroup):
     """The ranks of ``comm`` with a lane, an agreement and messages.
 

@@ -12,7 +12,16 @@ import torch
 from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError
-from kvmpi.torch.group.base import Plan, Tensors, as_row, check_dtypes, check_size, entries, not_compiled, single
+from kvmpi.torch.group.base import (
+    Plan,
+    Tensors,
+    as_row,
+    check_dtypes,
+    check_size,
+    entries,
+    methods_not_compiled,
+    single,
+)
 from kvmpi.torch.group.reductions import Reductions
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
@@ -20,7 +29,7 @@ from kvmpi.torch.group.work import GroupWork
 Buffer = npt.NDArray[Any]
 
 
-@not_compiled
+@methods_not_compiled
 class KvmpiProcessGroup(Reductions):
     """The ranks of a communicator as torch.distributed knows them. Made by ``init_process_group`` and ``new_group``."""
 

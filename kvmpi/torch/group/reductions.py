@@ -15,7 +15,7 @@ from kvmpi.collectives import Entry
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, not_compiled, single
+from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, methods_not_compiled, single
 from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
@@ -27,7 +27,7 @@ _OPS = {
 }
 
 
-@not_compiled
+@methods_not_compiled
 class Reductions(GroupBase):
     """``torch.distributed``: all_reduce, reduce, reduce_scatter, and their forms."""
 
