@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvmpi.config import Config
+from kvmpi.config import Config, client_bounds
 from kvmpi.errors import ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
@@ -103,9 +103,11 @@ class SchedulerDaemon(Daemon):
             config.num_workers if config.role else 0, config.num_servers, config.num_clients, config.report_s,
             config.job_id,
         )  # fmt: skip
+        launched = client_bounds(config.num_workers, config.num_clients) if config.role else []
         self._state = SchedulerState(
-            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book, statistics
-        )
+            config.num_servers, config.heartbeat_timeout_s, config.replicas, config.on_client_loss, book, statistics,
+            [range(*workers) for workers in launched],
+        )  # fmt: skip
         self._state.clock_name = parts.clock_name() if config.timeline else ""
         stall.watch(self.waits)
         stall.note(self.notes)

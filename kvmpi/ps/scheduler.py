@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class SchedulerState:
         on_client_loss: what barriers do without a client that is lost: "fail", "wait" or "shrink".
         book: of the snapshots of this job, if there are any, and of the one that it was resumed from.
         statistics: of what the processes of the job report.
+        workers: those of each client of the launcher, if there is one: of some stores every worker is a client.
     A silence of all members is no loss: more likely the scheduler itself was cut off from them, or stopped.
 
     Attributes:
@@ -72,11 +74,12 @@ class SchedulerState:
         on_client_loss: str = "fail",
         book: SnapshotBook | None = None,
         statistics: Statistics | None = None,
+        workers: Sequence[range] = (),
     ) -> None:
         if replicas and replicas >= num_servers:
             raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
         self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
-        self._on_client_loss = on_client_loss
+        self._on_client_loss, self._workers = on_client_loss, workers
         self.book = book or SnapshotBook(num_servers * PARTS_PER_SERVER)
         self.statistics = statistics or Statistics(num_servers=num_servers)
         self.complete: list[Manifest] = []
@@ -86,7 +89,7 @@ class SchedulerState:
         self._names: dict[bytes, MemberName] = {}
         self._stores: dict[int, Barriers] = {}
         self._over: set[int] = set()  # stores that it is too late to come back to
-        self._ended: dict[int, str] = {}  # clients whose process has ended, and that are not back; and how
+        self._ended: dict[int, str] = {}  # clients of the launcher that have ended, and are not back; and how
         self._unheard: list[tuple[str, int]] = []
         self._lost: dict[tuple[int, int], m.Lost] = {}
         self._waiting_for_view: dict[bytes, int] = {}
@@ -240,7 +243,7 @@ class SchedulerState:
         if self._names.get(route, name) != name:
             raise ProtocolError(f"scheduler: {self._names[route]} cannot register as {name} too")
         old = self.members.get(name)
-        lacks: list[int] = []
+        lacks: dict[int, str] = {}
         if old is not None and old.incarnation > message.incarnation:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
         if message.role == "client":
@@ -248,13 +251,13 @@ class SchedulerState:
                 raise ClientLostError(
                     f"client {message.rank} comes too late: store {message.store} is over, all its clients have left"
                 )
-            self._ended.pop(message.rank, None)
+            self._ended.pop(self._client_of(message.rank, message.num_members), None)
             if message.store not in self._stores:
                 self._stores[message.store] = self._new_store(message.num_members)
                 lacks = self._lose_absent(message.store)
             store = self._stores[message.store]
-            for rank in lacks:
-                store.lose(rank, self._ended[rank])
+            for rank, why in lacks.items():
+                store.lose(rank, why)
             if store.num_clients != message.num_members:
                 raise ConfigError(
                     f"client {message.rank} creates a store for {message.num_members} clients, another client for "
@@ -449,8 +452,8 @@ class SchedulerState:
             # Not from now: nobody is lost while nobody is heard.
             silence_s = (self._heard_s or 0.0) - member.last_seen_s
             if silence_s > self.heartbeat_timeout_s:
+                self._unheard.append((name[0], self._launched(name)))
                 replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
-                self._unheard.append((name[0], name[2]))
         return replies
 
     def take_unheard(self) -> list[tuple[str, int]]:
@@ -462,34 +465,46 @@ class SchedulerState:
         """A process of the job has ended for certain, whoever says so: no heartbeats need be missed.
 
         Args:
-            role, rank: of a server or a client.
+            role, rank: of a server or a client, as the launcher has it.
             newest: none that is in its place with a later incarnation is meant.
             how: the end of a sentence.
         """
         why = f"was lost: its process {how}"
-        ended = [
-            name for name, member in self.members.items()
-            if (name[0], name[2]) == (role, rank) and member.incarnation <= newest
-        ]  # fmt: skip
+        those = [name for name in self.members if name[0] == role and self._launched(name) == rank]
+        ended = [name for name in those if self.members[name].incarnation <= newest]
         replies = [reply for name in ended for reply in self.lose(name, why)]
-        if role == "client" and not any((name[0], name[2]) == (role, rank) for name in self.members):
+        if role == "client" and len(ended) == len(those):
             self._ended[rank] = why
             self.changes += 1
             absent = {number: lacks for number in self._stores if (lacks := self._lose_absent(number))}
             replies += self._announce() if absent else []
             for number, lacks in absent.items():
-                for missing in lacks:
-                    replies += self._leave_barriers((role, number, missing), self._ended[missing])
+                for missing, how_lost in lacks.items():
+                    replies += self._leave_barriers(("client", number, missing), how_lost)
         return replies
 
-    def _lose_absent(self, number: int) -> list[int]:
-        """Clients that have ended before they came to a store are lost there, unless others wait for them; which."""
+    def _client_of(self, rank: int, num_clients: int) -> int:
+        """The launcher's client that has ``rank`` in a store of ``num_clients``: its own rank, or that of a worker."""
+        if num_clients == len(self._workers):
+            return rank
+        return next((client for client, workers in enumerate(self._workers) if rank in workers), rank)
+
+    def _launched(self, name: MemberName) -> int:
+        """The rank under which the launcher has a member."""
+        role, store, rank = name
+        return rank if role == "server" else self._client_of(rank, self._stores[store].num_clients)
+
+    def _lose_absent(self, number: int) -> dict[int, str]:
+        """Clients that have ended before they came to a store are lost there, unless others wait for them; and how."""
         store = self._stores[number]
         if self._on_client_loss == "wait":
-            return []
-        absent = [rank for rank in self._ended if rank < store.num_clients and rank not in store.dead]
-        for rank in absent:
-            self._lost[number, rank] = m.Lost(rank, number, 0, self._ended[rank])
+            return {}
+        clients = ((rank, self._client_of(rank, store.num_clients)) for rank in range(store.num_clients))
+        absent = {
+            rank: self._ended[client] for rank, client in clients if client in self._ended and rank not in store.dead
+        }
+        for rank, why in absent.items():
+            self._lost[number, rank] = m.Lost(rank, number, 0, why)
         return absent
 
     def lose(self, name: MemberName, why: str) -> list[Reply]:

@@ -254,6 +254,29 @@ def test_nobody_waits_for_the_heartbeats_of_a_server_that_is_not_started_again(l
     assert "server 1 was lost: its process was killed by SIGKILL" in job.stderr
 
 
+#: The last two workers have less to do.
+UNEVEN = """
+import time
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_async") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    for step in range(20 if kv.rank < 2 else 5):
+        time.sleep(0.02)
+        kv.push("w", np.ones(5, "f4"))
+    kv.pull("w", out := np.zeros(5, "f4"))
+print(f"end {kv.rank} {out[0] >= (20 if kv.rank < 2 else 5)}", flush=True)
+"""
+
+
+def test_where_every_worker_is_a_client_one_whose_processes_end_takes_no_other_with_it(launch, write):
+    job = launch("-n", "4", "-c", "2", "-s", "1", write("uneven.py", UNEVEN), whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} True" for rank in range(4)]
+
+
 #: Worker DIES stops once in the middle: STORE DIES.
 STOPPING = """
 import os, signal, sys
@@ -277,6 +300,7 @@ SOON = {"KVMPI_HEARTBEAT_TIMEOUT_S": "2", "KVMPI_HEARTBEAT_S": "0.2", "KVMPI_TIM
 @pytest.mark.parametrize(("layout", "store", "dies", "label"), [
     (("-n", "3", "-c", "3"), "dist_sync", "1", "worker 1"),
     (("-n", "4", "-c", "2"), "dist_sync_mpi", "2", "client 1"),  # the master of two
+    (("-n", "4", "-c", "2"), "dist_sync", "3", "client 1"),  # where the other is a client too
 ])  # fmt: skip
 def test_a_client_that_is_stopped_is_ended_and_started_again(launch, write, layout, store, dies, label):
     job = launch(*layout, "-s", "1", "--restart", "1", write("stops.py", STOPPING), store, dies, env=SOON, whole=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from kvmpi.errors import rebuild
@@ -16,8 +17,8 @@ TIMEOUT_S = 10.0
 class Desk:
     """A scheduler and its visitors; ``inbox[route]`` holds what each was told and has not read."""
 
-    def __init__(self, num_servers: int = 0, on_client_loss: str = "fail") -> None:
-        self.state = SchedulerState(num_servers, TIMEOUT_S, on_client_loss=on_client_loss)
+    def __init__(self, num_servers: int = 0, on_client_loss: str = "fail", workers: Sequence[range] = ()) -> None:
+        self.state = SchedulerState(num_servers, TIMEOUT_S, on_client_loss=on_client_loss, workers=workers)
         self.num_servers = num_servers
         self.now_s = 0.0
         self.numbers = itertools.count(1)

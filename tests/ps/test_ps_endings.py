@@ -103,6 +103,34 @@ def test_whoever_is_lost_in_silence_is_named_once():
     assert desk.state.take_unheard() == []
 
 
+def test_where_every_worker_is_a_client_those_of_a_client_that_has_ended_are_lost():
+    """The launcher has two clients of two workers; the clients of store 2 are the workers."""
+    desk = Desk(1, "shrink", workers=[range(2), range(2, 4)])
+    desk.server(0)
+    for store, num_clients in ((1, 2), (2, 4)):
+        for rank in range(num_clients):
+            desk.client(rank, num_clients, store)
+    desk.inbox.clear()
+    desk.take(desk.state.hear_end("client", 1, 1, "was killed"))
+    assert sorted((lost.store, lost.rank) for lost in views(desk, "2/0")[-1].lost) == [(1, 1), (2, 2), (2, 3)]
+    failed = [at for at, told in desk.inbox.items() if any(isinstance(message, m.Failure) for message in told)]
+    assert sorted(failed) == ["1/1", "2/2", "2/3"]
+    desk.client(0, 4, store=3)
+    assert {(lost.store, lost.rank) for lost in views(desk, "3/0")[-1].lost} >= {(3, 2), (3, 3)}
+    # Of a client that is started again, one worker comes before the others.
+    desk.client(2, 4, store=2, at="again", incarnation=2)
+    assert not desk.state.save().ended
+
+
+def test_a_silent_worker_is_named_by_the_client_that_the_launcher_knows():
+    desk = Desk(workers=[range(2), range(2, 5)])
+    for rank in range(5):
+        desk.client(rank, 5)
+    for _ in range(3):
+        desk.live(TIMEOUT_S, *(f"1/{rank}" for rank in (0, 1, 2, 4)))
+    assert desk.state.take_unheard() == [("client", 1)]
+
+
 @pytest.mark.parametrize("policy", ["fail", "shrink", "wait"])
 def test_a_client_that_has_ended_is_lost_at_once(policy):
     desk = with_clients(3, on_client_loss=policy)
