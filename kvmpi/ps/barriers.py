@@ -19,6 +19,10 @@ SilenceOf = Callable[[int], float | None]
 
 #: The step after which a client that is back enters, as long as it has not said so.
 _NEVER = 1 << 62
+#: For ``first``: others have met again since.
+NOBODY = -1
+#: The outcome of most barriers.
+_OVER = ("", "", 0, False)
 #: Of so many barriers the outcome is known to who asks again, or meets them late.
 _MAX_OUTCOMES = 16
 #: So many steps after which there were barriers are remembered, for those that go on before the last.
@@ -148,7 +152,9 @@ class Barriers:
         number = self._number(client, message)
         if number <= self.done:
             # Who is back may only have been told a number of its own, which says nothing about this one.
-            outcome = self.outcomes.get(number, ()) if message.ordinal in (number, m.NEXT_BARRIER) else ()
+            outcome = self.outcomes.get(number, _OVER) if message.ordinal in (number, m.NEXT_BARRIER) else _OVER
+            if number < self.done:  # what one has done for all behind it is done
+                outcome = (*outcome[:2], NOBODY, outcome[3])
             version = number if message.ordinal == m.NEXT_BARRIER else self.done
             return [Reply(route, m.Ack(message.request, version, *outcome))]
         if number > self.done + 1:

@@ -385,9 +385,13 @@ class DistStore(Commanding):
 
     # ---- values from elsewhere
 
+    @property
+    def _is_first(self) -> bool:
+        return super()._is_first and self._ps is not None and not self._ps.is_behind
+
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         saved = SavedKey(state.key, state.shape, state.dtype, 0)
-        if self.rank == 0:
+        if self._is_first:
             saved = self._dump(state, call.deadline)
             saved.arrays["value"] = on_host(vector, call)
             saved.arrays.pop("master", None)
@@ -403,7 +407,8 @@ class DistStore(Commanding):
         self._answers |= dict.fromkeys(key.key for key in saved)
         if self._ps is not None:
             self._ps.forget_errors([key.key for key in saved])
-        if self._is_first and self._ps is not None:
+        if self._is_first:
+            assert self._ps is not None
             for key in saved:
                 if not with_values and (master := key.arrays.get("master")) is not None:
                     value = self._dump(self._keys[key.key], deadline).arrays["value"]

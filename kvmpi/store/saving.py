@@ -28,6 +28,7 @@ class Saving(Meeting):
         """Replace values past the optimizer: what it remembers of them stays. Collective over all workers.
 
         For weights that come from elsewhere in the middle of training. Worker 0's count; returns when they can be read.
+        A process that was started again, whose program comes to it once more, changes nothing.
 
         Raises:
             KeyNotInitializedError: a key does not exist.
@@ -60,6 +61,7 @@ class Saving(Meeting):
         """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes.
 
         Where others go on without client 0, and it is gone, the first worker of the lowest client that is left does.
+        A process that was started again, whose program comes to it once more, writes nothing: the file is there.
 
         Raises:
             KVError: it could not be written, on every worker; what was there before is unchanged.
@@ -69,7 +71,8 @@ class Saving(Meeting):
     def load(self, path: Any) -> None:
         """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created.
 
-        If one worker cannot read the file, all raise, and nothing is changed.
+        If one worker cannot read the file, all raise, and nothing is changed. A process that was started again, whose
+        program comes to it once more, changes nothing: what was trained since counts.
 
         Raises:
             KVError: the file is missing or damaged.

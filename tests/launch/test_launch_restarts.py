@@ -254,6 +254,51 @@ def test_nobody_waits_for_the_heartbeats_of_a_server_that_is_not_started_again(l
     assert "server 1 was lost: its process was killed by SIGKILL" in job.stderr
 
 
+#: Worker 0 dies once, after all have assigned, saved and loaded: those that go on have trained since.
+ELSEWHERE = """
+import os, signal
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_sync") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    kv.assign("w", np.full(5, 1000, "f4"))
+    kv.save("saved")
+    kv.load("saved")
+    n, out = kv.num_workers, np.zeros(5, "f4")
+    for step in range(kv.resumed_step, 20):
+        if step == 8 and kv.rank == 0 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.pushpull("w", np.ones(5, "f4"), out)
+        if step == 12:
+            print(f"before {kv.rank} {out[0]:.0f}", flush=True)
+            kv.load("saved")
+    print(f"end {kv.rank} {out.min():.0f} {out.max():.0f}", flush=True)
+    kv.load("saved")
+    kv.pull("w", out)
+    print(f"end {kv.rank} {out.min():.0f} saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("policy", ["wait", "shrink"])
+def test_a_process_that_is_started_again_puts_nothing_in_the_place_of_what_was_trained_since(launch, write, policy):
+    settings = {"KVMPI_ON_CLIENT_LOSS": policy}
+    job = launch("-n", "2", "-c", "2", "-s", "2", "--restart", "1", write("elsewhere.py", ELSEWHERE), env=settings,
+                 whole=True)  # fmt: skip
+    assert job.finish(60.0) == 0, job.stderr
+    ends = re.findall("end .*", job.stdout)
+    assert {end for end in ends if "saved" in end} >= {"end 1 1000 saved"}
+    values = [int(end.split()[2]) for end in ends if "saved" not in end]
+    before = [int(value) for value in re.findall(r"before \d (\d+)", job.stdout)]
+    assert all((1026 if policy == "wait" else 1021) <= value <= 1026 for value in before), before
+    assert len(before) == 2 or policy == "shrink"
+    # After step 12 all have loaded what was there before the first; seven steps are left, some of one worker alone.
+    assert len(values) == (2 if policy == "wait" else len(values)) > 0
+    assert all((1014 if policy == "wait" else 1007) <= value <= 1014 for value in values), ends
+
+
 #: The last two workers have less to do.
 UNEVEN = """
 import time

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvmpi.ps.barriers import Barriers
+from kvmpi.ps.barriers import NOBODY, Barriers
 from kvmpi.ps.membership import CLOSED
 from kvmpi.ps.reply import Reply
 from kvmpi.wire import messages as m
@@ -144,6 +144,27 @@ def test_those_at_a_barrier_agree_on_who_does_what_one_has_to_do() -> None:
     again.restore(barriers.save(1))
     barriers = again
     assert come(3, 2) == {2: 2}, "another scheduler knows it"
+
+
+def test_who_comes_to_a_barrier_behind_which_others_have_met_again_does_nothing_for_all() -> None:
+    """The first process of client 0 ended behind barrier 2, where others wait at the third for what it has to do."""
+    barriers, replies = Barriers(2, "wait", lambda: None), []
+
+    def come(client: int, ordinal: int) -> list[int]:
+        message = m.Barrier(ordinal, ordinal, 0)
+        replies[:] = barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        return [r.message.first for r in replies if isinstance(r.message, m.Ack)]
+
+    for ordinal in (1, 2):
+        assert come(1, ordinal) == []
+        assert come(0, ordinal) == [0, 0]
+    assert come(1, 3) == []
+    barriers.lose(0, "was lost: no heartbeat")
+    barriers.bring_back(0)
+    assert come(0, 1) == [NOBODY]
+    assert come(0, 2) == [0]
+    assert come(0, 3) == [0, 0]
+    assert come(0, 2) == [NOBODY]
 
 
 def test_nobody_waits_for_it_at_a_barrier_that_it_skips() -> None:
