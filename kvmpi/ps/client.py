@@ -35,6 +35,9 @@ from kvmpi.wire import messages as m
 Buffer = npt.NDArray[Any]
 Key = int | str
 
+#: Arrays that a rule may keep of a value beside it: a copy in a wider dtype, and two moments.
+_MOST_STATES = 3
+
 
 class _Piece(NamedTuple):
     """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it."""
@@ -506,7 +509,7 @@ class PsClient(Participant):
 
             return on_reply
 
-        itemsize = DTYPES[layout.dtype].itemsize
+        itemsize = DTYPES[layout.dtype].itemsize + _MOST_STATES * DTYPES[host.ACCUMULATE[layout.dtype]].itemsize
         asks = [
             about(
                 layout.part(i), m.GetState, (key, i, layout.part(i)), reads=True,

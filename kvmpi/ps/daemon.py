@@ -30,6 +30,7 @@ from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import parts, stall, timeline
 from kvmpi.wire import Connection, Context, Listener, OtherVersionError, Readiness, Waker, keep_large_buffers
 from kvmpi.wire import messages as m
+from kvmpi.wire.unread import MARK_EVERY_BYTES
 
 #: Messages taken from one socket before others, and the clock, get their turn.
 _BATCH = 16
@@ -289,7 +290,8 @@ class ServerDaemon(Daemon):
     def _hears(self, route: bytes, unread_bytes: int) -> bool:
         """Whether a client has read enough. Of one that keeps to the protocol no more can be under way."""
         kept_bytes = unread_bytes + (self._state.held_bytes(route) if self._config.replicas else 0)
-        windows_bytes = max(_WINDOWS * self._config.window_bytes, self._config.shared_bytes)
+        # What is unread is known in steps.
+        windows_bytes = max(_WINDOWS * self._config.window_bytes, self._config.shared_bytes) + 2 * MARK_EVERY_BYTES
         # Each chunk's answer once, another one that the client still uses in place, and a chunk's state.
         return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)
 

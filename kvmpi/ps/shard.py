@@ -350,7 +350,9 @@ class Shard:
                 f"push of key {message.key!r} by client {client}: step {message.step} comes after step {before}"
             )
         if message.rows >= 0:
-            optim.check_by_rows(slot.rules[-1].rule)
+            # Others may have chosen the rule of later rounds already.
+            round_ = max(message.step, slot.rounds + 1)
+            optim.check_by_rows((slot.rule_for(round_) if self.discipline.in_rounds else slot.rules[-1]).rule)
         if self.discipline.in_rounds:
             if not self.clients.takes_part(client):
                 raise ProtocolError(

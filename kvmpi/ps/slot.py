@@ -382,7 +382,11 @@ class Slot:
     @property
     def next_rule(self) -> RuleChange:
         """The rule of the next round, which may come long after the last."""
-        return next(change for change in reversed(self.rules) if change.from_round <= self.rounds + 1)
+        return self.rule_for(self.rounds + 1)
+
+    def rule_for(self, round_: int) -> RuleChange:
+        """The rule of a round that is to come."""
+        return next(change for change in reversed(self.rules) if change.from_round <= round_)
 
     def _rule_of_round(self, round_: int) -> optim.Rule | None:
         while len(self.rules) > 1 and self.rules[1].from_round <= round_:

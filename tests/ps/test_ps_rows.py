@@ -209,6 +209,16 @@ def test_rows_for_a_rule_of_whole_weights_fail_alone(rule: optim.Rule) -> None:
     assert all(machine.value(request) is not None for request in requests), "the others' round goes on"
 
 
+def test_rows_are_judged_by_the_rule_of_their_round() -> None:
+    """Client 0 has pushed to round 1 and chosen the rule of the rounds after it; client 1 is slower."""
+    machine = machine_for("sync", 2, optim.Test())
+    push(machine, 0, 1, [1])
+    machine.rule(optim.Outer(), ordinal=2, clients=[0])
+    late = push(machine, 1, 1, [1])
+    assert machine.ok(late)
+    assert isinstance(machine.error(push(machine, 1, 2, [1])), UnsupportedError)
+
+
 def test_a_rule_that_fails_ends_the_round_without_effect() -> None:
     machine = machine_for("sync", 1, optim.SGD(lr=0.1), dtype="int32")
     request = push(machine, 0, 1, [1], values=np.ones((1, 2), "i4"), fused=True)

@@ -189,3 +189,12 @@ def test_servers_run_a_rule_of_the_users_own(job, monkeypatch):
     missing = run_job("-n 2 -c 2 -s 1 --import no_such_module", PROGRAMS / "custom.py", timeout_s=60)
     assert missing.returncode != 0
     assert "cannot import 'no_such_module'" in missing.stderr
+
+
+@pytest.mark.parametrize("settings", [
+    {"window_bytes": 65_536}, {"window_bytes": 65_536, "transport": "tcp"}, {}
+], ids=str)  # fmt: skip
+def test_clients_that_keep_to_their_windows_are_answered(job, tmp_path, settings):
+    done = job("-n 2 -c 2 -s 1", PROGRAMS / "windows.py", tmp_path / "saved", **settings)
+    assert done.stdout.count("windows right") == 2
+    assert "too many answers" not in done.stderr
