@@ -50,11 +50,6 @@ class Membership:
         return [client for client in range(self.num_clients) if client not in self.gone]
 
     @property
-    def callers(self) -> list[int]:
-        """The clients that have taken part from the beginning. Who is back has missed calls, and counts otherwise."""
-        return [client for client in self.present if client not in self.entering and client not in self.entered]
-
-    @property
     def deserted(self) -> bool:
         """Whether every client has left, and none is waited for. As ``Barriers.deserted``, but that no round of an
         asynchronous store fails for want of a client: one that is lost there may always come back."""

@@ -165,8 +165,23 @@ class Participant(ABC):
         self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
     ) -> Work:
         ordinal, settle = self._next_ordinal(counts)
-        asks = [about(part, kind, (ordinal, *fields, part)) for part in range(self._num_parts)]
-        return self._start(f"{name} on client {self._client}", asks, deadline, settle=settle)
+        step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
+        pushed = step > position and (position > 0 or self._has_entered)
+        number = ordinal
+
+        def hear(message: Message, payloads: list[memoryview]) -> None:
+            nonlocal number
+            number = max(number, message.version if isinstance(message, m.Ack) else 0)
+
+        def end(error: KVError | None) -> None:
+            settle(error)
+            if error is None:  # calls that the process before this one has made may not be made again
+                self._ordinals[counts] = number
+
+        asks = [
+            about(part, kind, (ordinal, *fields, part, step, pushed), on_reply=hear) for part in range(self._num_parts)
+        ]
+        return self._start(f"{name} on client {self._client}", asks, deadline, settle=end)
 
     def _next_ordinal(self, counts: str) -> tuple[int, Settle]:
         """The number of a call that all clients make, and what has to run when the call is over."""
@@ -227,8 +242,8 @@ class Participant(ABC):
             if not isinstance(message, m.Ack):
                 return
             is_over = True
-            if first is not None:
-                first[:] = [str(message.first)]
+            if first is not None:  # which number it is at, who has entered rounds may not know: see ``is_behind``
+                first[:] = [str(max(message.first, 0) if self._has_entered else message.first)]
             if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True

@@ -43,7 +43,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.Entered():
             shard.enter(entry.client, entry.step)
         case entries.RuleCall() | entries.HyperCall():
-            shard.rulebook.apply(entry, shard.slots, shard.clients.callers)
+            shard.rulebook.apply(entry, shard.slots)
         case entries.Finished():
             shard.clients.finished.add(entry.client)
         case entries.Created():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -37,9 +37,9 @@ class Rulebook:
         self._changes = SharedCalls("set_hyperparams", server)
 
     def entry_of(
-        self, client: int, message: m.SetRule | m.SetHyperparams, slots: Slots
+        self, client: int, message: m.SetRule | m.SetHyperparams, number: int, slots: Slots
     ) -> entries.RuleCall | entries.HyperCall:
-        """What is to be logged of a client's call.
+        """What is to be logged of a client's call, which has this ``number`` among those of all.
 
         Raises:
             ConfigError: no such rule or hyperparameter, or another client has said something else.
@@ -47,26 +47,33 @@ class Rulebook:
         """
         ahead: list[tuple[Key, int, int]] = []  # only the first copy of a call takes effect
         if isinstance(message, m.SetRule):
-            if not self._choices.is_repeat(client, message.ordinal, (message.rule, message.hyperparams)):
+            if not self._choices.is_repeat(client, number, (message.rule, message.hyperparams)):
                 _check_length(optim.create(message.rule, message.hyperparams), "set_optimizer")
                 ahead = self._ahead(client, slots)
-            return entries.RuleCall(client, message.ordinal, message.rule, message.hyperparams, ahead)
-        if not self._changes.is_repeat(client, message.ordinal, message.hyperparams, f" at clock {message.clock}"):
+            return entries.RuleCall(client, number, message.rule, message.hyperparams, ahead, message.step)
+        if not self._changes.is_repeat(client, number, message.hyperparams, f" at clock {message.clock}"):
             if self.rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
             _check_length(self.rule.with_hyperparams(**message.hyperparams), "set_hyperparams")
             ahead = self._ahead(client, slots)
-        return entries.HyperCall(client, message.ordinal, message.hyperparams, ahead)
+        return entries.HyperCall(client, number, message.hyperparams, ahead, message.step)
 
-    def has_made(self, client: int, message: m.SetRule | m.SetHyperparams) -> bool:
-        """Whether this is a repetition by the same client."""
-        calls = self._choices if isinstance(message, m.SetRule) else self._changes
-        return calls.made_by(client) >= message.ordinal
+    def number_of(self, client: int, message: m.SetRule | m.SetHyperparams, *, again: bool) -> int:
+        """Which of the calls of all clients this is; ``again``: others went on without the last process."""
+        calls, call = self._calls_like(message)
+        return calls.number_of(client, message.ordinal, call, message.step, again=again, pushed=message.pushed)
 
-    def is_made(self, message: m.SetRule | m.SetHyperparams) -> bool:
-        """Whether anybody has made the call of this number."""
-        calls = self._choices if isinstance(message, m.SetRule) else self._changes
-        return message.ordinal <= calls.made
+    def has_made(self, client: int, message: m.SetRule | m.SetHyperparams, number: int) -> bool:
+        """Whether the same client has made the call of this number."""
+        return self._calls_like(message)[0].made_by(client) >= number
+
+    def _calls_like(
+        self, call: m.SetRule | m.SetHyperparams | entries.RuleCall | entries.HyperCall
+    ) -> tuple[SharedCalls, Any]:
+        """Those of the same kind, and what is compared of this one."""
+        if isinstance(call, m.SetRule | entries.RuleCall):
+            return self._choices, (call.rule, call.hyperparams)
+        return self._changes, call.hyperparams
 
     def _ahead(self, client: int, slots: Slots) -> list[tuple[Key, int, int]]:
         """How often ``client`` has pushed the chunks in whose open round it is, which only the head knows."""
@@ -77,10 +84,9 @@ class Rulebook:
                 found.append((key, chunk, pushed))
         return found
 
-    def apply(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots, callers: Iterable[int]) -> None:
-        """Make a call that was logged. ``callers``: the clients of whom more calls are expected."""
-        calls = self._choices if isinstance(entry, entries.RuleCall) else self._changes
-        call: Any = (entry.rule, entry.hyperparams) if isinstance(entry, entries.RuleCall) else entry.hyperparams
+    def apply(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots) -> None:
+        """Make a call that was logged."""
+        calls, call = self._calls_like(entry)
         if not calls.is_repeat(entry.client, entry.ordinal, call):
             if isinstance(entry, entries.RuleCall):
                 if not (self.resumed and self.rule is not None and self.rule.name == entry.rule):
@@ -91,7 +97,7 @@ class Rulebook:
                 assert self.rule is not None
                 self.rule = self.rule.with_hyperparams(**entry.hyperparams)
             self._install(entry, slots)
-        calls.note(entry.client, entry.ordinal, call, callers)
+        calls.note(entry.client, entry.ordinal, call, entry.step)
 
     def _install(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots) -> None:
         """Put the rule in force, in rounds from the one after the client's last push of each chunk."""
@@ -105,8 +111,8 @@ class Rulebook:
     def dump(self) -> entries.StoreState:
         """All of it, for ``restore``."""
         calls = [
-            self._choices.dump(lambda call: entries.RuleInForce(0, 0, call[0], call[1])),
-            self._changes.dump(lambda call: entries.RuleInForce(0, 0, "", call)),
+            self._choices.dump(lambda call, step: entries.RuleInForce(step, 0, call[0], call[1])),
+            self._changes.dump(lambda call, step: entries.RuleInForce(step, 0, "", call)),
         ]
         return entries.StoreState(in_force(RuleChange(0, self.generation, self.rule)), calls, self.resumed)
 

@@ -444,13 +444,12 @@ class Shard:
     # ---- rules and checkpoints
 
     def _set_rule(self, client: int, route: bytes, message: m.SetRule | m.SetHyperparams) -> list[Reply]:
-        if client in self.clients.entered and self.rulebook.is_made(message):
-            return [Reply(route, m.Ack(message.request, self.rulebook.generation))]  # the others have said it
-        entry = self.rulebook.entry_of(client, message, self.slots)
-        if not self.rulebook.has_made(client, message):
+        number = self.rulebook.number_of(client, message, again=client in self.clients.entered)
+        entry = self.rulebook.entry_of(client, message, number, self.slots)
+        if not self.rulebook.has_made(client, message, number):
             self._log(entry, ())
-            self.rulebook.apply(entry, self.slots, self.clients.callers)
-        return [Reply(route, m.Ack(message.request, self.rulebook.generation))]
+            self.rulebook.apply(entry, self.slots)
+        return [Reply(route, m.Ack(message.request, number))]
 
     def _put_state(self, client: int, route: bytes, message: m.PutState, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)

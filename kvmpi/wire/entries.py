@@ -146,22 +146,27 @@ class Answered(_Entry, tag="answered"):
 
 
 class RuleCall(_Entry, tag="rulecall"):
-    """A client's ``ordinal``-th choice of the rule. ``ahead``: chunks of which it has pushed more than is over."""
+    """The choice number ``ordinal`` of the rule, by a client at ``step`` of its program.
+
+    ``ahead``: chunks of which it has pushed more than is over.
+    """
 
     client: int
     ordinal: int
     rule: str
     hyperparams: dict[str, Number]
     ahead: list[tuple[Key, int, int]]
+    step: int = 0
 
 
 class HyperCall(_Entry, tag="hypercall"):
-    """A client's ``ordinal``-th change of hyperparameters; ``ahead`` as in RuleCall."""
+    """The change number ``ordinal`` of hyperparameters; all else as in RuleCall."""
 
     client: int
     ordinal: int
     hyperparams: dict[str, Number]
     ahead: list[tuple[Key, int, int]]
+    step: int = 0
 
 
 class Restored(_Entry, tag="restored"):
@@ -185,7 +190,8 @@ class RuleInForce(_Entry, tag="inforce"):
 
 
 class CallsState(_Entry, tag="calls"):
-    """How far a store's calls of one kind are: how many were made, those not made by all, and how many by whom."""
+    """How far a store's calls of one kind are: how many were made, the last of them, each with its step in place of a
+    round, and how many by whom."""
 
     made: int
     open: list[tuple[int, RuleInForce]]

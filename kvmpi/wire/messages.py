@@ -99,7 +99,9 @@ class Query(Message, tag="query"):
 class SetRule(Message, tag="rule"):
     """The client's ``ordinal``-th choice of the update rule: a registered name and plain numbers.
 
-    What is different for one key is called ``NAME@KEY``, with an int key in decimal.
+    What is different for one key is called ``NAME@KEY``, with an int key in decimal. ``step``: that of the program.
+    ``pushed``: this process goes on where another was, and has pushed since, so that calls of the steps before are none
+    of its own. The ``Ack`` says in its ``version`` which of the calls of all clients it is.
     """
 
     request: int
@@ -107,12 +109,14 @@ class SetRule(Message, tag="rule"):
     rule: str
     hyperparams: dict[str, Number]
     part: int = 0
+    step: int = 0
+    pushed: bool = False
 
 
 class SetHyperparams(Message, tag="hyper"):
     """The client's ``ordinal``-th change of hyperparameters, in force for the rounds after its own last pushes.
 
-    ``clock``: its training clock, which a message about clients that disagree names.
+    ``clock``: its training clock, which a message about clients that disagree names. All else as in ``SetRule``.
     """
 
     request: int
@@ -120,6 +124,8 @@ class SetHyperparams(Message, tag="hyper"):
     hyperparams: dict[str, Number]
     clock: int
     part: int = 0
+    step: int = 0
+    pushed: bool = False
 
 
 class GetState(Message, tag="getstate"):

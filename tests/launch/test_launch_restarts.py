@@ -299,6 +299,39 @@ def test_a_process_that_is_started_again_puts_nothing_in_the_place_of_what_was_t
     assert all((1014 if policy == "wait" else 1007) <= value <= 1014 for value in values), ends
 
 
+#: The rate changes in steps 5 and 14, to one that it had before; worker 0 dies in step 9.
+SCHEDULE = """
+import os, signal
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_sync") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    kv.set_hyperparams(lr=-2.0)
+    out = np.zeros(5, "f4")
+    for step in range(kv.resumed_step, 20):
+        if step == 5:
+            kv.set_hyperparams(lr=-10.0)
+        if step == 14:
+            kv.set_hyperparams(lr=-2.0)
+        if step == 9 and kv.rank == 0 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.pushpull("w", np.ones(5, "f4"), out)
+    print(f"end {kv.rank} {out[0]:.0f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rates_that_change_by_step_are_those_of_the_steps_that_are_left(launch, write, workers):
+    layout = ("-n", str(workers), "-c", str(workers), "-s", "2", "--restart", "1")
+    job = launch(*layout, write("schedule.py", SCHEDULE), whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    expected = workers * (5 * 2 + 9 * 10 + 6 * 2)
+    assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} {expected}" for rank in range(workers)]
+
+
 #: The last two workers have less to do.
 UNEVEN = """
 import time

@@ -272,7 +272,7 @@ def _takes_the_next_process_for_the_one_that_has_ended(monkeypatch: pytest.Monke
 
 
 def _waits_for_who_has_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SchedulerState, "_lose_absent", lambda self, number: [])
+    monkeypatch.setattr(SchedulerState, "_lose_absent", lambda self, number: {})
 
 
 #: By name: what plants it, and a pattern of the violation that has to be found.
