@@ -16,7 +16,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import KVError, ProtocolError
+from kvmpi.errors import KVError, KVTimeoutError, ProtocolError
 from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
@@ -318,7 +318,8 @@ class PsClient(Participant):
             layout.pushing = False
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
-            if used := error is None or any(ask.used for ask in asks):
+            late = isinstance(error, KVTimeoutError) and turn.kept
+            if used := error is None or late or any(ask.used for ask in asks):
                 layout.steps = step
             if layout.feedback is not None:
                 layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)

@@ -107,13 +107,15 @@ class Turn:
         step: its overall step; 0 where nobody wants to know.
         at: the same as servers keep it: negative if the push begins that step.
         begun: whether it has been sent.
+        kept: the program's call has returned, and it does not make the push again: if nobody answers in time, all the
+            same it is one.
         span: the steps that it may belong to, for snapshots.
     """
 
-    __slots__ = ("at", "begun", "span", "step")
+    __slots__ = ("at", "begun", "kept", "span", "step")
 
     def __init__(self, step: int = 0, *, begins: bool = False) -> None:
-        self.step, self.begun = step, False
+        self.step, self.begun, self.kept = step, False, False
         self.at = -step if begins else step
         self.span = UNSAID
 

@@ -181,7 +181,7 @@ class DistStore(Commanding):
         def ask(ps: PsClient, turn: Turn) -> Work:
             assert part.rows is not None
             arriving.extend([ArrivingRows(ps.rows_of(state.key))] if fused else [])
-            changed = arriving[0] if fused else None
+            changed, turn.kept = (arriving[0] if fused else None), not (fused or call.async_op)
             return ps.push_rows(state.key, part.rows, call.deadline, call.priority, changed, turn)
 
         work = self._push_op(state, ask, call, reads=[state.sent])
@@ -219,19 +219,23 @@ class DistStore(Commanding):
             accepted = self._push_ahead(state, lent, answer, call)
             return accepted if waits and lent is not None else local
 
+        ends_with_it = self._ps is not None and (call.async_op or (waits and lent is not None))
+
         def ask(ps: PsClient, turn: Turn) -> Work:
+            turn.kept = not ends_with_it
             value = state.host_buffer() if lent is None else lent
             return ps.push(state.key, value, call.deadline, call.priority, turn)
 
         work = self._push_op(state, ask, call, reads=[state.sent] if lent is None else [])
         # The caller's arrays are free once the sum is in the key's own buffer.
-        return work if self._ps is not None and (call.async_op or (waits and lent is not None)) else local
+        return work if ends_with_it else local
 
     def _push_ahead(self, state: KeyState, lent: Buffer | None, answer: Answer, call: Invocation) -> Work:
         """Push on the master: send, and let the round's value land; done when the servers have what was lent."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
 
         def ask(ps: PsClient, turn: Turn) -> Work:
+            turn.kept = True
             value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accepted.finish)
             return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted, turn)
 

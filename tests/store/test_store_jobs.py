@@ -198,3 +198,9 @@ def test_clients_that_keep_to_their_windows_are_answered(job, tmp_path, settings
     done = job("-n 2 -c 2 -s 1", PROGRAMS / "windows.py", tmp_path / "saved", **settings)
     assert done.stdout.count("windows right") == 2
     assert "too many answers" not in done.stderr
+
+
+@pytest.mark.parametrize("options", ["-n 2 -c 2 -s 1", "-n 2 -c 2 -s 2 --replicas 1"])
+def test_a_pull_that_nobody_answers_in_time_is_made_again(job, options):
+    done = job(options, PROGRAMS / "late.py")
+    assert done.stdout.count("late right") == 2
