@@ -15,7 +15,7 @@ from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn
@@ -77,7 +77,8 @@ class DistStore(Commanding):
 
         self._command(connect, call, result=resumed).wait()
         self._resumed_step = int(resumed[0])
-        self._position = 0  # rounds that processes before this one have pushed, where others wait for clients to return
+        # Rounds that processes before this one have pushed, where clients are waited for; and those the program knows of.
+        self._position = self._told_position = 0
 
     # ---- who and where
 
@@ -103,6 +104,7 @@ class DistStore(Commanding):
 
     @property
     def resumed_step(self) -> int:
+        self._told_position = self._position
         return self._resumed_step + self._position
 
     # ---- operations
@@ -153,6 +155,12 @@ class DistStore(Commanding):
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         super()._check_pushable(op, state)
+        if self._told_position > self._position:
+            raise KVError(
+                f"{op} of key {state.key!r} on worker {self.rank}: the program was told that it goes on at step "
+                f"{self._resumed_step + self._told_position}, but with keys that were made since it is "
+                f"{self._resumed_step + self._position}; read kv.resumed_step when all keys have had their kv.init"
+            )
         if op == "allreduce":
             raise UnsupportedError(
                 f"allreduce of key {state.key!r}: the servers of a {self._type} store keep what they sum; call "

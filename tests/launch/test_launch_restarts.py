@@ -332,6 +332,34 @@ def test_rates_that_change_by_step_are_those_of_the_steps_that_are_left(launch, 
     assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} {expected}" for rank in range(workers)]
 
 
+#: A key is made in the middle of the loop, and worker 1 dies before it has pushed it.
+LATE_KEY = """
+import os, signal
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_sync") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    for step in range(kv.resumed_step, 9):
+        if step == 6:
+            kv.init("late", np.zeros(5, "f4"))
+            if kv.rank == 1 and not os.path.exists("died"):
+                open("died", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        for key in ("w", "late") if step >= 6 else ("w",):
+            kv.pushpull(key, np.ones(5, "f4"))
+"""
+
+
+def test_a_program_that_was_told_of_a_later_step_than_all_its_keys_have_is_told_so(launch, write):
+    settings = {"KVMPI_TIMEOUT_S": "30"}
+    job = launch(
+        "-n", "2", "-c", "2", "-s", "1", "--restart", "1", write("late.py", LATE_KEY), env=settings, whole=True
+    )
+    assert job.finish(25.0) == 1, "it does not wait until the time is over"
+    assert "told that it goes on at step 6, but with keys that were made since it is 5" in job.stderr
+
+
 #: The last two workers have less to do.
 UNEVEN = """
 import time
