@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -203,13 +204,9 @@ class Config:
         known = {env_name(f.name): f for f in fields(cls)}
         unknown = sorted(k for k in env if k.startswith("KVMPI_") and k not in known)
         if unknown:
-            import difflib
-
-            close = [name for one in unknown for name in difflib.get_close_matches(one, known, 1, 0.85)]
-            guess = f" (did you mean {', '.join(close)}?)" if close else ""
-            raise ConfigError(
-                f"unknown setting {', '.join(unknown)}{guess}; known settings: {', '.join(sorted(known))}"
-            )
+            guess = close_to(unknown, known)
+            more = "" if guess else f"; known settings: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {', '.join(unknown)}{guess}{more}")
         given: dict[str, Any] = {}
         for name, f in known.items():
             text = env.get(name, "")
@@ -220,13 +217,40 @@ class Config:
                 given[f.name] = kind(text)
             except ValueError:
                 raise ConfigError(f"{name}={text!r}: expected {kind.__name__}, for example {f.default!r}") from None
-        return cls(**{**given, **explicit})
+        return cls(**{**given, **_checked(explicit)})
 
     def to_env(self) -> dict[str, str]:
         """The settings that differ from their defaults, as environment variables."""
         return {
             env_name(f.name): str(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default
         }
+
+
+def close_to(names: Iterable[str], known: Iterable[str]) -> str:
+    """For an error about ``names``: which of those that are ``known`` somebody may have meant; empty: none."""
+    import difflib
+
+    known = list(known)
+    close = [name for one in names for name in difflib.get_close_matches(one, known, 1, 0.75)]
+    return f" (did you mean {', '.join(close)}?)" if close else ""
+
+
+def _checked(explicit: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings that a program gives by name.
+
+    Raises:
+        ConfigError: one is unknown, or not of the kind of its default.
+    """
+    known = {f.name: f for f in fields(Config)}
+    kinds: dict[type, type] = {float: numbers.Real, int: numbers.Integral}
+    if unknown := sorted(set(explicit) - set(known)):
+        guess = close_to(unknown, known)
+        raise ConfigError(f"unknown setting {', '.join(unknown)}{guess}" + ("" if guess else "; see docs/settings.md"))
+    for name, value in explicit.items():
+        kind = type(known[name].default)
+        if not isinstance(value, kinds.get(kind, kind)):
+            raise ConfigError(f"{name}={value!r}: expected {kind.__name__}, for example {known[name].default!r}")
+    return explicit
 
 
 def env_name(field_name: str) -> str:

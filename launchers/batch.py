@@ -31,6 +31,14 @@ class Resources:
     requeue: bool = False
     extra: tuple[str, ...] = ()
 
+    def named(self) -> str:
+        """The first option of ``kvmpi run`` that says more than how large the job is; empty: there is none."""
+        options = {
+            "--queue": self.queue, "--project": self.project, "--wall-time": self.time, "--requeue": self.requeue,
+            "--submit-option": self.extra,
+        }  # fmt: skip
+        return next((name for name, value in options.items() if value), "")
+
 
 class BatchSystem(ABC):
     """Commands as words, and the meaning of what they print.

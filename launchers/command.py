@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import pwd
 import resource
 import secrets
 import signal
@@ -41,12 +42,22 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = result.add_argument
-    add("-n", dest="workers", type=int, default=1, metavar="WORKERS", help="number of workers (default 1)")
+    # Longer names, and -np, are what other launchers have.
     add(
-        "-c", dest="clients", type=int, default=1, metavar="CLIENTS",
+        "-n",
+        "-np",
+        "--workers",
+        dest="workers",
+        type=int,
+        default=1,
+        metavar="WORKERS",
+        help="number of workers (default 1)",
+    )
+    add(
+        "-c", "--clients", dest="clients", type=int, default=1, metavar="CLIENTS",
         help="clients that the workers are divided into (default 1)",
     )  # fmt: skip
-    add("-s", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
+    add("-s", "--servers", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
     add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
     add("--hostfile", default="", metavar="F", help="hosts to run on, a line for each: NAME slots=N")
     add("--hosts", default="", metavar="H:N,...", help="the same as a list: hosts and how many workers each takes")
@@ -147,6 +158,11 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
+    if "HOME" not in environ:  # without which Open MPI does not begin
+        try:
+            environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # somebody who has only a number
+            environ["HOME"] = tempfile.gettempdir()
     places = where.find(
         launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,

@@ -45,6 +45,8 @@ def find(
         if server_hosts:
             raise ConfigError(f"--server-hosts: {launcher} chooses the hosts")
         return _submitted(launcher, batch_dir, asked or Resources(), bounds, num_servers, network, client_hosts)
+    if asked is not None and (option := asked.named()):
+        raise ConfigError(f"{option} is for jobs that are submitted; add --launcher slurm or --launcher lsf")
     if client_hosts != 1:
         raise ConfigError("--client-hosts is for clients that a batch system places; see --launcher")
     if not found:

@@ -391,7 +391,8 @@ def first_difference(calls: Sequence[str]) -> KVError:
 
 def _brief(op: str, entries: Sequence[Sequence[object]]) -> str:
     keys = ", ".join(repr(entry[0]) for entry in entries[:3]) + (", ..." if len(entries) > 3 else "")
-    return f"{op}({keys})"
+    ends = ": its program has ended, or has fewer steps (see kv.join)" if op == "close" else ""
+    return f"{op}({keys}){ends}"
 
 
 def _entry_difference(

@@ -24,6 +24,8 @@ _MANY, _REPRESENTATIVES = 512, 256
 #: In a lab: processor time for a byte that is summed over a client, or broadcast in it, of each worker.
 _LAB_SUM_S, _LAB_CAST_S = 0.8e-9, 0.5e-9
 _UNDISTURBED = Disturbance()
+#: Of a step: less than that of computing is no reason to leave communication alone.
+_MOSTLY = 0.8
 
 
 @dataclass(frozen=True)
@@ -380,7 +382,9 @@ def _explain(limits: dict[str, float], step_s: float, job: Job, model: Model) ->
     clients, size = job.num_clients, f"{model.nbytes / 1e6:.3g} MB"
     often = f" every {job.interval} steps" if job.of.averages else ""
     texts = {
-        "compute": f"compute takes {of}: communication is not what to look at",
+        "compute": f"compute takes {of}: communication is not what to look at"
+        if seconds >= _MOSTLY * step_s
+        else f"compute takes most, {of}; the rest is communication that it does not hide",
         "stragglers": f"stragglers are the bottleneck: waiting for the slowest worker takes {of}",
         "servers' links": f"servers' links are the bottleneck: {clients} clients x {size}{often} take {of}",
         "servers' processors": f"servers' processors are the bottleneck: {clients} clients x {size}{often} take {of}",

@@ -452,6 +452,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             self._client_store.abort()
         self._disconnect()
 
+    def __repr__(self) -> str:
+        clients = f", client {self.client_rank} of {self.num_clients}" if self.num_clients > 1 else ""
+        servers = f", {self.num_servers} server{'s' if self.num_servers > 1 else ''}" if self.num_servers else ""
+        end = ", closed" if self.closed else ""
+        return f"<kvmpi {self.type}: worker {self.rank} of {self.num_workers}{clients}{servers}{end}>"
+
     @property
     def closed(self) -> bool:
         return self._closed

@@ -77,7 +77,7 @@ class DistStore(Commanding):
 
         self._command(connect, call, result=resumed).wait()
         self._resumed_step = int(resumed[0])
-        # Rounds that processes before this one have pushed, where clients are waited for; and those the program knows of.
+        # Rounds that processes before this one have pushed, where clients are waited for; and as the program was told.
         self._position = self._told_position = 0
 
     # ---- who and where

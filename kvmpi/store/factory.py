@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from kvmpi.collectives import Comm
-from kvmpi.config import Config, client_bounds
+from kvmpi.config import Config, client_bounds, close_to
 from kvmpi.errors import ConfigError, NotLaunchedError
 from kvmpi.ps import EmbeddedJob
 from kvmpi.ps.reporter import begin_reports, end_reports
@@ -70,12 +70,9 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     """
     factory = (_FACTORIES.get(name) or _FACTORIES.get(_ALIASES.get(name, ""))) if isinstance(name, str) else None
     if factory is None:
-        known = ", ".join([*_FACTORIES, *_ALIASES])
-        raise ConfigError(f"unknown store type {name!r}; known: {known}")
-    try:
-        config = Config.from_env(**settings)
-    except TypeError as error:
-        raise ConfigError(f"create({name!r}): {error}") from None
+        known = [*_FACTORIES, *_ALIASES]
+        raise ConfigError(f"unknown store type {name!r}{close_to([str(name)], known)}; known: {', '.join(known)}")
+    config = Config.from_env(**settings)
     store = factory(config)
     if not isinstance(store, KVStore):
         raise ConfigError(f"create({name!r}): its factory returned {store!r}, expected a KVStore")
@@ -129,7 +126,11 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
                 )
             _require_no_lone_tasks()
             job = EmbeddedJob(replace(config, num_workers=1, num_clients=1))
-            return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
+            try:
+                return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
+            except BaseException:
+                job.close()
+                raise
         if config.num_servers == 0:
             raise ConfigError(f"store type {name!r} needs servers, this job has none; start it with -s 1 or more")
         if not config.scheduler:

@@ -25,6 +25,7 @@ from kvmpi.benchmarks.netlab import PRIVATE, NetLab, cores_of
 from kvmpi.config import client_bounds
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import hosts, reach, remote_exec, where
+from kvmpi.launchers.batch import Resources
 from kvmpi.launchers.cores import usable
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
@@ -184,6 +185,8 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     for error, words, call in (
         (ConfigError, "slurm chooses the hosts", lambda: find("slurm", server_hosts="a")),
         (ConfigError, "--client-hosts 3: expected 1 or more, and a wo", lambda: find("slurm", client_hosts=3)),
+        (ConfigError, "--queue is for jobs that are submitted", lambda: find(asked=Resources(queue="q"))),
+        (ConfigError, "--requeue is for", lambda: find(hosts="a:2", asked=Resources(requeue=True))),
         (ConfigError, "--client-hosts is for", lambda: find(hosts="a:2", client_hosts=2)),
         (ConfigError, "only one of them", lambda: find(hosts="a", hostfile="b")),
         (ConfigError, "knows its hosts", lambda: find("slurm", hosts="a", environ=slurm)),

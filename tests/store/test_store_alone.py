@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import numpy as np
@@ -33,6 +34,23 @@ def test_names_and_aliases():
         kvmpi.create("dist_snyc")
     with pytest.raises(errors.ConfigError, match="timeout"):
         kvmpi.create("local", timeout=3)
+
+
+def test_a_store_that_cannot_be_made_leaves_no_job_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(errors.ConfigError, match="no_such_file"):
+        kvmpi.create("dist_sync", tuning=str(tmp_path / "no_such_file"))
+    assert not list(tmp_path.iterdir())
+    assert not {"kvmpi-scheduler", "kvmpi-server"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_a_store_says_what_it_is():
+    with kvmpi.create("dist_sync") as kv:
+        assert repr(kv) == "<kvmpi dist_sync: worker 0 of 1, 1 server>"
+    assert repr(kv) == "<kvmpi dist_sync: worker 0 of 1, 1 server, closed>"
+    with kvmpi.create("local") as kv:
+        assert repr(kv) == "<kvmpi local: worker 0 of 1>"
 
 
 def test_a_job_of_one(any_store):
