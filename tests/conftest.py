@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,39 @@ import pytest
 from jobs import run_job
 from rank_threads import run_ranks  # noqa: F401 - a fixture
 
+#: Files of tests that start many processes, the longest first: begun last, one of them would keep all others waiting.
+LONG = [
+    "store_jobs",
+    "launch_anywhere",
+    "launch_restarts",
+    "torch_jobs",
+    "bench_jobs",
+    "horovod",
+    "launch_batch",
+    "launch_kill_anywhere",
+    "store_joining",
+    "failures",
+    "torch_c10d",
+    "bench_train",
+    "torch_interrupts",
+    "mpi",
+    "examples_programs",
+    "store_mistakes",
+    "docs",
+    "store_memory",
+    "store_random_programs",
+    "examples_ddp",
+    "store_sparse",
+    "arena",
+    "partitions",
+    "simulated_jobs",
+    "chaos",
+    "floods",
+    "ps_processes",
+    "links",
+    "launch_run",
+]
+
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -46,3 +80,10 @@ def job() -> Job:
         return done
 
     return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, then those with most tests; in a file, as it has them."""
+    number = Counter(item.path for item in items)
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: (place.get(item.path.stem, len(LONG)), -number[item.path], item.path))
