@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
 TAIL_LINES = 20
+_FRAME = re.compile(rb'( *)File "([^"]+)", line \d+')
 MAX_LINE_BYTES = 8 << 20  # a longer line is shown in pieces, so that no program can fill the launcher's memory
 PROGRESS_INTERVAL_S = 1.0  # how often a line that is redrawn with '\r' is shown
 WRITE_BYTES = 4096  # PIPE_BUF: what poll() reports as writable takes this much without blocking
 COLOURS = {"scheduler": "35", "server": "33", "worker": "36", "client": "31", "kvmpi": "1"}
+
+
+def last_words(lines: Iterable[bytes], inside: Sequence[str]) -> list[bytes]:
+    """The last lines of somebody's standard error, without frames of tracebacks in files below the folders ``inside``.
+
+    What one looks for is where the program has called what has failed.
+    """
+    found: list[bytes] = []
+    hidden = False
+    for line in lines:
+        if frame := _FRAME.match(line):
+            path = os.fsdecode(frame[2])
+            was_hidden, hidden = hidden, path.startswith((*inside, "<frozen runpy>"))
+            if hidden and not was_hidden:
+                found.append(frame[1] + b"... inside kvmpi")
+        elif not line.startswith(b"    "):  # as the text of a frame does
+            hidden = False
+        if not hidden:
+            found.append(line)
+    return found[-TAIL_LINES:]
 
 
 class OutputClosedError(Exception):

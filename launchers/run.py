@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import selectors
@@ -18,7 +19,7 @@ from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
-from kvmpi.launchers.output import TAIL_LINES, Output, OutputClosedError, Stream
+from kvmpi.launchers.output import Output, OutputClosedError, Stream, last_words
 from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
@@ -29,6 +30,8 @@ HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for a scheduler to end that has closed what it says where it listens through
+_KEPT_LINES = 200  # of each process's standard error: of a long traceback not all is shown once more
+_OWN_FOLDERS = tuple(os.path.join(os.path.dirname(path), "") for path in (inspect.getfile(Config), __file__))
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
@@ -176,7 +179,7 @@ class Runner:
         self._watchdog.add(child.pid)
 
     def _open_output(self, label: str) -> None:
-        self._tails[label] = deque(maxlen=TAIL_LINES)
+        self._tails[label] = deque(maxlen=_KEPT_LINES)
         self._output.open_log(label)
 
     def _fifo(self, name: str, stream: Stream) -> None:
@@ -470,7 +473,7 @@ class Runner:
         child = self._children.get(failure.label)
         if isinstance(child, RemoteProcess):
             where += f" on {child.host}"
-        tail = list(self._tails.get(failure.label, ()))
+        tail = last_words(self._tails.get(failure.label, ()), _OWN_FOLDERS)
         text = f"kvmpi run: {failure.label}{where} {failure.text}"
         newest = list(self._output.newest)[-len(tail) :]
         if tail and newest == [(failure.label, 2)] * len(tail):

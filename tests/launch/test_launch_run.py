@@ -15,6 +15,7 @@ import pytest
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
+from kvmpi.launchers.output import last_words
 
 try:
     MPI = mpirun.find(os.environ, 2)
@@ -240,6 +241,48 @@ def test_last_lines_of_standard_error_are_shown_again_unless_they_stand_right_ab
     assert job.finish() == 4
     assert job.stderr.splitlines()[-21].endswith("exit status 4; its last lines on standard error:")
     assert job.stderr.splitlines()[-20:] == [f"    line {i}" for i in range(80, 100)]
+
+
+def test_the_last_words_say_where_the_program_called_what_has_failed(launch, write):
+    program = """
+import sys
+import kvmpi
+
+def train(kv):
+    print("a line after", flush=True)
+    kv.pull("nothing", None)
+
+with kvmpi.create("dist_sync") as kv:
+    try:
+        train(kv)
+    except kvmpi.errors.KVError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        print("and another on standard output", flush=True)
+        sys.exit(3)
+"""
+    job = launch("-s", "1", write("calls.py", program), whole=True)
+    assert job.finish() == 3
+    words = job.stderr.splitlines()
+    words = words[next(i for i, line in enumerate(words) if line.endswith("last lines on standard error:")) + 1 :]
+    frames = [line.strip() for line in words if line.strip().startswith(("File", "..."))]
+    assert ["calls.py" in frame for frame in frames[:-1]] == [True, True]
+    assert frames[-1] == "... inside kvmpi"
+    assert words[-1].startswith("    kvmpi.errors.DTypeMismatchError: ")
+    assert len(words) < 12
+    assert '/kvmpi/store/base.py", line' in job.stderr, "all of it is there, above"
+
+
+def test_of_several_tracebacks_each_keeps_its_own_frames():
+    lines = [
+        b"Traceback (most recent call last):", b'  File "/pkg/kvmpi/a.py", line 1, in f', b"    g()", b"    ^^^",
+        b'  File "/home/me/train.py", line 7, in h', b"    1 / 0", b"ZeroDivisionError: division by zero", b"",
+        b"During handling of the above exception, another exception occurred:", b"",
+        b"Traceback (most recent call last):", b'  File "<frozen runpy>", line 88, in _run_code',
+        b'  File "/pkg/kvmpi/b.py", line 2, in k', b"    raise x", b"kvmpi.errors.KVError: x", b"    of two lines",
+    ]  # fmt: skip
+    found = last_words(lines, ["/pkg/kvmpi/"])
+    assert found == [lines[0], b"  ... inside kvmpi", *lines[4:11], b"  ... inside kvmpi", *lines[14:]]
+    assert last_words([b"%d" % i for i in range(50)], []) == [b"%d" % i for i in range(30, 50)]
 
 
 @pytest.mark.parametrize(
