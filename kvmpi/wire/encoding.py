@@ -13,7 +13,7 @@ from kvmpi.errors import ProtocolError
 from kvmpi.wire import messages as m
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_HEADER_BYTES = 256 << 10
 _BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
