@@ -54,6 +54,10 @@ class PeerLostError(KVError, ConnectionError):
     """Another process of the job is gone."""
 
 
+#: In a ``ServerLostError`` of values that nobody has any more: no other process of a client would find them.
+VALUES_LOST = "its part of the values is lost"
+
+
 class ServerLostError(PeerLostError):
     """A server, or the scheduler, is gone."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
-from kvmpi.errors import ConfigError, PeerLostError
+from kvmpi.errors import VALUES_LOST, ConfigError, PeerLostError, ServerLostError
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
@@ -341,6 +341,11 @@ class Runner:
         last = next((line for line in reversed(self._tails[worker]) if line.strip()), b"")
         return PeerLostError.__name__.encode() in last.partition(b":")[0]
 
+    def _has_lost_values(self, label: str) -> bool:
+        """Whether a worker under ``label`` has ended since nobody has some values any more: so would another."""
+        words = [line for rank in self._plans[label].workers for line in self._tails.get(f"worker {rank}", ())]
+        return any(ServerLostError.__name__.encode() in line and VALUES_LOST.encode() in line for line in words)
+
     def _blame(self, failure: Failure) -> None:
         """Settle the matter. Who was under suspicion already came earlier."""
         suspect, self._inquest.suspect = self._inquest.suspect, None
@@ -369,7 +374,8 @@ class Runner:
             else:
                 how = f"{processes.describe_end(code)}{' while workers were still running' if code == 0 else ''}"
                 # Somebody has sent it SIGTERM, upon which it ends in good order: that is no other death for the job.
-                if self._restarts.bears(label, code or -signal.SIGTERM) and self._goes_on_after(label):
+                bears = self._restarts.bears(label, code or -signal.SIGTERM) and not self._has_lost_values(label)
+                if bears and self._goes_on_after(label):
                     self._tell_end(label)
                     what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
                     self._output.say(f"kvmpi run: {label} {how}; {what}")

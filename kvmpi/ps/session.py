@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
+from kvmpi.errors import VALUES_LOST, KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
 from kvmpi.ps.asks import FUSED, NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
@@ -448,7 +448,7 @@ def _nothing(_: KVError | None) -> None:
 
 
 def _lost_error(operation: Operation, why: str) -> ServerLostError:
-    return ServerLostError(f"{operation.label}: {why}; its part of the values is lost")
+    return ServerLostError(f"{operation.label}: {why}; {VALUES_LOST}")
 
 
 def _as_kv_error(ask: Ask, error: Exception) -> KVError:

@@ -383,6 +383,20 @@ def test_where_every_worker_is_a_client_one_whose_processes_end_takes_no_other_w
     assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} True" for rank in range(4)]
 
 
+def test_clients_are_not_started_again_for_values_that_nobody_has_any_more(launch, tmp_path):
+    layout = ("-n", "2", "-c", "2", "-s", "3", "--replicas", "1", "--restart", "50")
+    job = launch(*layout, GROWING, "dist_sync", env={"KVMPI_TIMEOUT_S": "40"}, whole=True)
+    wait_for(lambda: (tmp_path / "runs").exists() or job.process.poll() is not None, "the first steps")
+    victims = [pid for rank in ("0", "1") for pid in job.pids(ROLE="server", RANK=rank)]
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    assert len(victims) == 2
+    assert job.finish(60.0) == 1
+    assert "ServerLostError" in job.stderr
+    assert "its part of the values is lost" in job.stderr
+    assert not re.search(r"(worker|client) \d ended with exit status 1; it is started again", job.stderr)
+
+
 #: Worker DIES stops once in the middle: STORE DIES.
 STOPPING = """
 import os, signal, sys
