@@ -49,9 +49,10 @@ lint: $(VENV)/test
 	@$(PIP) install --quiet --no-deps --target build/installed --upgrade .
 	@cd build/installed && $(abspath $(BIN))/lint-imports --no-cache --config ../../pyproject.toml
 
-# Most of what tests do is wait for processes, so some more at a time than there are cores; those of one file share jobs.
+# Much of what tests do is wait for processes, so one more at a time than there are cores (with two more, ranks that wait for
+# each other take longer than that saves); those of one file share jobs.
 check: $(VENV)/test
-	@$(BIN)/python -m pytest --numprocesses $$(($(CORES) + 2)) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder
 
 # MXNet 1.9.1 wants an older Python and an older NumPy. Where they cannot be had, this says so and passes.
 test-mxnet: $(VENV)/test

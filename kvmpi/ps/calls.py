@@ -42,14 +42,17 @@ class SharedCalls:
         Args:
             step: of its program.
             again: others have gone on without the process before this one.
-            pushed: this process goes on where another was, and has pushed since: what was made before ``step`` it does
-                not make once more.
+            pushed: this process goes on where another was, and has pushed since. Before that it may make all calls once
+                more, in their order; one that is out of this order, or comes after, was not made before ``step``.
         """
         made_before = again or pushed or ordinal <= self._seen.get(client, 0)
         if not made_before or (ordinal not in self._calls and not pushed):  # not made yet, or long ago
             return ordinal
+        known, at = self._calls.get(ordinal, (None, 0))
+        if known == call and (at >= step or not pushed):
+            return ordinal
         for number, (known, at) in self._calls.items():
-            if number >= ordinal and known == call and (at >= step or not pushed):
+            if number > ordinal and known == call and at >= step:
                 return number
         return self.made + 1
 

@@ -167,7 +167,7 @@ class Participant(ABC):
         ordinal, settle = self._next_ordinal(counts)
         step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
         pushed = step > position and (position > 0 or self._has_entered)
-        number = ordinal
+        step, number = max(step, position), ordinal
 
         def hear(message: Message, payloads: list[memoryview]) -> None:
             nonlocal number

@@ -246,6 +246,7 @@ def test_last_lines_of_standard_error_are_shown_again_unless_they_stand_right_ab
 def test_the_last_words_say_where_the_program_called_what_has_failed(launch, write):
     program = """
 import sys
+import time
 import kvmpi
 
 def train(kv):
@@ -257,6 +258,7 @@ with kvmpi.create("dist_sync") as kv:
         train(kv)
     except kvmpi.errors.KVError as error:
         sys.excepthook(type(error), error, error.__traceback__)
+        time.sleep(0.5)  # what has been written before is shown before
         print("and another on standard output", flush=True)
         sys.exit(3)
 """

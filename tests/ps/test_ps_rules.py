@@ -377,11 +377,12 @@ def test_a_call_of_the_next_step_is_new_though_the_process_has_not_pushed_yet() 
     machine = Machine("sync", 1, on_client_loss="wait")
     machine.init_all("k", np.zeros(COUNT, "f4"))
     machine.rule(optim.Test(lr=-1.0))
-    assert machine.ok(machine.send(0, m.SetHyperparams, 1, {"lr": -2.0}, 0, 0, 1))
+    for ordinal, lr in enumerate((-2.0, -4.0, -2.0), start=1):
+        assert machine.ok(machine.send(0, m.SetHyperparams, ordinal, {"lr": lr}, 0, 0, ordinal))
     machine.lose(0)
     again = reborn(machine, 0)
-    request = machine.send(again, m.SetHyperparams, 1, {"lr": -4.0}, 0, 0, 3)
-    assert machine.last(request) == m.Ack(request, 2)
+    request = machine.send(again, m.SetHyperparams, 1, {"lr": -4.0}, 0, 0, 4)
+    assert machine.last(request) == m.Ack(request, 4), "it had that rate before, in a step that is done"
     rulebook = machine.state.parts[0].shards[1].rulebook
     assert rulebook.rule is not None
     assert rulebook.rule.hyperparams()["lr"] == -4.0
