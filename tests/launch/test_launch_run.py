@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import mpirun
+from kvmpi.launchers import command, mpirun
 from kvmpi.launchers.output import last_words
 
 try:
@@ -411,3 +411,10 @@ def test_who_reads_standard_input_finds_its_end(write, tmp_path, shape):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[worker 0] ''", "[worker 1] ''"]
+
+
+def test_the_names_of_other_launchers_mean_the_same():
+    for words in (["-n", "3", "-c", "2", "-s", "1"], ["-np", "3", "--clients", "2", "--servers=1"],
+                  ["--workers", "3", "-c2", "-s1"]):  # fmt: skip
+        found = command.parser().parse_args(words)
+        assert (found.workers, found.clients, found.servers) == (3, 2, 1)
