@@ -44,15 +44,9 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     # Longer names, and -np, are what other launchers have.
     add(
-        "-n",
-        "-np",
-        "--workers",
-        dest="workers",
-        type=int,
-        default=1,
-        metavar="WORKERS",
+        "-n", "-np", "--workers", dest="workers", type=int, default=1, metavar="WORKERS",
         help="number of workers (default 1)",
-    )
+    )  # fmt: skip
     add(
         "-c", "--clients", dest="clients", type=int, default=1, metavar="CLIENTS",
         help="clients that the workers are divided into (default 1)",

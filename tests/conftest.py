@@ -34,36 +34,12 @@ from rank_threads import run_ranks  # noqa: F401 - a fixture
 
 #: Files of tests that start many processes, the longest first: begun last, one of them would keep all others waiting.
 LONG = [
-    "store_jobs",
-    "launch_anywhere",
-    "launch_restarts",
-    "torch_jobs",
-    "bench_jobs",
-    "horovod",
-    "launch_batch",
-    "launch_kill_anywhere",
-    "store_joining",
-    "failures",
-    "torch_c10d",
-    "bench_train",
-    "torch_interrupts",
-    "mpi",
-    "examples_programs",
-    "store_mistakes",
-    "docs",
-    "store_memory",
-    "store_random_programs",
-    "examples_ddp",
-    "store_sparse",
-    "arena",
-    "partitions",
-    "simulated_jobs",
-    "chaos",
-    "floods",
-    "ps_processes",
-    "links",
+    "store_jobs", "launch_anywhere", "launch_restarts", "torch_jobs", "bench_jobs", "horovod", "launch_batch",
+    "launch_kill_anywhere", "store_joining", "failures", "torch_c10d", "bench_train", "torch_interrupts", "mpi",
+    "examples_programs", "store_mistakes", "docs", "store_memory", "store_random_programs", "examples_ddp",
+    "store_sparse", "arena", "partitions", "simulated_jobs", "chaos", "floods", "ps_processes", "links",
     "launch_run",
-]
+]  # fmt: skip
 
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -351,8 +351,7 @@ class Shard:
             )
         if message.rows >= 0:
             # Others may have chosen the rule of later rounds already.
-            round_ = max(message.step, slot.rounds + 1)
-            optim.check_by_rows((slot.rule_for(round_) if self.discipline.in_rounds else slot.rules[-1]).rule)
+            optim.check_by_rows(slot.rule_for(max(message.step, slot.rounds + 1)).rule)
         if self.discipline.in_rounds:
             if not self.clients.takes_part(client):
                 raise ProtocolError(

@@ -73,7 +73,7 @@ class Layers:
         for child in module.children():
             self._visit(child, module, hooked=hooked and not compiled)
 
-    @not_compiled  # which a compiler that looked into it would do anew as what is under way changes
+    @not_compiled  # a compiler that looked into it would compile anew as what is under way changes
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if module not in self._called:
             self._called.add(module)
