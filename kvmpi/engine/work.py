@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvmpi.compiling import not_compiled
 from kvmpi.errors import KVError, KVTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Work:
             return "not finished"
         return "finished" if self._failure is None else f"failed with {self._failure.error!r}"
 
+    @not_compiled
     def done(self) -> bool:
         """Whether the Work is finished, with or without an error."""
         return self._done
@@ -99,6 +101,7 @@ class Work:
         """The error of a failed Work; ``None`` while it is not finished. Does not count as a delivery."""
         return None if self._failure is None else self._failure.error
 
+    @not_compiled
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the Work is finished; a failed Work raises its error, on every call.
 

@@ -11,6 +11,7 @@ import torch
 
 from kvmpi.collectives import Entry
 from kvmpi.collectives.schedule import segment_bounds
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, ShapeMismatchError
 from kvmpi.torch.group import GroupWork, KvmpiProcessGroup
@@ -18,6 +19,7 @@ from kvmpi.torch.group.base import Plan
 from kvmpi.torch.group.tensors import numbers, octets, reduction
 
 
+@methods_not_compiled
 class HorovodGroup(KvmpiProcessGroup):
     """All ranks of the job. Results whose sizes only the others know are those of the works."""
 
@@ -78,7 +80,7 @@ class HorovodGroup(KvmpiProcessGroup):
             target = numbers(output, op, reads=False)
 
             def run(deadline: Deadline, label: str) -> None:
-                count = math.prod(rest)
+                count = math.prod(rest) * (2 if tensor.is_complex() else 1)  # of the numbers that are reduced
                 kind = reduction(tensor, "sum" if op == "avg" else op)
                 if kind == "sum" and tensor.shape[0] % self.size() == 0:
                     where = deadline, label, self._scale(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,17 +11,19 @@ import msgspec
 import numpy as np
 import torch
 
+from kvmpi.compiling import not_compiled
 from kvmpi.errors import ConfigError, ProtocolError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.operations import check_root
 from kvmpi.torch.group.tensors import octets
 
 _BASICS: Any = ((float, float.__float__), (str, str.__str__), (bytes, bytes))
-_SEQUENCES: Any = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set"))
+_SEQUENCES: Any = ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset"))
 #: Nesting of what is sent.
 _MAX_DEPTH = 64
 
 
+@not_compiled
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Parameters and buffers take, in place, what they hold on ``root_rank``.
 
@@ -42,6 +45,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         basics.group().broadcast(tensors, root_rank).wait()
 
 
+@not_compiled
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """State and options of ``optimizer`` become, on all ranks, those of ``root_rank``; other ranks need none before.
 
@@ -56,6 +60,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         optimizer.load_state_dict(decode(text))
 
 
+@not_compiled
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """The object that ``root_rank`` has.
 
@@ -73,6 +78,7 @@ def _broadcast(text: Callable[[], bytes], root_rank: int, name: str | None) -> b
     return basics.group().broadcast_text(text, root_rank, f"broadcast_object of {name!r}").result()[0]
 
 
+@not_compiled
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, of the kinds that ``broadcast_object`` takes; raises on every rank as that does."""
     work = basics.group().all_gather_texts(lambda: encode(obj), f"allgather_object of {name!r}")
@@ -115,7 +121,9 @@ def _plain(obj: Any, depth: int) -> Any:
     if isinstance(obj, np.ndarray):
         if obj.dtype.hasobject:
             raise UnsupportedError(f"an array of {obj.dtype} is not sent: its elements would have to be pickled")
-        return ["array", obj.dtype.str, list(obj.shape), obj.tobytes()]
+        file = io.BytesIO()
+        np.lib.format.write_array(file, obj, allow_pickle=False)
+        return ["array", file.getvalue()]
     for kind, name in ((OrderedDict, "ordered"), (dict, "dict")):
         if isinstance(obj, kind):
             return [name, *([_plain(key, depth + 1), _plain(value, depth + 1)] for key, value in obj.items())]
@@ -137,9 +145,8 @@ def _object(plain: Any, depth: int) -> Any:
     if kind == "int":
         return int(rest[0])
     if kind == "array":
-        name, shape, data = rest
-        found = np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
-        return found if shape else found[()]
+        found = np.lib.format.read_array(io.BytesIO(rest[0]), allow_pickle=False)
+        return found if found.shape else found[()]
     if kind == "tensor":
         name, shape, data = rest
         dtype = getattr(torch, name)
@@ -151,4 +158,5 @@ def _object(plain: Any, depth: int) -> Any:
     if kind in ("dict", "ordered"):
         pairs = [(_object(key, depth + 1), _object(value, depth + 1)) for key, value in rest]
         return dict(pairs) if kind == "dict" else OrderedDict(pairs)
-    return {"list": list, "tuple": tuple, "set": set}[kind](_object(item, depth + 1) for item in rest)
+    make = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return make(_object(item, depth + 1) for item in rest)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from kvmpi.compiling import not_compiled
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression, NoneCompressor
@@ -62,6 +63,7 @@ def _check_linear(op: Operation, title: str) -> None:
         )
 
 
+@not_compiled
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -78,6 +80,7 @@ def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
+@not_compiled
 def start_allreduce(
     tensors: list[torch.Tensor], in_place: bool, title: str, average: bool | None, op: Operation | None,
     prescale: float, postscale: float, process_set: Any, compression: Compressor = Compression.none,
@@ -114,6 +117,7 @@ def start_allreduce(
     return Handle([work], result)
 
 
+@not_compiled
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -123,6 +127,7 @@ def grouped_allreduce_async(
                             postscale_factor, process_set)  # fmt: skip
 
 
+@not_compiled
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
     compression: Compressor = Compression.none, op: Operation | None = None, prescale_factor: float = 1.0,
@@ -134,6 +139,7 @@ def grouped_allreduce(
     return list(_reduced(tensors, title, op, prescale_factor, postscale_factor, process_set, compression))
 
 
+@not_compiled
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -144,6 +150,7 @@ def grouped_allreduce_(
     ).wait()  # fmt: skip
 
 
+@not_compiled
 def allreduce_async(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -153,6 +160,7 @@ def allreduce_async(
                                    postscale_factor, process_set))  # fmt: skip
 
 
+@not_compiled
 def allreduce_async_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -179,6 +187,7 @@ def _reduced(
     return through(run, back, tensors)
 
 
+@not_compiled
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
     compression: Compressor = Compression.none, op: Operation | None = None, prescale_factor: float = 1.0,
@@ -197,6 +206,7 @@ def allreduce(
     return _reduced([tensor], title, op, prescale_factor, postscale_factor, process_set, compression)[0]
 
 
+@not_compiled
 def allreduce_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -205,6 +215,7 @@ def allreduce_(
     return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
 
 
+@not_compiled
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None = None, op: Operation | None = None, process_set: Any = None
 ) -> Handle:
@@ -225,12 +236,14 @@ def sparse_allreduce_async(
 # ---- moves
 
 
+@not_compiled
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Handle:
     """Start ``allgather``."""
     check_process_set(process_set)
     return first(_gathers(_start_gathers([tensor], _title("allgather", name))))
 
 
+@not_compiled
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> Handle:
@@ -239,6 +252,7 @@ def grouped_allgather_async(
     return _gathers(_start_gathers(tensors, _title("grouped_allgather", name)))
 
 
+@not_compiled
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """The tensors of all ranks, one behind the other in the first dimension, in which alone they may differ.
 
@@ -248,6 +262,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
     return _gathered([tensor], _title("allgather", name))[0]
 
 
+@not_compiled
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
@@ -279,6 +294,7 @@ def _gathered(tensors: Sequence[torch.Tensor], title: str) -> tuple[torch.Tensor
     return through(run, back, tensors)
 
 
+@not_compiled
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
     """Start ``broadcast_``."""
     check_process_set(process_set)
@@ -287,16 +303,19 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     return Handle([work], lambda: tensor)
 
 
+@not_compiled
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
     """Start ``broadcast``."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
+@not_compiled
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """The tensor takes what it holds on ``root_rank``."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
+@not_compiled
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """A new tensor that holds what ``tensor`` holds on ``root_rank``.
 
@@ -320,6 +339,7 @@ def _mean_on(root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
     return through(run, lambda gradient: (broadcast(gradient, root_rank) / basics.size(),), [tensor])[0]
 
 
+@not_compiled
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Handle:
@@ -328,6 +348,7 @@ def alltoall_async(
     return Handle([work], lambda: work.result()[0] if splits is None else tuple(work.result()))
 
 
+@not_compiled
 def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
     """Rows of the first dimension go to every rank: ``splits[r]`` to rank r, by default equal parts.
 
@@ -362,6 +383,7 @@ def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process
     return basics.group().all_to_all_rows(tensor, parts, _title("alltoall", name))
 
 
+@not_compiled
 def reducescatter_async(
     tensor: torch.Tensor, name: str | None = None, op: Operation | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: Any = None,
@@ -373,6 +395,7 @@ def reducescatter_async(
     return first(_start_reducescatters([tensor], title, op, prescale_factor, postscale_factor))
 
 
+@not_compiled
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, op: Operation | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -383,6 +406,7 @@ def grouped_reducescatter_async(
     return _start_reducescatters(tensors, title, chosen(op, None, title), prescale_factor, postscale_factor)
 
 
+@not_compiled
 def reducescatter(
     tensor: torch.Tensor, name: str | None = None, compression: Compressor = Compression.none,
     op: Operation | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -397,6 +421,7 @@ def reducescatter(
     return _scattered([tensor], title, op, prescale_factor, postscale_factor, compression)[0]
 
 
+@not_compiled
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None = None, compression: Compressor = Compression.none,
     op: Operation | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
@@ -441,12 +466,14 @@ def _scattered(
 # ---- meetings
 
 
+@not_compiled
 def barrier(process_set: Any = None) -> None:
     """Return when all ranks have come here."""
     check_process_set(process_set)
     basics.group().barrier().wait()
 
 
+@not_compiled
 def join(device: int = -1) -> int:
     """This rank has no more batches; returns the last rank that said so, when all have.
 

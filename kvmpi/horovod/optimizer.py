@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.errors import ConfigError, KVError, UnsupportedError, warn
 from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression
 from kvmpi.horovod.handles import Handle
@@ -57,10 +57,9 @@ class _Distributed:
             closure = self._hvd.reducing(closure)
         elif self._hvd.steps_synchronize:
             if self._hvd.synchronized:
-                warnings.warn(
+                warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; "
                     "call it inside 'with optimizer.skip_synchronize():'",
-                    stacklevel=2,
                 )
             self._hvd.synchronize()
         self._hvd.synchronized = False
@@ -88,10 +87,15 @@ class _Distributed:
         return super().zero_grad(*arguments, **options)  # type: ignore[misc]
 
 
+# Its hooks run around the ``step`` of the optimizer's own class; torch would put them around this one, too, when it
+# reads a state.
+_Distributed.step.hooked = True  # type: ignore[attr-defined]
+
 #: By parameter: what reduces its gradients, the last that was made.
 _reductions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+@methods_not_compiled
 class _Reduction:
     """Gradients leave in buckets, in one order on all ranks: the reverse of that of the parameters.
 
@@ -228,13 +232,17 @@ class _Reduction:
         self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
 
     def _check_unchanged(self) -> None:
-        """Raise if somebody has written to gradients on their way: what came of that would differ between ranks."""
-        changed = [index for index, grad, version in self._left_as if grad._version != version]
+        """Raise if somebody has written to gradients on their way, or put others in their place, on this rank alone."""
+        changed = [
+            index
+            for index, grad, version in self._left_as
+            if self._params[index].grad is not grad or grad._version != version
+        ]
         self._left_as.clear()
         if changed:
             raise KVError(
                 f"the gradient of {self._name(changed[0])} was changed after loss.backward() (clipped, added to, "
-                f"unscaled), on its way to other ranks: {_FIRST}"
+                f"unscaled, replaced), on its way to other ranks: {_FIRST}"
             )
 
     def _check_own(self) -> None:
@@ -272,6 +280,7 @@ def _remove(hooks: dict[int, Any]) -> None:
         hook.remove()
 
 
+@not_compiled
 def _has_gradient(of: weakref.ref[_Reduction], identity: int, _: torch.Tensor) -> None:
     """The hook of a parameter."""
     reduction = of()

@@ -11,6 +11,7 @@ from typing import Any
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
+from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DuplicateKeyError, KVError, UnsupportedError
@@ -28,6 +29,7 @@ Updater = Callable[[Key, Any, Any], None]
 _CLOSE_TIMEOUT_S = 30.0
 
 
+@methods_not_compiled
 class KVStore(Joining, RowSparse, Saving, ABC):
     """A key-value store on arrays. Made by ``kvmpi.create``; also a context manager that closes it.
 
@@ -54,6 +56,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     _client_store: KVStore | None = None
 
     @property
+    @not_compiled
     def client(self) -> KVStore:
         """A store among the workers of this client alone: ``kv.client.pushpull`` sums over them without any server.
 

@@ -19,6 +19,7 @@ from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
 from kvmpi.collectives.waiting import wait_devices
+from kvmpi.compiling import not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError, UnsupportedError
@@ -168,12 +169,14 @@ class JoinedWork(Work):
         super().__init__(name)
         self._works = works
 
+    @not_compiled
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
     def error(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.error()) is not None), None)
 
+    @not_compiled
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = Deadline(timeout_s)
         start_s = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvmpi import optim
 from kvmpi.collectives import Entry
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import UnsupportedError
 from kvmpi.ps import PsClient, codec
@@ -14,6 +15,7 @@ from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation
 
 
+@methods_not_compiled
 class Commanding(KVStore):
     """The part of a store on servers that is about all of its keys."""
 

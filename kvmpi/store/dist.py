@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvmpi import optim
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Comm
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config, client_bounds
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work
@@ -37,6 +38,7 @@ _LEND_FROM_BYTES = 2 << 20
 _numbers = itertools.count(1)
 
 
+@methods_not_compiled
 class DistStore(Commanding):
     """A store on servers.
 

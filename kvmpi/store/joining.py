@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvmpi import optim
 from kvmpi.arrays import Vector
 from kvmpi.collectives import JOIN, Call, Verdict
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, PeerLostError, UnsupportedError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
 
+@methods_not_compiled
 class Joining(StoreCore):
     """The part of a store that ends for a worker before it ends for others."""
 

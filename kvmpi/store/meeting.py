@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvmpi.arrays import Vector
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.errors import OrderMismatchError
 from kvmpi.store.call import Invocation
 from kvmpi.store.core import StoreCore
 
 
+@methods_not_compiled
 class Meeting(StoreCore):
     """The part of a store in which workers wait for each other."""
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvmpi import arrays, optim
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import Comm
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
@@ -42,6 +43,7 @@ class _Replica:
         self.updates = 0
 
 
+@methods_not_compiled
 class ReplicatedStore(Repeating, KVStore):
     """Values in every worker. ``local``: alone. ``mpi``: one client of all workers, tensor allreduce, no server."""
 
@@ -387,6 +389,7 @@ class ReplicatedStore(Repeating, KVStore):
             replica.state, replica.updates = found, key.updates
 
 
+@methods_not_compiled
 class ClientStore(ReplicatedStore):
     """``kv.client``: sums among the workers of one client. It takes no optimizer: it holds sums, and no weights."""
 

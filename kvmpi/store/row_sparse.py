@@ -8,6 +8,7 @@ from typing import Any
 
 from kvmpi import optim
 from kvmpi.collectives import broadcast_rows, sum_rows, union_of_ids
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Variable, Work
 from kvmpi.errors import ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import rows as by_rows
@@ -18,6 +19,7 @@ from kvmpi.store.core import INLINE_BYTES, StoreCore
 from kvmpi.store.grammar import Group
 
 
+@methods_not_compiled
 class RowSparse(StoreCore):
     """The part of a store that moves some rows of a key."""
 

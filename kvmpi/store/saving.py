@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.collectives import Entry
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
 from kvmpi.store import checkpoint
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
 
+@methods_not_compiled
 class Saving(Meeting):
     """The part of a store that goes to a file and comes from there, or from memory."""
 

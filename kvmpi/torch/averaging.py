@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvmpi import optim
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
@@ -28,6 +29,7 @@ class _Exchange:
     work: Work | None
 
 
+@methods_not_compiled
 class _Averaging(ABC):
     """What both have in common: the store holds a center, and every ``interval``-th ``step`` meets it."""
 
@@ -45,7 +47,10 @@ class _Averaging(ABC):
         if kvstore.optimizer is not None:
             raise ConfigError(f"the store applies {kvstore.optimizer!r} already; create one for {type(self).__name__}")
         self._params, self._kv = KeyedParameters(params), kvstore
-        self._check_memory()
+        for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
+            if not tensor.is_floating_point():
+                raise ConfigError(f"{name} is of {tensor.dtype}: only floating-point tensors are averaged")
+        self._params.check_memory()
         self._fragments = groups(fragments, self._params)
         self._timetable = Timetable(interval, len(self._fragments), overlap)
         self._steps = 0
@@ -53,15 +58,6 @@ class _Averaging(ABC):
         self._unknown: set[int] = set()  # keys of exchanges that failed: what came of them only the servers know
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
-
-    def _check_memory(self) -> None:
-        """Raise where two parameters are one in memory: both would move it."""
-        first: dict[tuple[torch.device, int], str] = {}
-        for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
-            if not tensor.is_floating_point():
-                raise ConfigError(f"{name} is of {tensor.dtype}: only floating-point tensors are averaged")
-            if tensor.numel() and (other := first.setdefault((tensor.device, tensor.data_ptr()), name)) != name:
-                raise ConfigError(f"{name} and {other} share memory: pass one of them, as model.parameters() does")
 
     @property
     def kvstore(self) -> KVStore:
@@ -306,6 +302,7 @@ class ElasticAveraging(_Averaging):
         return [*self._sent, *self._met] if self._sent else []
 
 
+@methods_not_compiled
 class DiLoCo(_Averaging):
     """DiLoCo: H local steps, then one outer step with Nesterov momentum on what they changed (Douillard et al. 2023).
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from kvmpi.compiling import not_compiled
 from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 from kvmpi.torch.futures import future_of
 from kvmpi.torch.parameters import start_sum
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+#: The prefixes of the hooks of each store.
+_prefixes: weakref.WeakKeyDictionary[KVStore, list[str]] = weakref.WeakKeyDictionary()
 
 
 def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
@@ -28,7 +33,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     DDP itself then exchanges no gradients: its process group gives the workers of a client the same first weights and
     buffers. Workers of different clients must begin with the same weights: seed alike, or broadcast through ``kv``.
     Gradients travel in DDP's buckets, each a key of ``kv`` (``prefix``, number, length, dtype) that is made when the
-    bucket first comes; DDP forms new buckets after its first step, and the old keys stay.
+    bucket first comes; DDP forms new buckets after its first step, and the old keys stay. Several hooks of a store, for
+    several models, are made in the same order by all workers: the second has keys that begin with ``prefix`` and a 2.
 
     When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process.
 
@@ -45,8 +51,12 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
             "no sum of gradients to get back; use a synchronous store, or kvmpi.torch.DistributedOptimizer without DDP"
         )
-    made = set[str]()
+    made, before = set[str](), _prefixes.setdefault(kv, [])
+    before.append(prefix)
+    if (number := before.count(prefix)) > 1:
+        prefix = f"{prefix}{number}"
 
+    @not_compiled
     def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if kv.optimizer is not None:
             raise ConfigError(

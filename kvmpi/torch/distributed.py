@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from kvmpi import optim
-from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.compiling import not_compiled
+from kvmpi.errors import ConfigError, UnsupportedError, warn
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, gradients, rules
-from kvmpi.torch.compiling import not_compiled
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
@@ -114,6 +113,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors = sorted(self._own_tensors(), key=lambda tensor: place.get(id(tensor), 0))
         self._params = KeyedParameters(self._named(tensors, 0), next_key(kvstore))
         self._update_on_kvstore, self._overlap = self._decide(update_on_kvstore), overlap
+        if self._update_on_kvstore:
+            self._params.check_memory()
         self._in_step = self._update_on_kvstore and push == "step"
         self._average = given is None if average is None else average
         divisor = 1
@@ -468,11 +469,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         if self._update_on_kvstore and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "state_dict: the store updates weights, and has the state of the optimizer; write that with "
                 "kv.save_optimizer_states(path), on all workers",
-                UserWarning,
-                stacklevel=2,
             )
         return self._inner.state_dict()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
@@ -63,6 +64,7 @@ class _Timing:
         return buckets.schedule(self._full_s, cost_s)
 
 
+@methods_not_compiled
 class Exchange:
     """What ``DistributedOptimizer`` does with gradients and weights.
 
@@ -177,6 +179,7 @@ class Exchange:
                 self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        @not_compiled
         def hook(_: torch.Tensor) -> None:  # called so often that every look at an attribute counts
             missing = self._listening.get(index)
             if missing is None or index not in missing:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 import weakref
 from typing import Protocol
+
+from kvmpi.errors import warn
 
 
 class Speaker(Protocol):
@@ -40,18 +40,9 @@ def _warn() -> None:
     if _warned or all(speaker.closed for speaker in _speakers):
         return
     _warned = True
-    # From here up to whoever asked for a process.
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(
+    warn(
         "this process speaks MPI and is being forked, which MPI forbids: depending on the network the child, or this "
         "process, may crash or read wrong data. For a DataLoader with num_workers > 0 pass "
         "multiprocessing_context='forkserver' (or 'spawn'), or make the first iterator before the store or group",
         RuntimeWarning,
-        stacklevel=depth + 1,
     )
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in ("multiprocessing", "torch", "concurrent") or module == __name__

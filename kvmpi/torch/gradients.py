@@ -67,7 +67,8 @@ class Bucket:
     def _lay(self, index: int) -> torch.Tensor:
         """The gradient as its parameter shows it, in the memory of ``arrays``."""
         order = self._orders[index]
-        self.grads[index] = self.arrays[index].permute([order.index(d) for d in range(len(order))])
+        # No view to autograd, which would not let its owner detach it in place.
+        self.grads[index] = self.arrays[index].permute([order.index(d) for d in range(len(order))]).detach()
         self._addresses[index] = self.arrays[index].data_ptr()
         return self.grads[index]
 
@@ -103,7 +104,7 @@ class Bucket:
         array = grad if order == tuple(range(len(order))) else grad.permute(order)
         if not array.is_contiguous() or grad.requires_grad or grad.data_ptr() in taken:
             array = torch.empty([grad.shape[d] for d in order], dtype=grad.dtype)
-            grad = array.permute([order.index(d) for d in range(len(order))]).copy_(grad)
+            grad = array.permute([order.index(d) for d in range(len(order))]).copy_(grad).detach()
         if has_one:
             tensor.grad = grad
         taken.add(grad.data_ptr())

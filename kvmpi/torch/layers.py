@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvmpi.torch.compiling import not_compiled
+from kvmpi.compiling import not_compiled
 from kvmpi.torch.weights import Weights
 
 

@@ -22,23 +22,36 @@ class NormBuffers:
 
     def __init__(self, kv: KVStore, model: torch.nn.Module, policy: str, *, in_client: bool) -> None:
         self._takes_part = policy == "mean"
+        self._places: list[tuple[torch.nn.Module, str]] = []
         self._vectors: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
         self._work: Work | None = None
         if (kv.mpi_size if in_client else kv.num_workers) == 1:
             return
         self._kv = kv.client if in_client else kv
         self._takes_part = policy == "mean" or self._kv.rank == 0
-        by_dtype: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._NormBase):
-                for buffer in module.buffers(recurse=False):
-                    by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
-        key = next_key(self._kv)
-        for number, (dtype, found) in enumerate(by_dtype.items()):
-            vector = self._kv.empty((sum(b.numel() for b in found.values()) + 1,), dtype)
-            vector.zero_()
-            self._kv.init(key + number, vector)
-            self._vectors.append((key + number, vector, list(found.values())))
+                self._places += [(module, name) for name, _ in module.named_buffers(recurse=False)]
+        self._find()
+
+    def _find(self) -> None:
+        """Look up the buffers; make keys for them if there are none, or none that fit. Collective where it does."""
+        by_dtype: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+        for module, name in self._places:  # to convert a model puts other buffers there
+            buffer = module._buffers[name]
+            if buffer is not None:
+                by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+        found = [(dtype, sum(b.numel() for b in some.values()) + 1) for dtype, some in by_dtype.items()]
+        if found != [(vector.dtype, vector.numel()) for _, vector, _ in self._vectors]:
+            first = next_key(self._kv)
+            vectors = [self._kv.empty((count,), dtype) for dtype, count in found]
+            for key, vector in enumerate(vectors, first):
+                self._kv.init(key, vector.zero_())
+            self._vectors = [(key, vector, []) for key, vector in enumerate(vectors, first)]
+        self._vectors = [
+            (key, vector, list(some.values()))
+            for (key, vector, _), some in zip(self._vectors, by_dtype.values(), strict=True)
+        ]
 
     def leave(self) -> None:
         """This worker has no more batches: what it has is not asked for."""
@@ -46,8 +59,9 @@ class NormBuffers:
 
     def start(self) -> None:
         """Send them. Collective."""
-        if not self._vectors:
+        if not self._places:
             return
+        self._find()
         for _, vector, buffers in self._vectors:
             if self._takes_part:
                 torch.cat([*(b.detach().reshape(-1).cpu() for b in buffers), vector.new_ones(1)], out=vector)

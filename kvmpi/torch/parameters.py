@@ -82,6 +82,16 @@ class KeyedParameters:
                 "(torch.nn.Embedding(..., sparse=False))"
             )
 
+    def check_memory(self) -> None:
+        """Raise where two parameters are one in memory, if what comes for each is to be all that it holds."""
+        first: dict[tuple[torch.device, int], str] = {}
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if tensor.numel() and (other := first.setdefault((tensor.device, tensor.data_ptr()), name)) != name:
+                raise ConfigError(
+                    f"{name} and {other} are two parameters that share memory: let modules share one parameter instead "
+                    "(a.weight = b.weight), which is passed once, as model.parameters() does"
+                )
+
     def create_in(self, kv: KVStore, *, as_they_lie: bool = False) -> None:
         """Make the keys; every worker goes on with the weights of worker 0. Collective over all workers of ``kv``.
 

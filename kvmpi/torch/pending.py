@@ -62,6 +62,10 @@ class _Pending:
         _await(kwargs)
         return func(*args, **(kwargs or {}))
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        _arrive(self)
+        return self.as_subclass(cls)
+
     def __deepcopy__(self, memo: Any) -> Any:
         _arrive(self)
         return copy.deepcopy(self, memo)

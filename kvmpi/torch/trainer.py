@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 
 import kvmpi
 from kvmpi import optim
-from kvmpi.errors import ConfigError, KVError, UnsupportedError
+from kvmpi.compiling import methods_not_compiled
+from kvmpi.errors import ConfigError, KVError, UnsupportedError, warn
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
 from kvmpi.torch.kinds import GradientKinds, no_rows
@@ -25,6 +25,7 @@ BIG_PARAMETER = 16 * 1024 * 1024
 _LOCAL = ("local", "device")
 
 
+@methods_not_compiled
 class Trainer:
     """Data-parallel training with one line of the loop changed: ``trainer.step(batch_size)`` for ``optimizer.step()``.
 
@@ -92,6 +93,8 @@ class Trainer:
             self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
             if self._kv is not None:
+                if self._update_on_kvstore:
+                    self._params.check_memory()
                 self._params.create_in(self._kv)
         except BaseException:
             self.close()
@@ -310,12 +313,10 @@ class Trainer:
         if factor != 1.0:
             if not self._warned and hasattr(rule, "rescale_grad"):
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"step({batch_size}): the store's optimizer was set up for another batch size; gradients of such "
                     f"steps are multiplied by {factor:.4g} before they are pushed (drop the short last batch of an "
                     "epoch to avoid this)",
-                    UserWarning,
-                    stacklevel=3,
                 )
             self._scale([g for i in pushed if (g := self._params.tensors[i].grad) is not None], factor)
         skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, rebuild
+from kvmpi.errors import ConfigError, KVError, rebuild, warn
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, pending
 from kvmpi.torch.parameters import KeyedParameters
@@ -198,13 +197,11 @@ class Weights:
         changed = [i for i in indices if self._versions.get(i, tensors[i]._version) != tensors[i]._version]
         if changed:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{self._params.names[changed[0]]} was written to between two steps (clipped, masked, initialised?), "
                 "of which the store that updates it does not know: what it sends back replaces that. If it was to "
                 "last, call model.load_state_dict(model.state_dict()) on all workers, which hands weights over, or "
                 "step in the workers (update_on_kvstore=False)",
-                UserWarning,
-                stacklevel=2,
             )
 
 

@@ -305,6 +305,51 @@ def compiled(kv: kvmpi.KVStore) -> None:
         return torch.compile(mlp(seed), backend="aot_eager")
 
     same_in_all(kv, plain_steps, make=make)
+    same_in_all(kv, loops.compiled_steps)
+
+
+def detached_in_place(kv: kvmpi.KVStore) -> None:
+    """As loops of older days set gradients to zero."""
+
+    def loop(model: Any, optimizer: Any, shards: Any) -> None:
+        for step in range(STEPS):
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.detach_().zero_()
+            loss_of(model, shards(step)).backward()
+            optimizer.step()
+
+    same_in_all(kv, loop)
+
+
+def converted_statistics(kv: kvmpi.KVStore) -> None:
+    """Those of all workers stay alike when a model is converted, or given others."""
+
+    def loop(model: Any, optimizer: Any, change: Any, dtype: torch.dtype) -> None:
+        steps = [[(rank, x.to(dtype), y)] for rank, x, y in (image_shard(step, kv.rank) for step in range(3))]
+        plain_steps(model, optimizer, lambda step: [image_shard(step, kv.rank)], 2)
+        change(model)
+        plain_steps(model, optimizer, lambda step: steps[step], 3)
+
+    changes = {
+        "float": (lambda model: model.float(), torch.float32),
+        "there and back": (lambda model: model.float().double(), torch.float64),
+        "assigned": (lambda model: model[1].load_state_dict(nn.BatchNorm2d(4).double().state_dict(), assign=True),
+                     torch.float64),
+    }  # fmt: skip
+    for policy in ("first", "mean"):
+        for name, (change, dtype) in changes.items():
+            model = convolutions(kv.rank)
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), kv, model, norm_buffers=policy
+            )
+            loop(model, optimizer, change, dtype)
+            mine = flat(model.buffers())
+            first = mine.clone()
+            kv.init(kv.keys[-1] + 1, first)
+            kv.pull(kv.keys[-1], first)
+            assert torch.equal(mine, first), f"{policy}, {name}: {mine - first}"
+            optimizer.detach()
 
 
 def resumed(kv: kvmpi.KVStore) -> None:
@@ -584,7 +629,7 @@ DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
     images, odd_buffers, no_copies, compiled, nothing_leaves_without_sync,
-    order_of_the_first_worker, resumed, two_optimizers, sums, after_an_error,
+    order_of_the_first_worker, detached_in_place, converted_statistics, resumed, two_optimizers, sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
     sums_twice, uneven_batches,
 )  # fmt: skip

@@ -124,6 +124,21 @@ def plain_steps(model: Any, optimizer: Any, shards: Shards, steps: int = STEPS) 
         optimizer.step()
 
 
+def compiled_steps(model: Any, optimizer: Any, shards: Shards) -> None:
+    """All of a step is compiled together, with what the backward pass calls."""
+
+    @torch.compile(backend="eager")
+    def train(given: list[Shard]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, given)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for step in range(STEPS):
+        train(shards(step))
+
+
 def gradients_in_place(model: Any, optimizer: Any, shards: Shards) -> None:
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)

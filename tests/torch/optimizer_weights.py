@@ -260,6 +260,7 @@ READERS = {
     "copy": lambda model: copy.deepcopy(model)[2].weight,
     "copy of one": lambda model: copy.copy(model[2].weight),
     "file": _saved,
+    "subclass": lambda model: model[2].weight.as_subclass(torch.Tensor).clone(),
     "another's weight": lambda model: nn.functional.linear(torch.ones(2, 7, dtype=torch.float64), model[2].weight),
     "functional call": _called,
     "compiled": lambda model: torch.compile(lambda weight: weight.sin() * 2, backend="eager")(model[2].weight),
@@ -376,6 +377,8 @@ def compiled(store: str) -> None:
         assert 1 <= counters["stats"]["unique_graphs"] <= most, (make.__name__, counters["stats"])
     with kvmpi.create(store) as kv:
         same_in_all(kv, its_step, update_on_kvstore=True)
+    with kvmpi.create(store) as kv:
+        same_in_all(kv, loops.compiled_steps, update_on_kvstore=True)
 
 
 def too_late(store: str) -> None:
@@ -416,6 +419,14 @@ def too_late(store: str) -> None:
         hidden = model[2](model[1](model[0](shard(0, kv.rank)[1])))
         hidden = hidden @ model[4].weight.detach().T @ model[4].weight.detach()
         expect(RuntimeError, "modified by an inplace operation", model[4](hidden).sum().backward)
+    with training(store) as (kv, model, optimizer):
+        tied = nn.Linear(6, 3).double()
+        tied.weight = nn.Parameter(model[4].weight.detach())
+        both = [("one", model[4].weight), ("other", tied.weight)]
+        optimizer = torch.optim.SGD([p for _, p in both], lr=0.1)
+        with kvmpi.create(store) as another:
+            make = lambda: DistributedOptimizer(optimizer, another, both, update_on_kvstore=True)  # noqa: E731
+            expect(ConfigError, "other and one are two parameters that share memory", make)
     with training(store) as (kv, model, optimizer):
         stepped = adamw(mlp(0))
         plain_steps(stepped_model := mlp(0), (stepped := adamw(stepped_model)), lambda step: [shard(step, 0)], 1)

@@ -116,7 +116,7 @@ def test_what_cannot_be_averaged_is_named() -> None:
     twin.weight.data = layer.weight.data
     norm = nn.BatchNorm1d(3)
     with kvmpi.create("dist_sync") as kv:
-        with pytest.raises(ConfigError, match=r"1\.weight and 0\.weight share memory"):
+        with pytest.raises(ConfigError, match=r"1\.weight and 0\.weight are two parameters that share memory"):
             DiLoCo(nn.Sequential(layer, twin).named_parameters(), kv)
         with pytest.raises(ConfigError, match=r"num_batches_tracked is of torch\.int64"):
             DiLoCo(norm.state_dict(), kv)

@@ -59,6 +59,32 @@ def synchronous_training(store: str, update: bool) -> None:
         assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
 
 
+def compiled_together(store: str, update: bool) -> None:
+    """All of a step in one function that is compiled, with calls of the store as users make them."""
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        trainer = Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), kv, update)
+        kv.client.init(["loss", "count"], [torch.zeros(1), torch.zeros(1)])
+
+        @torch.compile(backend="eager")
+        def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            backward(model, x, y)
+            trainer.step(NUM_WORKERS * BATCH)
+            rank = torch.full((1,), kv.rank + 1.0)
+            count = torch.ones(1)
+            work = kv.client.pushpull("count", count, async_op=True)
+            work.wait()
+            kv.client.pushpull("loss", rank)
+            kv.barrier()
+            return rank / count if kv.any(kv.rank == 3) else rank
+
+        ranks = [kv.rank] if kv.mpi_size == 1 else [kv.rank // 2 * 2, kv.rank // 2 * 2 + 1]
+        for step in range(STEPS):
+            assert train(*samples(step, kv.rank)).item() == sum(ranks) / len(ranks) + 1
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
+
+
 def uneven_batches(store: str, batches: Sequence[int]) -> None:
     """Some workers join early; all end with the weights of one process that had the same samples."""
     with kvmpi.create(store) as kv:
@@ -240,12 +266,20 @@ def unmodified_ddp_over_a_store(store: str) -> None:
         # Clients begin alike, the workers of one need not.
         model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank), bucket_cap_mb=1e-4)
         model.register_comm_hook(None, ddp_comm_hook(kv))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / BATCH, momentum=0.9)
-        for step in range(STEPS):
-            backward(model, *samples(step, kv.rank))
+        another = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank))
+        another.register_comm_hook(None, ddp_comm_hook(kv))
+
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+            backward(model, x, y)
             optimizer.step()
-        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
-        assert difference < 1e-6, f"{store} under DDP: {difference}"
+
+        for each, how in ((model, train), (another, torch.compile(train, backend="eager"))):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.2 / BATCH, momentum=0.9)
+            for step in range(STEPS):
+                how(each, optimizer, *samples(step, kv.rank))
+            difference = (flat(each.parameters()) - flat(plain_torch().parameters())).abs().max()
+            assert difference < 1e-6, f"{store} under DDP: {difference}"
+        assert {key.partition(".")[0] for key in kv.keys} == {"ddp", "ddp2"}
     torch.distributed.destroy_process_group()
 
 
@@ -257,6 +291,8 @@ def main() -> None:
         sparse_training(store, update=False)
         diloco_that_averages(store)
         halves_of_a_step(store)
+    compiled_together("dist_sync_mpi", update=True)
+    compiled_together("dist_sync", update=False)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
     uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
     for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):

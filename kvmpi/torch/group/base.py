@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from kvmpi.collectives import JOIN, Call, Comm, Entry
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.collectives.transfers import Transfers
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import create_engine
 from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
-from kvmpi.torch.compiling import not_compiled
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
 
@@ -48,14 +47,6 @@ class Plan(NamedTuple):
 
 #: Its declared overloads are those of C++; what torch calls are the forms below.
 _ProcessGroup: Any = dist.ProcessGroup
-
-
-def methods_not_compiled(cls: type) -> type:
-    """A compiled program calls the public methods of ``cls``: the compiler cannot look into a process group."""
-    for name, found in list(vars(cls).items()):
-        if inspect.isfunction(found) and not name.startswith("_"):
-            setattr(cls, name, not_compiled(found))
-    return cls
 
 
 @methods_not_compiled

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvmpi.collectives import Entry
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError
 from kvmpi.torch.group.base import (
@@ -19,7 +20,6 @@ from kvmpi.torch.group.base import (
     check_dtypes,
     check_size,
     entries,
-    methods_not_compiled,
     single,
 )
 from kvmpi.torch.group.reductions import Reductions

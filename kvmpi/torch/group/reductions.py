@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from kvmpi.collectives import Entry
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, methods_not_compiled, single
+from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
 from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 

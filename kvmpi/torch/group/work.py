@@ -10,10 +10,12 @@ import torch
 from torch._C._distributed_c10d import Work as _TorchWork  # torch.distributed has it only of late
 
 from kvmpi.collectives.transfers import Transfer
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
 from kvmpi.torch.futures import future_of
 
 
+@methods_not_compiled
 class GroupWork(_TorchWork):
     """A ``torch.distributed.Work`` over a Work of kvmpi.
 

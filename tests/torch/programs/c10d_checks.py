@@ -348,6 +348,20 @@ def compiled(rank: int, size: int, expected: nn.Module) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     assert not mine.steps.any()
 
+    parallel = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+
+    @torch.compile(backend="eager")
+    def train(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        parallel(x).square().mean().backward()
+        optimizer.step()
+
+    for step in range(4):
+        train(batch(step, rank))
+    for found, wanted in zip(parallel.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
     @torch.compile(backend="eager")
     def talk(x: torch.Tensor) -> torch.Tensor:
         x = x * 2
