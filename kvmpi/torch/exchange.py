@@ -102,6 +102,7 @@ class Exchange:
         self._paused = self._open = self._has_backward = False
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
+        self._left_as: list[tuple[Bucket, dict[int, int]]] = []  # their gradients, where a backward pass goes on
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
         self._passes = 0  # that are through, up to those after which there is nothing to plan
         self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
@@ -281,7 +282,7 @@ class Exchange:
         if self._passes in _TIMED and self._weights is not None:
             self._timing = _Timing(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
-        self._sent, self._held, self._flying = [], [], []
+        self._sent, self._held, self._flying, self._left_as = [], [], [], []
         self.release()
         self._taken.clear()
         self._open, self._has_backward = True, index is not None
@@ -383,6 +384,9 @@ class Exchange:
             arrays.append(self._all_used)
         if keys and self._kv is not None:
             self._flying.append(start_sum(self._kv, keys, arrays, self._scale, numbers[0])[0])
+            if self._overlap:
+                some = [self._buckets[number] for number in numbers]
+                self._left_as += [(bucket, bucket.host_versions()) for bucket in some]
 
     def _push(self, number: int, weights: Weights) -> None:
         """Gradients leave, and weights come back."""
@@ -423,6 +427,7 @@ class Exchange:
         for work in self._flying:
             work.wait()
         self._flying.clear()
+        self._check_left()
         if not self._bucket_of:
             return
         used = self._all_used.tolist()
@@ -431,6 +436,18 @@ class Exchange:
         for i, bucket in self._bucket_of.items():
             if self._trained[i]:
                 self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None
+
+    def _check_left(self) -> None:
+        """Raise if somebody has written to gradients on their way: what came of that would differ between workers."""
+        left, self._left_as = self._left_as, []
+        for bucket, versions in left:
+            changed = [i for i, version in versions.items() if bucket.arrays[i]._version != version]
+            if changed:
+                raise ConfigError(
+                    f"the gradient of {self._params.names[changed[0]]} was changed during the backward pass, on its "
+                    "way to other workers. Hooks that change gradients are registered before the DistributedOptimizer "
+                    "is made; or let gradients leave when the pass is over, with overlap=False"
+                )
 
     @property
     def _by_hand(self) -> list[int]:

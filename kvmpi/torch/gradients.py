@@ -120,3 +120,7 @@ class Bucket:
     def block_version(self) -> int:
         """Grows when anybody but the store writes to the gradients."""
         return sum(block._version for block in self.blocks)
+
+    def host_versions(self) -> dict[int, int]:
+        """Those of the gradients in host memory, by index, to see later who else has written to one under way."""
+        return {i: array._version for i, array in self.arrays.items() if array.device.type == "cpu"}

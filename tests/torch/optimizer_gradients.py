@@ -322,6 +322,26 @@ def detached_in_place(kv: kvmpi.KVStore) -> None:
     same_in_all(kv, loop)
 
 
+def hooks_of_the_user(kv: kvmpi.KVStore) -> None:
+    """What they do before gradients leave counts; on the way it would differ between workers."""
+
+    def halve(p: torch.Tensor) -> None:
+        p.grad.mul_(0.5)
+
+    def listening(model: nn.Module) -> nn.Module:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(halve)
+        return model
+
+    same_in_all(kv, plain_steps, make=lambda seed: listening(mlp(seed)))
+    same_in_all(kv, lambda model, *rest: plain_steps(listening(model), *rest), overlap=False)
+    model = mlp(kv.rank)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=150, overlap=True)
+    listening(model)
+    expect(ConfigError, "was changed during the backward pass", loss_of(model, [shard(0, kv.rank)]).backward)
+    optimizer.detach()
+
+
 def converted_statistics(kv: kvmpi.KVStore) -> None:
     """Those of all workers stay alike when a model is converted, or given others."""
 
@@ -629,7 +649,8 @@ DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
     images, odd_buffers, no_copies, compiled, nothing_leaves_without_sync,
-    order_of_the_first_worker, detached_in_place, converted_statistics, resumed, two_optimizers, sums, after_an_error,
+    order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, resumed, two_optimizers,
+    sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
     sums_twice, uneven_batches,
 )  # fmt: skip

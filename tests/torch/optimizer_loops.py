@@ -7,6 +7,7 @@ has one shard, the process that is the oracle has all of them; the loss is the m
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,6 +125,14 @@ def plain_steps(model: Any, optimizer: Any, shards: Shards, steps: int = STEPS) 
         optimizer.step()
 
 
+@contextlib.contextmanager
+def compiler_keeps_out() -> Iterator[None]:
+    """What it says where it looks into what is not arithmetic of tensors is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo does not know how to trace")
+        yield
+
+
 def compiled_steps(model: Any, optimizer: Any, shards: Shards) -> None:
     """All of a step is compiled together, with what the backward pass calls."""
 
@@ -135,8 +144,9 @@ def compiled_steps(model: Any, optimizer: Any, shards: Shards) -> None:
         optimizer.step()
         return loss.detach()
 
-    for step in range(STEPS):
-        train(shards(step))
+    with compiler_keeps_out():
+        for step in range(STEPS):
+            train(shards(step))
 
 
 def gradients_in_place(model: Any, optimizer: Any, shards: Shards) -> None:

@@ -15,7 +15,7 @@ ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
 JOBS = {
     "-n 2": [
         "mpi/gradients",
-        "mpi/direct=summed_where_they_are,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
+        "mpi/direct=summed_where_they_are,hooks_of_the_user,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
         "line_searches,graphs_that_are_there_before,sums_twice,"
         "uneven_batches",

@@ -319,6 +319,8 @@ def compiled(rank: int, size: int) -> None:
         net(x).square().mean().backward()
         optimizer.step()
 
+    # What it says where it looks into what is not arithmetic of tensors.
+    warnings.filterwarnings("error", "Dynamo does not know how to trace")
     for step in range(3):
         train(batch(10 * step, rank))
     same_weights(net, one_process(size), "compiled")
