@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from kvmpi.compiling import not_compiled
-
 #: From tensors to as many others.
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -22,7 +20,6 @@ class _Collective(torch.autograd.Function):
         return run(*tensors)
 
     @staticmethod
-    @not_compiled
     def backward(context: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         return None, None, *context.back(*gradients)
 

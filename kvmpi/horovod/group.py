@@ -11,7 +11,6 @@ import torch
 
 from kvmpi.collectives import Entry
 from kvmpi.collectives.schedule import segment_bounds
-from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, ShapeMismatchError
 from kvmpi.torch.group import GroupWork, KvmpiProcessGroup
@@ -19,7 +18,6 @@ from kvmpi.torch.group.base import Plan
 from kvmpi.torch.group.tensors import numbers, octets, reduction
 
 
-@methods_not_compiled
 class HorovodGroup(KvmpiProcessGroup):
     """All ranks of the job. Results whose sizes only the others know are those of the works."""
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmpi.compiling import methods_not_compiled
 from kvmpi.torch.group import GroupWork
 
 
-@methods_not_compiled
 class Handle:
     """An operation under way; ``synchronize`` waits for it and gives its result."""
 

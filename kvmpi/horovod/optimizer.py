@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvmpi.compiling import methods_not_compiled, not_compiled
+from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError, UnsupportedError, warn
 from kvmpi.horovod import basics
@@ -280,7 +280,6 @@ def _remove(hooks: dict[int, Any]) -> None:
         hook.remove()
 
 
-@not_compiled
 def _has_gradient(of: weakref.ref[_Reduction], identity: int, _: torch.Tensor) -> None:
     """The hook of a parameter."""
     reduction = of()
