@@ -81,8 +81,9 @@ class HorovodGroup(KvmpiProcessGroup):
                 count = math.prod(rest) * (2 if tensor.is_complex() else 1)  # of the numbers that are reduced
                 kind = reduction(tensor, "sum" if op == "avg" else op)
                 if kind == "sum" and tensor.shape[0] % self.size() == 0:
-                    where = deadline, label, self._scale(op)
+                    where = deadline, label, self._scale(source, op)
                     self._collectives.reduce_scatter([source.vector], target.buffer, source.dtype, *where)
+                    self._divide_whole(target, op)
                 else:
                     parts = [source.buffer[first * count : last * count] for first, last in bounds]
                     self._fold_parts(parts, target, op, kind, deadline, label)

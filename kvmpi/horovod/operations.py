@@ -197,7 +197,7 @@ def allreduce(
 
     Args:
         average: the old way to choose between ``Average`` and ``Sum``.
-        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``; of integers there is no average.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``; the average of integers is rounded toward zero.
         compression: ``Compression.fp16`` halves what travels.
         prescale_factor, postscale_factor: the tensor is multiplied before it travels, and the result afterwards.
     """

@@ -63,7 +63,10 @@ class Reductions(GroupBase):
                 indices, values = parts
                 total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
                 with torch.no_grad():
-                    tensor.copy_(total / self.size() if op == "avg" else total)
+                    if op == "avg":
+                        whole = not (tensor.is_floating_point() or tensor.is_complex())
+                        total = torch.div(total, self.size(), rounding_mode="trunc" if whole else None)
+                    tensor.copy_(total)
 
             entry = Entry(0, tuple(tensor.shape), f"sparse {str(tensor.dtype).removeprefix('torch.')}")
             return Plan([entry], run, [tensor])
@@ -90,20 +93,34 @@ class Reductions(GroupBase):
             for dtype in dict.fromkeys(flat.dtype for flat in flats):
                 alike = [flat for flat in flats if flat.dtype == dtype]
                 self._collectives.allreduce_many(
-                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label, self._scale(op)
+                    [([flat.vector], flat.buffer, ()) for flat in alike],
+                    dtype,
+                    deadline,
+                    label,
+                    self._scale(alike[0], op),
                 )
+                for flat in alike:
+                    self._divide_whole(flat, op)
         else:
             for flat, tensor in zip(flats, tensors, strict=True):
                 self._collectives.fold(flat.buffer, flat.buffer, flat.dtype, reduction(tensor, op), deadline, label)
         for flat in flats:
             flat.back()
 
-    def _scale(self, op: str) -> float:
-        return 1.0 / self.size() if op == "avg" else 1.0
+    def _scale(self, flat: Flat, op: str) -> float:
+        """What a sum is multiplied by on the way; integers are divided by ``_divide_whole`` when they are there."""
+        return 1.0 / self.size() if op == "avg" and not flat.is_whole else 1.0
+
+    def _divide_whole(self, flat: Flat, op: str) -> None:
+        """The mean of integers, rounded toward zero as by NCCL."""
+        if op == "avg" and flat.is_whole:
+            torch.from_numpy(flat.buffer).div_(self.size(), rounding_mode="trunc")
 
     def _divide(self, flat: Flat, op: str) -> None:
-        if op == "avg":
-            host.scale(flat.buffer, self._scale(op), flat.dtype)
+        if flat.is_whole:
+            self._divide_whole(flat, op)
+        elif op == "avg":
+            host.scale(flat.buffer, self._scale(flat, op), flat.dtype)
 
     def _fold_parts(
         self, parts: Sequence[Buffer], target: Flat, op: str, kind: str, deadline: Deadline, label: str
@@ -118,7 +135,7 @@ class Reductions(GroupBase):
             host.widen(part, target.dtype, widened)
         total = np.empty(target.buffer.size, np.float32)
         self._collectives.fold_parts(wide, total, "float32", kind, deadline, label)
-        host.narrow(total * np.float32(self._scale(op)), target.buffer, target.dtype)
+        host.narrow(total * np.float32(self._scale(target, op)), target.buffer, target.dtype)
 
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
@@ -135,7 +152,7 @@ class Reductions(GroupBase):
                 if name == "avg" and flat.dtype in host.HALF:  # rounded once, after it was divided
                     out = flat.buffer if mine else np.empty_like(flat.buffer)
                     tensors = [([flat.vector], out, ())]
-                    self._collectives.allreduce_many(tensors, flat.dtype, deadline, label, self._scale(name))
+                    self._collectives.allreduce_many(tensors, flat.dtype, deadline, label, self._scale(flat, name))
                     if mine:
                         flat.back()
                     return
@@ -175,8 +192,9 @@ class Reductions(GroupBase):
     ) -> None:
         kind = reduction(tensor, "sum" if op == "avg" else op)
         if kind == "sum":
-            where = deadline, label, self._scale(op)
+            where = deadline, label, self._scale(source, op)
             self._collectives.reduce_scatter([source.vector], output.buffer, source.dtype, *where)
+            self._divide_whole(output, op)
         else:
             parts = np.split(source.buffer, self.size())
             self._collectives.fold_parts(parts, output.buffer, source.dtype, kind, deadline, label)
@@ -200,8 +218,9 @@ class Reductions(GroupBase):
                 buffers = [part.buffer for part in parts]
                 if kind == "sum" and len({buffer.size for buffer in buffers}) == 1:
                     whole = Flat(output, flat.flat, np.concatenate(buffers), flat.dtype)
-                    where = deadline, label, self._scale(op)
+                    where = deadline, label, self._scale(flat, op)
                     self._collectives.reduce_scatter([whole.vector], flat.buffer, flat.dtype, *where)
+                    self._divide_whole(flat, op)
                 else:
                     self._fold_parts(buffers, flat, op, kind, deadline, label)
                 flat.back()

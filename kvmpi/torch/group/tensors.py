@@ -12,6 +12,7 @@ import torch
 from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.errors import DTypeMismatchError, UnsupportedError
+from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
 
@@ -43,6 +44,11 @@ class Flat:
         if self.tensor.device.type == "cuda":
             # Whoever waits in another thread knows nothing of this one's stream.
             torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the elements are integers."""
+        return self.buffer.dtype.kind in "iu" and self.dtype not in host.HALF
 
     @property
     def vector(self) -> Vector:
@@ -79,8 +85,8 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
         raise DTypeMismatchError(
             f"{op} of dtype {tensor.dtype} is not carried; use one of {', '.join(arrays.DTYPES)}, bool"
         )
-    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise DTypeMismatchError(f"avg of {tensor.dtype} would have to be rounded; sum, and divide as you like")
+    if op == "avg" and tensor.dtype == torch.bool:
+        raise DTypeMismatchError(f"avg of {tensor.dtype}: truth values have no mean")
     return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name, arrays.fence(tensor))
 
 

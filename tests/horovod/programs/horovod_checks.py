@@ -85,8 +85,11 @@ def allreduces(rank: int, size: int) -> None:
     weights = value(rank, 4).requires_grad_()
     (hvd.allreduce(weights, op=hvd.Sum) * (rank + 1)).sum().backward()
     close(weights.grad, torch.full((4,), size * (size + 1) / 2), "the gradient of a sum is the sum of gradients")
-    with raises(DTypeMismatchError, "avg of torch.int64 would have to be rounded"):
-        hvd.allreduce(torch.ones(2, dtype=torch.int64))
+    steps = torch.tensor([-7 - rank, 7 + rank])
+    expected = torch.tensor([-7 * size, 7 * size]) + torch.tensor([-1, 1]) * sum(range(size))
+    assert torch.equal(hvd.allreduce(steps), torch.div(expected, size, rounding_mode="trunc"))
+    with raises(DTypeMismatchError, "truth values have no mean"):
+        hvd.allreduce(torch.ones(2, dtype=torch.bool))
     with raises(UnsupportedError, "Adasum"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     with raises(ConfigError, "both given"):

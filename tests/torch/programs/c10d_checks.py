@@ -35,12 +35,17 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 COUNTS = (0, 1, 5, 1000)
 OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: lambda rows: rows.sum(0),
-    ReduceOp.AVG: lambda rows: rows.mean(0),
+    ReduceOp.AVG: lambda rows: mean(rows),
     ReduceOp.PRODUCT: lambda rows: rows.prod(0),
     ReduceOp.MIN: lambda rows: rows.amin(0),
     ReduceOp.MAX: lambda rows: rows.amax(0),
 }
 BITS = {ReduceOp.BAND: "bitwise_and", ReduceOp.BOR: "bitwise_or", ReduceOp.BXOR: "bitwise_xor"}
+
+
+def mean(rows: torch.Tensor) -> torch.Tensor:
+    """Of integers rounded toward zero."""
+    return torch.div(rows.sum(0), len(rows), rounding_mode=None if rows.is_floating_point() else "trunc")
 
 
 def value(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -66,7 +71,7 @@ def raises(kind: type[Exception], text: str) -> Any:
 def reductions(rank: int, size: int) -> None:
     for dtype in (*FLOATS, *INTEGERS):
         for op, oracle in OPS.items():
-            if op == ReduceOp.AVG and (dtype in INTEGERS or size == 3):
+            if op == ReduceOp.AVG and dtype in FLOATS and size == 3:
                 continue  # a mean over 3 is not exact
             for count in COUNTS:
                 expected = oracle(rows(size, count, dtype)) if count else torch.empty(0)
@@ -102,6 +107,13 @@ def reductions(rank: int, size: int) -> None:
         out = torch.empty(counts[rank], dtype=torch.float16)
         dist.reduce_scatter(out, [large[:1].repeat(count) for count in counts], ReduceOp.AVG)
         assert (out == 40_000).all(), f"reduce_scatter to a mean of {counts}: {out}"
+    wide = torch.tensor([-7, 7, (1 << 60) + 1]) - rank  # a number of floating point is none of such
+    expected = mean(torch.stack([wide + rank - r for r in range(size)]))
+    dist.all_reduce(wide, ReduceOp.AVG)
+    same(wide, expected, "mean of integers")
+    sparse = torch.sparse_coo_tensor([[0]], torch.tensor([-7 - rank]), (2,), check_invariants=True)
+    dist.all_reduce(sparse, ReduceOp.AVG)
+    same(sparse.to_dense()[:1], mean(torch.tensor([[-7 - r] for r in range(size)])), "mean of sparse integers")
     lengths = [r + 1 for r in range(size)]  # parts of different lengths
     out = torch.empty(lengths[rank])
     dist.reduce_scatter(out, [value(rank, n, torch.float32, n) for n in lengths])
@@ -311,8 +323,8 @@ def mistakes(rank: int, size: int) -> None:
                 [1] * size,
                 [2 if rank == 1 and r == 0 else 1 for r in range(size)],
             ) if rank in (0, 1) else dist.all_to_all_single(torch.empty(size), torch.ones(size), [1] * size, [1] * size)
-    with raises(DTypeMismatchError, "rounded"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int32), ReduceOp.AVG)
+    with raises(DTypeMismatchError, "truth values have no mean"):
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
     with raises(DTypeMismatchError, "integers"):
         dist.all_reduce(torch.ones(3), ReduceOp.BXOR)
     tensor = torch.ones(3)
