@@ -40,6 +40,8 @@ def make_client_the_world() -> None:
 def publish() -> None:
     """Set what torch's ``env://`` reads, and torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_*.
 
+    And GROUP_RANK, the number of the host, by which frameworks tell hosts apart.
+
     What is set already stays. Collective over the ranks that an MPI launcher started, unless all four are set.
 
     Raises:
@@ -65,6 +67,7 @@ def publish() -> None:
         "WORLD_SIZE": comm.size,
         "LOCAL_RANK": local.index(comm.rank),
         "LOCAL_WORLD_SIZE": len(local),
+        "GROUP_RANK": list(dict.fromkeys(hosts)).index(comm.host),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }

@@ -466,7 +466,17 @@ def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
         assert "Warning" not in done.stdout + done.stderr
         # The cores of a host are for its own workers.
         words[words.index(listed)], words[-2:] = listed.replace(":2", ":1"), ["-n2", "-s0"]
-        command = [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py"), "mpi", "threads"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvmpi",
+            "run",
+            *words,
+            str(PROGRAMS / "sum_on_hosts.py"),
+            "mpi",
+            "threads",
+            "place",
+        ]
         done = subprocess.run(
             lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
@@ -474,4 +484,7 @@ def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
         cores = min(usable(), len(cores_of(0, 2, sorted(os.sched_getaffinity(0)))))
         assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "threads" in line) == [
             f"{name} threads {cores} yield 0" for name in sorted(lab.hosts)
+        ], done.stdout
+        assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "place" in line) == [
+            f"{name} place {number} {number} 0 1" for number, name in enumerate(lab.hosts)
         ], done.stdout

@@ -1,7 +1,7 @@
 """A worker that says where it is and what the sum of all workers' ranks plus one is; with "wait" it then stays.
 
-With "threads" it says how many threads it is to compute with, too, and whether its MPI yields; with TEST_WORDS in its
-environment, what they are.
+With "threads" it says how many threads it is to compute with, too, and whether its MPI yields, and with "place" where
+torch and frameworks think that it is; with TEST_WORDS in its environment, what they are.
 """
 
 import os
@@ -22,6 +22,11 @@ with kvmpi.create("mpi" if "mpi" in sys.argv else "dist_sync_mpi") as kv:
     if "threads" in sys.argv:
         yields = os.environ.get(YIELD, "0")
         print(socket.gethostname(), "threads", os.environ[THREADS], "yield", yields, flush=True)
+    if "place" in sys.argv:
+        import kvmpi.torch.c10d
+
+        place = [os.environ[name] for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        print(socket.gethostname(), "place", *place, flush=True)
     if "TEST_WORDS" in os.environ:
         print(socket.gethostname(), "words", ascii(os.environ["TEST_WORDS"]), flush=True)
     if "wait" in sys.argv:
