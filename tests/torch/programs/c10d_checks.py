@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from c10d_extensions import extensions
 from torch import nn
 from torch.distributed import ReduceOp
 
@@ -470,7 +471,7 @@ def forks(rank: int, size: int) -> None:
 #: Each where it tells something that it does not tell elsewhere.
 CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
     1: (reductions, moves, groups, asynchronous, mistakes),
-    2: (reductions, moves, groups, asynchronous, mistakes, messages, training, memory, forks),
+    2: (reductions, moves, groups, asynchronous, mistakes, messages, training, extensions, memory, forks),
     3: (reductions, moves, messages, mistakes),
     4: (reductions, groups, asynchronous, messages),
 }
