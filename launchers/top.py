@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +29,8 @@ from kvmpi.launchers.summary import Picture, counted, volume
 #: In which a scheduler that is there has written what it was asked for; it looks once a second.
 PATIENCE_S = 10.0
 _ROWS = 40
+#: Characters of a line in which every table has room.
+_WIDEST = 10_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -183,12 +186,42 @@ def show(picture: Picture, card: Picture, most_rows: int) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False, box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+class Columns:
+    """A table that leaves out columns where the terminal is too narrow for all, those of ``spare`` in their order.
+
+    Args:
+        names: of the columns; the first is aligned to the left.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        names: Sequence[str],
+        rows: Sequence[Sequence[str | Text]],
+        spare: Sequence[str],
+        more: int = 0,
+    ) -> None:
+        self._title, self._names, self._rows, self._spare, self._more = title, names, rows, spare, more
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(self._spare) + 1):
+            table = self._table(self._spare[:count])
+            if Measurement.get(console, options.update(max_width=_WIDEST), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, left_out: Sequence[str]) -> Table:
+        table = Table(title=self._title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        shown = [i for i, name in enumerate(self._names) if name not in left_out]
+        for i in shown:
+            table.add_column(self._names[i], justify="right" if i else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[i] for i in shown))
+        notes = [f"{self._more} more"] if self._more else []
+        if left_out:
+            notes.append(f"too narrow for {', '.join(left_out)}")
+        table.caption, table.caption_justify = "; ".join(notes), "left"
+        return table
 
 
 def _state(row: Picture) -> Text:
@@ -199,36 +232,34 @@ def _state(row: Picture) -> Text:
     return Text(row["state"], "green" if row["state"] == "running" else "dim")
 
 
-def _workers(picture: Picture, most_rows: int) -> Table:
-    names = sorted(picture["curves"])[:4]
-    table = _table(
-        "workers", "worker", "client", "state", "steps", "steps/s", "own ms", "in calls", "GB/s", "staleness", "memory",
-        *names,
-    )  # fmt: skip
+def _workers(picture: Picture, most_rows: int) -> Columns:
+    curves = sorted(picture["curves"])[:4]
+    names = ["worker", "client", "state", "steps", "steps/s", "own ms", "in calls", "GB/s", "staleness", "memory"]
     workers = picture["workers"]
     if len(workers) > most_rows:  # who is in trouble, and who is slow
         workers = sorted(workers, key=lambda w: (w["state"] != "silent", -w["own_s_per_step"]))[:most_rows]
+    rows = []
     for w in workers:
-        newest = [w["newest"].get(name) for name in names]
-        table.add_row(
+        newest = [w["newest"].get(name) for name in curves]
+        rows.append([
             str(w["rank"]), str(w["client"]), _state(w), str(w["steps"]), f"{w['steps_per_s']:.4g}",
             f"{1000 * w['own_s_per_step']:.1f}", f"{100 * w['blocked_share']:.0f} %", f"{w['bytes_per_s'] / 1e9:.3f}",
             "-" if w["staleness"] is None else f"{w['staleness']:.2f}", volume(w["resident_bytes"]),
             *("-" if value is None else f"{value:.4g}" for value in newest),
-        )  # fmt: skip
-    if len(picture["workers"]) > len(workers):
-        table.caption = f"{len(picture['workers']) - len(workers)} more"
-    return table
+        ])  # fmt: skip
+    spare = ["memory", "GB/s", "client", "staleness", *curves[:0:-1], "in calls", "steps"]
+    return Columns("workers", [*names, *curves], rows, spare, len(picture["workers"]) - len(workers))
 
 
-def _servers(picture: Picture, most_rows: int) -> Table:
-    table = _table(
-        "servers", "server", "state", "keys", "held", "requests/s", "GB/s", "updates", "queue", "memory", "waits for"
-    )
-    for s in picture["servers"][:most_rows]:
-        table.add_row(
+def _servers(picture: Picture, most_rows: int) -> Columns:
+    names = ["server", "state", "keys", "held", "requests/s", "GB/s", "updates", "queue", "memory", "waits for"]
+    rows = [
+        [
             str(s["rank"]), _state(s), str(s["keys"]), volume(s["held_bytes"]), f"{s['requests_per_s']:.4g}",
             f"{s['bytes_per_s'] / 1e9:.3f}", str(s["rounds"]), str(s["queue"]), volume(s["resident_bytes"]),
             ", ".join(f"client {rank}" for rank in s["missing"][:6]) or "-",
-        )  # fmt: skip
-    return table
+        ]
+        for s in picture["servers"][:most_rows]
+    ]  # fmt: skip
+    spare = ["memory", "keys", "updates", "GB/s", "held", "queue"]
+    return Columns("servers", names, rows, spare, len(picture["servers"]) - len(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 import pytest
 from jobs import wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from kvmpi.benchmarks import browser
 from kvmpi.errors import ConfigError
@@ -328,3 +330,22 @@ def test_summary_lines_up() -> None:
         "1.5 MB",
         "2.5 TB",
     ]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_a_narrow_terminal_has_fewer_columns_and_no_cut_ones(width: int) -> None:
+    names = ["worker", "state", "steps", "own ms", "memory"]
+    rows = [[str(rank), "running", str(1000 * rank), "123.4", "1.25 GB"] for rank in (0, 12)]
+    table = top.Columns("workers", names, rows, ["memory", "steps", "own ms"], more=3)
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(table)
+    title, head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert title.strip() == "workers"
+    left_out = {20: ["memory", "steps", "own ms"], 40: []}[min(width, 40)]
+    assert head.split() == " ".join(name for name in names if name not in left_out).split()
+    for line, row in zip(lines, rows, strict=False):
+        shown = [cell for name, cell in zip(names, row, strict=True) if name not in left_out]
+        assert line.split() == " ".join(shown).split()
+    note = " ".join(" ".join(lines[len(rows) :]).split())
+    assert note == "3 more" + (f"; too narrow for {', '.join(left_out)}" if left_out else "")
+    assert max(map(len, (head, *lines))) <= width
