@@ -67,7 +67,10 @@ def is_taken() -> bool:
 
 
 def read(fd: int) -> str:
-    """The stacks that are coming through the pipe, with the names of threads."""
+    """The stacks that are coming through the pipe, with the names of threads, but for the thread that calls.
+
+    First the main one, then those of the program, in the order in which they began, then kvmpi's own.
+    """
     found = b""
     ready = select.poll()
     ready.register(fd, select.POLLIN)
@@ -81,7 +84,15 @@ def read(fd: int) -> str:
     def named(match: re.Match[str]) -> str:
         return f"thread {names.get(match[1].lstrip('0'), match[1])} "
 
-    return _THREAD.sub(named, found.decode(errors="replace"))
+    stacks = [_THREAD.sub(named, stack) for stack in found.decode(errors="replace").split("\n\n") if stack.strip()]
+    mine = f"thread {threading.current_thread().name} "
+    stacks = [stack.rstrip("\n") + "\n" for stack in stacks[::-1] if not stack.startswith(mine)]
+    return "\n".join(sorted(stacks, key=_whose))
+
+
+def _whose(stack: str) -> int:
+    """0 for the main thread's, 1 for one of the program, 2 for one of kvmpi."""
+    return 0 if stack.startswith("thread MainThread ") else 2 if stack.startswith("thread kvmpi-") else 1
 
 
 def _forked() -> None:

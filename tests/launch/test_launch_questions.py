@@ -73,6 +73,10 @@ def test_ranks_on_all_hosts_answer(place: str, request: pytest.FixtureRequest, t
         said = ask(command, env, "sum_on_hosts.py", "wait")
     for who in ("scheduler", "server 0", "worker 0", "worker 1", "worker 2"):
         assert len(re.findall(rf"kvmpi: {who} [^\n]*waits for nothing in kvmpi", said)) == 1, f"{who} in {said}"
+    stacks = re.findall(r"^\[scheduler\] thread (.+?) \(most recent call first\)", said, re.MULTILINE)
+    assert stacks[0] == "MainThread", f"what people look for comes first: {stacks}"
+    assert len(stacks) > 1
+    assert "kvmpi-waits" not in stacks, "who answers"
     assert said.count("thread MainThread (most recent call first)") == 5, said
     assert said.count("stopped by SIGINT") == 1
 
@@ -109,8 +113,8 @@ def ask(command: list[str], env: dict[str, str], *program: str) -> str:
         assert all(there), lines
         if program[-1] == "wait":  # for others, so that all can answer
             job.send_signal(signal.SIGUSR1)
-            last = "thread MainThread (most recent call first)"  # of what each of them says
-            wait_for(lambda: "".join(lines).count(last) >= 5, f"answers but {lines}", 30.0)
+            stack = "thread MainThread (most recent call first)"
+            wait_for(lambda: "".join(lines).count(stack) >= 5, f"answers but {lines}", 30.0)
         else:
             deadline = time.monotonic() + 30.0
             while not (answered("server 0", lines) and answered("scheduler", lines)):
