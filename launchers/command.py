@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvmpi.config import client_bounds
+from kvmpi.config import client_bounds, env_name
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
@@ -152,6 +152,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
+    if environ.get(env_name("job_id")):  # a worker of another job has called this
+        environ = {name: value for name, value in environ.items() if name not in jobs.ITS_OWN}
     if "HOME" not in environ:  # without which Open MPI does not begin
         try:
             environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir

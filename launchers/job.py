@@ -34,6 +34,15 @@ OWNED = {
     )
 }
 
+#: Where a job writes and listens. What a worker of it starts has these in its environment, too, and is another job.
+ITS_OWN = {
+    env_name(field_name)
+    for field_name in (
+        *("timeline", "snapshot_dir", "snapshot_every", "snapshot_seconds"),
+        *("dashboard_port", "metrics_port", "scheduler_port"),
+    )
+}
+
 #: By default, for a server whose values others hold too. A job that loses more has another trouble.
 _RESTARTS = 20
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
-from kvmpi.errors import VALUES_LOST, ConfigError, PeerLostError, ServerLostError
+from kvmpi.errors import VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
@@ -30,6 +30,7 @@ HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 VERDICT_S = 1.0  # for a scheduler to end that has closed what it says where it listens through
+_FOLLOWED_S = 3.0  # for the client to end whose loss others have failed for
 _KEPT_LINES = 200  # of each process's standard error: of a long traceback not all is shown once more
 _OWN_FOLDERS = tuple(os.path.join(os.path.dirname(path), "") for path in (inspect.getfile(Config), __file__))
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
@@ -53,6 +54,8 @@ class Runner:
         self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
         self._failure: Failure | None = None
         self._inquest = Inquest()
+        #: A worker that is a client, and has failed since another was gone; and until when that one may be found.
+        self._follower: tuple[Failure, float] | None = None
         self._writers: dict[str, list[int]] = {}
         self._endpoint = b""  # what the scheduler has said about where it listens
         self._ready_closed = False
@@ -78,6 +81,8 @@ class Runner:
                     self._start(process)
             while not self._over() and self._working():
                 self._step(None)
+            if self._follower is not None and not self._over():
+                self._blame(self._follower[0])
             self._drain()
         except OutputClosedError:
             self._blame(Failure("", 128 + signal.SIGPIPE, ""))
@@ -217,6 +222,7 @@ class Runner:
         for left_s in (
             None if (suspect := self._inquest.suspect) is None else max(0.0, suspect.deadline_s - now_s),
             None if self._stopping else self._restarts.left_s(now_s),
+            None if self._stopping or self._follower is None else max(0.0, self._follower[1] - now_s),
         ):
             if left_s is not None:
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
@@ -236,6 +242,8 @@ class Runner:
                     self._start(self._plans[label], self._again_env(label))
         if (suspect := self._inquest.suspect) is not None and time.monotonic() >= suspect.deadline_s:
             self._blame(suspect.failure)
+        if self._follower is not None and not self._stopping and time.monotonic() >= self._follower[1]:
+            self._blame(self._follower[0])
 
     def _ask(self) -> None:
         """Have every process that answers say what it waits for."""
@@ -339,7 +347,8 @@ class Runner:
             if isinstance(key.data, Stream) and (key.data.label, key.data.target) == (worker, 2):
                 self._read_all(key.fd, key.data)
         last = next((line for line in reversed(self._tails[worker]) if line.strip()), b"")
-        return PeerLostError.__name__.encode() in last.partition(b":")[0]
+        names = (PeerLostError, ClientLostError, ServerLostError)
+        return any(name.__name__.encode() in last.partition(b":")[0] for name in names)
 
     def _has_lost_values(self, label: str) -> bool:
         """Whether a worker under ``label`` has ended since nobody has some values any more: so would another."""
@@ -380,7 +389,11 @@ class Runner:
                     what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))
                     self._output.say(f"kvmpi run: {label} {how}; {what}")
                 else:
-                    self._blame(Failure(label, processes.exit_status(code) or 1, how))
+                    failure = Failure(label, processes.exit_status(code) or 1, how)
+                    if code and self._plans[label].role == "worker" and self._has_lost_a_peer(label):
+                        self._follower = self._follower or (failure, time.monotonic() + _FOLLOWED_S)
+                    else:
+                        self._blame(failure)
 
     def _is_early(self, label: str) -> bool:
         """Whether a process that has ended is one that workers still at work need."""
@@ -402,6 +415,8 @@ class Runner:
 
     def _end_unheard(self) -> None:
         """Those that were told so, and have not ended: others are to take their places."""
+        while self._read(self._losses.fd, "losses"):  # who takes our output may have held us up for long
+            pass
         for label, child in self._restarts.take_unheard(time.monotonic()):
             if child is self._children[label] and child.returncode is None:
                 self._output.say(f"kvmpi run: {label} counts as lost, and does not end; it is killed")

@@ -57,7 +57,10 @@ def _remarks(picture: Picture, num_shown: int) -> list[str]:
         text = f"slowest: worker {slow['rank']}, {1000 * _own_s(slow):.1f} ms of its own in each step"
         found.append(text + (f", {_own_s(slow) / usual:.1f} times the usual" if usual > 0 else ""))
     for name, curve in picture["curves"].items():
-        if curve["mean"] and curve["mean"][-1][1] is not None:
+        diverged = [worker["rank"] for worker in workers if worker["newest"].get(name, 0.0) is None]
+        if diverged:
+            found.append(f"{name}: not finite at the end, on {counted(len(diverged), 'worker')}")
+        elif curve["mean"] and curve["mean"][-1][1] is not None:
             found.append(f"{name}: {curve['mean'][-1][1]:.4g} at step {curve['mean'][-1][0]:.0f}, mean over workers")
     return ["  " + text for text in found]
 

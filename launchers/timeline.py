@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -21,6 +22,12 @@ class Timeline:
         folder = Path(parts.folder_of(self._path))
         try:
             folder.mkdir(exist_ok=True)
+            self._lock = os.open(folder, os.O_RDONLY)  # as long as this job runs
+            if _is_taken(self._lock):
+                raise ConfigError(
+                    f"--timeline {path}: another job, which still runs, writes its timeline there; wait for its end, "
+                    "or name another file"
+                )
             for old in folder.glob("*.part"):  # of a job whose launcher was killed
                 old.unlink()
         except OSError as error:
@@ -52,3 +59,14 @@ class Timeline:
         if merged.unaligned:
             text += f"; nobody has compared the clocks of {', '.join(merged.unaligned)} with the others'"
         return text
+
+
+def _is_taken(folder: int) -> bool:
+    """Whether another job has locked a folder; else it is locked from now on, where its file system knows locks."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -214,13 +214,14 @@ class Columns:
         table = Table(title=self._title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         shown = [i for i, name in enumerate(self._names) if name not in left_out]
         for i in shown:
-            table.add_column(self._names[i], justify="right" if i else "left", no_wrap=True)
+            # Names are the program's, and no markup.
+            table.add_column(Text(self._names[i]), justify="right" if i else "left", no_wrap=True)
         for row in self._rows:
             table.add_row(*(row[i] for i in shown))
         notes = [f"{self._more} more"] if self._more else []
         if left_out:
             notes.append(f"too narrow for {', '.join(left_out)}")
-        table.caption, table.caption_justify = "; ".join(notes), "left"
+        table.caption, table.caption_justify = Text("; ".join(notes), "dim"), "left"
         return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 
 from kvmpi.collectives.comm import Bytes
 from kvmpi.collectives.waiting import expect_cores, wait_all
+from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import has_fabric, host_name
@@ -97,10 +99,12 @@ def _expect_computing_receivers() -> None:
 
 def _library() -> tuple[Any, threading.Lock | None]:
     """mpi4py's ``MPI``, initialised, and the lock that guards its calls, where it needs one."""
-    if "mpi4py.MPI" not in sys.modules:
-        _expect_computing_receivers()
     try:
-        from mpi4py import MPI
+        if "mpi4py.MPI" in sys.modules:
+            from mpi4py import MPI
+        else:
+            _expect_computing_receivers()
+            MPI = _all_ranks_of_the_client_begin_MPI()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"a client of several workers needs MPI, which is not available here ({error}); "
@@ -113,6 +117,25 @@ def _library() -> tuple[Any, threading.Lock | None]:
             "initialise it with MPI.Init_thread(MPI.THREAD_MULTIPLE), or import mpi4py.MPI first"
         )
     return MPI, None if level >= MPI.THREAD_MULTIPLE else _serial
+
+
+def _all_ranks_of_the_client_begin_MPI() -> Any:
+    """Import mpi4py's ``MPI``, which waits in C for all ranks: also for one that has ended in good order before.
+
+    In a job of the launcher the wait is limited. Python cannot do so, which does not run meanwhile; what ends the
+    process then shows the name of this function.
+    """
+    config = Config.from_env()
+    if not config.job_id:
+        from mpi4py import MPI
+
+        return MPI
+    faulthandler.dump_traceback_later(config.timeout_s, exit=True, file=2)
+    try:
+        from mpi4py import MPI
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return MPI
 
 
 def end_job(status: int) -> None:

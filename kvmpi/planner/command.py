@@ -196,7 +196,7 @@ def _show(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("algorithm", no_wrap=True)
     for name in ("c", "s", "step s", "exposed", "epoch s", "stale", "NIC", "CPU", "MB"):

@@ -138,6 +138,7 @@ def test_trial_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = trial.run(around())
     assert (found.level, "boom" in found.means) == ("problem", True)
     assert "the same without MPI works" in found.do
+    assert asked[0][1]["KVMPI_TIMELINE"] == asked[0][1]["KVMPI_SNAPSHOT_DIR"] == "", "nothing of a real job is touched"
     two = [Host("a", 8), Host("b", 4)]
     trial.run(around(), two, "ssh", remote_shell="my ssh", network="10.0.0.0/8")
     command = " ".join(asked[-2][0])

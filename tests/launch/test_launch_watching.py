@@ -332,16 +332,23 @@ def test_summary_lines_up() -> None:
     ]
 
 
+def test_what_has_diverged_is_no_result() -> None:
+    workers = [{"rank": rank, "steps": 9, "compute_s": 1.0, "newest": {"loss": [0.5, None][rank]}} for rank in (0, 1)]
+    curves = {"loss": {"mean": [[3, 0.25]]}, "rate": {"mean": [[9, 0.1]]}}
+    said = summary._remarks({"workers": workers, "shape": {"workers": 2}, "curves": curves}, 2)
+    assert said[-2:] == ["  loss: not finite at the end, on 1 worker", "  rate: 0.1 at step 9, mean over workers"]
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_a_narrow_terminal_has_fewer_columns_and_no_cut_ones(width: int) -> None:
-    names = ["worker", "state", "steps", "own ms", "memory"]
+    names = ["worker", "state", "steps", "own ms", "[b]m"]
     rows = [[str(rank), "running", str(1000 * rank), "123.4", "1.25 GB"] for rank in (0, 12)]
-    table = top.Columns("workers", names, rows, ["memory", "steps", "own ms"], more=3)
+    table = top.Columns("workers", names, rows, ["[b]m", "steps", "own ms"], more=3)
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(table)
     title, head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert title.strip() == "workers"
-    left_out = {20: ["memory", "steps", "own ms"], 40: []}[min(width, 40)]
+    left_out = {20: ["[b]m", "steps", "own ms"], 40: []}[min(width, 40)]
     assert head.split() == " ".join(name for name in names if name not in left_out).split()
     for line, row in zip(lines, rows, strict=False):
         shown = [cell for name, cell in zip(names, row, strict=True) if name not in left_out]

@@ -1,0 +1,63 @@
+"""Whom a job names when it fails, and what jobs beside it, or inside of it, do not take from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import run_job, wait_for
+
+PROGRAM = Path(__file__).parent / "programs" / "one_fails.py"
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("exit", 7)])
+@pytest.mark.parametrize("attempt", range(3))
+def test_who_has_failed_is_named_and_not_who_has_lost_it(how: str, status: int, attempt: int) -> None:
+    """It leaves the store, of which the others hear and end, before it has ended itself."""
+    job = run_job("-n 4 -c 4 -s 1", PROGRAM, "dist_sync", how)
+    assert job.returncode == status, job.stderr
+    assert f"kvmpi run: worker 1 (client 1) ended with exit status {status}" in job.stderr, job.stderr
+    assert ("worker 1 has had enough" in job.stderr) == (how == "raise")
+
+
+def test_a_rank_that_ends_before_mpi_begins_is_not_waited_for_for_ever() -> None:
+    job = run_job("-n 2", PROGRAM, "mpi", "early", settings={"timeout_s": 3}, timeout_s=60)
+    assert job.returncode, job.stderr
+    assert "all_ranks_of_the_client_begin_MPI" in job.stderr, job.stderr
+
+
+def test_a_job_inside_a_job_writes_nothing_over_it(tmp_path: Path) -> None:
+    outer = tmp_path / "t.json"
+    options = f"-n 2 -c 2 -s 1 --timeline {outer} --snapshot-dir {tmp_path / 'snapshots'} --snapshot-every 1"
+    job = run_job(options, PROGRAM, "dist_sync", "nested")
+    assert job.returncode == 0, job.stderr
+    assert "the inner job ended with 0" in job.stdout, job.stdout + job.stderr
+    assert {"worker 0", "worker 1"} <= {event["args"].get("name") for event in metadata(outer)}
+
+
+def metadata(timeline: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"]
+
+
+def test_two_jobs_do_not_share_a_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
+    command = [sys.executable, "-m", "kvmpi", "run", "--timeline", str(path), "-n", "1", "--", "sleep", "100"]
+    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for((tmp_path / "t.json.parts").exists, "the place of the parts")
+        time.sleep(0.2)
+        second = run_job(f"--timeline {path} -n 1", Path("true"))
+        assert second.returncode == 2
+        assert "another job, which still runs, writes its timeline there" in second.stderr
+    finally:
+        first.send_signal(signal.SIGINT)
+        first.wait(60)
+    assert run_job(f"--timeline {path} -n 1", Path("true")).returncode == 0
