@@ -27,6 +27,7 @@ from kvmpi.launchers.reach import BatchReach
 from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.launchers.timeline import Timeline
+from kvmpi.launchers.watchdog import hold
 
 SHM = "/dev/shm"
 SUMMARY_S = 5.0  # a shorter job is a try, of which nobody wants to know more
@@ -226,6 +227,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     try:
         for folder in folders:
             os.mkdir(folder, 0o700)
+        held = [hold(folder) for folder in folders]  # so that others know, also those who do not see this process
         if places is not None and not places.reach.is_apart:
             remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
             made_there = [f"+{folder}" for folder in folders]
@@ -239,6 +241,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         try:
             return runner.run()
         finally:
+            for fd in held:
+                os.close(fd)
             if timeline is not None:
                 output.say(f"kvmpi run: {timeline.make(job_id)}")
             _summarise(args, runner.picture, output, time.monotonic() - started_s)

@@ -17,6 +17,7 @@ import pytest
 from kvmpi import machine as this_machine
 from kvmpi.doctor import attach, cores, machine, network, settings
 from kvmpi.doctor.finding import Surroundings
+from kvmpi.launchers import watchdog
 
 MIB = 1 << 20
 
@@ -85,11 +86,13 @@ def test_no_shared_memory(tmp_path: Path) -> None:
 
 def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
     dead, living, young, embedded, used = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3", "abcd1234", "efgh5678"
+    held = "0" * 15 + "4"  # by a launcher that is not seen in /proc
     here = at(tmp_path, files={
         f"dev/shm/kvmpi-{dead}/segment": "x" * 1000,
         f"tmp/kvmpi-{dead}-client-0-1/keys": "",
         f"dev/shm/kvmpi-{living}/segment": "",
         f"tmp/kvmpi-{young}/keys": "",
+        f"tmp/kvmpi-{held}/keys": "",
         f"tmp/kvmpi-{embedded}/server-0": "",
         f"tmp/kvmpi-{used}/server-0": "",
         "tmp/kvmpi-mystuff/notes": "",
@@ -120,6 +123,7 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
         f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1",
         "tmp/kvmpi-bench-dead_123", "dev/shm/kvmpi-bench-dead_shm", "tmp/kvmpi-lab-dead1234", "tmp/kvmpi-abandon1",
     ]  # fmt: skip
+    lock = watchdog.hold(str(tmp_path / f"tmp/kvmpi-{held}"))
     found = machine.leftovers(here)
     assert found.level == "warning"
     assert found.facts["paths"] == sorted(str(tmp_path / name) for name in expected)
@@ -127,6 +131,8 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
     assert "kvmpi doctor --clean" in found.do
     assert machine.remove_leftovers(here) == found.facts["paths"]
     assert machine.leftovers(here).level == "ok"
+    os.close(lock)
+    assert machine.leftovers(here).facts["paths"] == [str(tmp_path / f"tmp/kvmpi-{held}")]
     assert (tmp_path / "tmp/kvmpi-mystuff/notes").exists()
     assert (tmp_path / f"dev/shm/kvmpi-{living}/segment").exists()
 
