@@ -155,7 +155,7 @@ def _complete(args: argparse.Namespace) -> None:
     args.chunk_bytes = sizes.parse_bytes(args.chunk) if args.chunk else 0
     if args.preset and (args.dense or args.large):
         raise ValueError("--dense and --large are about sizes; a preset has its own")
-    if args.sizes:
+    if args.sizes is not None:
         sizes.parse_sizes(args.sizes, 1)
     if args.ranks and args.hosts:
         raise ValueError("-n and --hosts: give --hosts and --ranks-per-host instead of -n")
@@ -172,7 +172,7 @@ def _complete(args: argparse.Namespace) -> None:
             raise ValueError("--hosts and --ranks-per-host must be positive")
         NetLab(args.hosts, args.link)  # refuses what cannot be
         args.ranks = [args.hosts * args.ranks_per_host]
-    args.rows = rows.parse(args.algorithms, args.op) if args.algorithms else None
+    args.rows = rows.parse(args.algorithms, args.op) if args.algorithms is not None else None
 
 
 def cases(args: argparse.Namespace, num_ranks: int) -> tuple[Case, ...]:
@@ -180,7 +180,7 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple[Case, ...]:
     if args.preset:
         return (Case(tuple(math.prod(shape) for shape in PRESETS[args.preset]()), args.preset),)
     itemsize = DTYPES[args.dtype].itemsize
-    if args.sizes:
+    if args.sizes is not None:
         counts = sizes.parse_sizes(args.sizes, itemsize)
     else:
         counts = sizes.default_counts(num_ranks, itemsize, dense=args.dense, large=args.large)

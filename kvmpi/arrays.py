@@ -370,6 +370,10 @@ def empty(
     """
     shape = _shape(shape)
     device = None if device is None else str(device)  # a torch.device is as good
+    if device is not None and (kind := device.partition(":")[0]) != "cuda":
+        if kind != "cpu":
+            raise UnsupportedError(f"empty on {device}: there are arrays on cpu and on cuda devices")
+        device = "cpu"
     torch = sys.modules.get("torch")
     of_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)

@@ -67,6 +67,26 @@ class ThreadedEngine(Engine):
         no_skip: bool = False,
     ) -> Work:
         op = self._operation(fn, reads, writes, lane, priority, name, no_skip)
+        failure: Failure | None = None
+        try:
+            failure = self._push(op, name)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: an operation may be half registered, or half over
+                self._break(error)
+            raise
+        if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
+            raise failure.deliver()  # Ctrl-C in the calling thread: it must not wait until somebody waits
+        return op
+
+    def _break(self, error: BaseException) -> None:
+        """A signal has come between two steps of the engine's own: nothing waits for what it may have left undone."""
+        with self._lock:
+            if self._closed:
+                return
+            tell = self._stop(error)
+        tell()
+
+    def _push(self, op: Operation, name: str) -> Failure | None:
         wake: list[Callable[[], object]] = []
         target = op.lane
         with self._lock:
@@ -90,11 +110,7 @@ class ThreadedEngine(Engine):
                     self._summon(target, wake)
         for call in wake:
             call()
-        if ready and target.inline:
-            failure = self._run_inline(op)
-            if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
-                raise failure.deliver()  # Ctrl-C in the calling thread: it must not wait until somebody waits
-        return op
+        return self._run_inline(op) if ready and target.inline else None
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         self._refuse_own_threads("wait_all")
@@ -328,10 +344,8 @@ class ThreadedEngine(Engine):
                 failure = self._run_inline(found)
                 if failure is not None and found is not op and not isinstance(failure.error, Exception):
                     interrupt = failure  # Ctrl-C: it must not wait until whoever waits for that operation hears of it
-        except BaseException as error:  # between two steps of the engine's own, which may be half done
-            with self._lock:
-                tell = self._stop(error)
-            tell()
+        except BaseException as error:
+            self._break(error)
             raise
         finally:
             loan.runs = False

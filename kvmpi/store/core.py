@@ -12,7 +12,6 @@ one rank knows. What all ranks know is the agreement of the call.
 from __future__ import annotations
 
 import json
-import math
 import numbers
 import os
 import time
@@ -266,7 +265,7 @@ class StoreCore:
 
         def prepare() -> list[Part]:
             number = type(call.priority) is int or isinstance(call.priority, numbers.Real)  # the first takes no time
-            if not number or math.isnan(call.priority):
+            if not number or call.priority != call.priority:  # NaN
                 raise ConfigError(f"{call.op} of key {key!r}: priority={call.priority!r}, expected a number")
             single = self._keys.get(key) if alone and (type(key) is int or type(key) is str) else None
             if single is not None and (again := checked.find(single, call, value, out, self._rule)) is not None:

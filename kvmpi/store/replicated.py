@@ -67,7 +67,9 @@ class ReplicatedStore(Repeating, KVStore):
     def set_updater(self, fn: Updater) -> None:
         if not callable(fn):
             raise ConfigError(f"set_updater({fn!r}): expected a function fn(key, pushed, stored)")
-        self._settle(Deadline(self._config.timeout_s))
+        call = self._call("set_updater")
+        self._enter(call, lambda: None)
+        self._settle(call.deadline)
         self._update_by(None, fn)
 
     def _update_by(self, rule: optim.Rule | None, updater: Updater | None) -> None:

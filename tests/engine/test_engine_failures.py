@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from engine_helpers import TIMEOUT_S, Finisher
 
-from kvmpi.engine import Engine, Work
+from kvmpi.engine import Engine, Variable, Work, create_engine
+from kvmpi.errors import KVError
 
 
 def fail(message: str = "broken") -> None:
@@ -269,3 +271,23 @@ def test_random_failures_match_the_model(
     assert (
         min(verdicts.count("failed"), verdicts.count("skipped"), verdicts.count("ran")) > 50
     )  # else nothing is tested
+
+
+@pytest.mark.parametrize("step", ["request_write", "release_write"])
+def test_ctrl_c_between_two_steps_of_a_push_ends_the_engine(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is half registered, or has half let go, would hold its variables for ever."""
+    engine = create_engine()
+    a, b = engine.variable("a"), engine.variable("b")
+    done = getattr(Variable, step)
+
+    def interrupted(self: Variable, *arguments: Any) -> Any:
+        if self is b:
+            raise KeyboardInterrupt
+        return done(self, *arguments)
+
+    monkeypatch.setattr(Variable, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.push(lambda: None, writes=[a, b], lane="inline")
+    with pytest.raises(KVError, match="closed"):
+        engine.push(lambda: None, writes=[a])
+    engine.close(TIMEOUT_S)

@@ -104,6 +104,11 @@ def an_updater_that_fails_for_one_key(name):
                 raise ArithmeticError("not this one")
             stored += pushed
 
+        try:  # on one worker alone
+            kv.set_updater(update) if kv.rank == 0 else kv.pull("a", out)
+            assert kv.num_workers == 1
+        except kvmpi.errors.OrderMismatchError:
+            assert kv.num_workers > 1
         kv.set_updater(update)
         fails, raised = bool(failures), None
         try:
