@@ -328,7 +328,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def set_updater(self, fn: Updater) -> None:
         """Call ``fn(key, pushed, stored)``, which changes ``stored`` in place, for every push. Non-dist stores only.
 
-        Replaces an optimizer, as ``set_optimizer`` replaces an updater.
+        Replaces an optimizer, as ``set_optimizer`` replaces an updater. All workers call it; ``fn`` calls nothing of
+        this store, where it would wait for itself.
         """
         raise UnsupportedError(
             f"set_updater: a {self._type} store updates on the servers; register a rule with kvmpi.optim.register "

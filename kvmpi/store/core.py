@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import numbers
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +153,15 @@ class StoreCore:
 
     # ---- how calls begin
 
+    #: The keys for which an updater of the user runs, by thread.
+    _updating: dict[int, Key] = {}  # noqa: RUF012 - of stores that have updaters, another
+
+    def _refuse_inside(self, op: str) -> NoReturn:
+        key = self._updating[threading.get_ident()]
+        raise KVError(
+            f"{op} inside the updater of key {key!r}: it would wait for itself; an updater works on what it is given"
+        )
+
     def _check_open(self) -> None:
         if self._closed:
             raise KVError(f"this {self._type} store is closed; create another with kvmpi.create")
@@ -194,6 +204,8 @@ class StoreCore:
 
     def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
         """A public call begins: from here its time runs."""
+        if self._updating and threading.get_ident() in self._updating:
+            self._refuse_inside(op)
         return Invocation(op, Deadline(self._config.timeout_s), priority, async_op, clock=self._clock)
 
     def _enter(
@@ -359,6 +371,9 @@ class StoreCore:
         """The call, which was not known, is being made."""
 
     def _complete(self, works: list[Work], call: Invocation) -> Work | None:
+        if not works and call.done:  # no keys here; others may have some
+            check = self._engine.push(lambda _: call.check(), call.done, lane="inline", name=call.op, no_skip=True)
+            works = [check]
         work = self._join(works, call.op)
         try:
             if call.async_op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -55,6 +56,7 @@ class ReplicatedStore(Repeating, KVStore):
         super().__init__(type_name, config, comm)
         self._replicas: dict[int | str, _Replica] = {}
         self._updater: Updater | None = None
+        self._updating = {}
 
     @property
     def rank(self) -> int:
@@ -71,6 +73,15 @@ class ReplicatedStore(Repeating, KVStore):
         self._enter(call, lambda: None)
         self._settle(call.deadline)
         self._update_by(None, fn)
+
+    def _call_updater(self, key: int | str, pushed: Any, stored: Any) -> None:
+        assert self._updater is not None
+        thread = threading.get_ident()
+        self._updating[thread] = key
+        try:
+            self._updater(key, pushed, stored)
+        finally:
+            del self._updating[thread]
 
     def _update_by(self, rule: optim.Rule | None, updater: Updater | None) -> None:
         """What was set last counts, and begins without a memory."""
@@ -202,9 +213,8 @@ class ReplicatedStore(Repeating, KVStore):
         replica, pushed = self._replicas[state.key], state.host_buffer()
         if self._updater is not None:
             shape, dtype, like = state.shape, state.dtype, state.library
-            self._updater(
-                state.key, arrays.wrap(pushed, shape, dtype, like), arrays.wrap(replica.value, shape, dtype, like)
-            )
+            stored = arrays.wrap(replica.value, shape, dtype, like)
+            self._call_updater(state.key, arrays.wrap(pushed, shape, dtype, like), stored)
         elif self._rule is not None:
             rule = self._rule.of_key(state.key)
             replica.updates += 1
@@ -291,7 +301,7 @@ class ReplicatedStore(Repeating, KVStore):
             pushed: Any = (rows.ids, arrays.wrap(rows.values.reshape(-1), shape, state.dtype, state.library))
             if state.library == "torch":
                 pushed = arrays.sparse_tensor(rows.ids, rows.values.reshape(-1), state.shape, state.dtype)
-            self._updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
+            self._call_updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
         elif self._rule is not None:
             rule = self._rule.of_key(state.key)
             replica.updates += 1
@@ -323,6 +333,8 @@ class ReplicatedStore(Repeating, KVStore):
         state = self._keys.get(normal_key(key))
         if state is None:
             raise KeyNotInitializedError(f"view of key {key!r} on worker {self.rank}: the key was never initialised")
+        if self._updating.get(threading.get_ident()) == state.key:
+            self._refuse_inside("view")
         self._engine.push(lambda: None, reads=[state.value], lane="inline", name=f"view of key {key!r}").wait()
         value = arrays.wrap(self._replicas[state.key].value.view(), state.shape, state.dtype, state.library)
         if isinstance(value, np.ndarray):
