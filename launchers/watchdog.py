@@ -155,6 +155,23 @@ def hold(folder: str) -> int:
             pass  # whoever used it before us has just removed it
 
 
+def is_held(folder: str) -> bool:
+    """Whether somebody holds a folder, also one whose process is not seen here, as in another container."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(fd)
+    return False
+
+
 def let_go(folder: str, fd: int) -> None:
     """Remove a folder that was held, unless somebody else holds it: whoever is the last cleans up."""
     fcntl.flock(fd, fcntl.LOCK_UN)

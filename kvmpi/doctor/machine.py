@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -127,7 +126,7 @@ def find_leftovers(at: Surroundings) -> list[str]:
             if match is None or not mine or age_s < _YOUNG_S or f"{entry.path}/" in sockets:
                 continue
             owner = match[1] or match[2]
-            if owner in living or _is_held(entry.path):
+            if owner in living or watchdog.is_held(entry.path):
                 continue
             if owner is None and not _was_of_servers(entry.path, status.st_mode, age_s):
                 continue
@@ -135,23 +134,6 @@ def find_leftovers(at: Surroundings) -> list[str]:
     for path in mpirun.LITTER:
         found += watchdog.find_orphans(f"{at.root}{path[:-1]}", 0.0)
     return sorted(found)
-
-
-def _is_held(folder: str) -> bool:
-    """Whether a launcher holds it, also one whose process is not seen here, as in another container."""
-    try:
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        pass
-    finally:
-        os.close(fd)
-    return False
 
 
 def _was_of_servers(folder: str, mode: int, age_s: float) -> bool:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import run_job, wait_for
+
+from kvmpi.launchers.watchdog import is_held
 
 PROGRAM = Path(__file__).parent / "programs" / "one_fails.py"
 
@@ -52,8 +53,7 @@ def test_two_jobs_do_not_share_a_timeline(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvmpi", "run", "--timeline", str(path), "-n", "1", "--", "sleep", "100"]
     first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for((tmp_path / "t.json.parts").exists, "the place of the parts")
-        time.sleep(0.2)
+        wait_for(lambda: is_held(str(tmp_path / "t.json.parts")), "the place of the parts")
         second = run_job(f"--timeline {path} -n 1", Path("true"))
         assert second.returncode == 2
         assert "another job, which still runs, writes its timeline there" in second.stderr
