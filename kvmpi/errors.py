@@ -1,9 +1,6 @@
-"""Every exception that kvmpi raises, each also the builtin exception that fits; and how it warns."""
+"""Every exception that kvmpi raises, each also the builtin exception that fits."""
 
 from __future__ import annotations
-
-import sys
-import warnings
 
 
 class KVError(RuntimeError):
@@ -81,9 +78,6 @@ class ConfigError(KVError, ValueError):
     """A setting, an argument or the shape of the job makes no sense."""
 
 
-#: Packages whose lines are not those that a warning is about.
-_LIBRARIES = frozenset({"kvmpi", "torch", "multiprocessing", "concurrent"})
-
 #: Errors that may travel between processes, by class name.
 BY_NAME: dict[str, type[KVError]] = {
     cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, KVError)
@@ -94,11 +88,3 @@ def rebuild(name: str, message: str) -> KVError:
     """The error called ``name`` with ``message``; names from elsewhere become a plain ``KVError``."""
     cls = BY_NAME.get(name)
     return cls(message) if cls is not None else KVError(f"{name}: {message}")
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the line of the program that has led here, whatever lies between."""
-    depth, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=depth)

@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     resolved = program.resolve(words)
     environ = dict(os.environ)
     if environ.get(env_name("job_id")):  # a worker of another job has called this
-        environ = {name: value for name, value in environ.items() if name not in jobs.ITS_OWN}
+        environ = {name: value for name, value in environ.items() if name not in jobs.FILES_AND_PORTS}
     if "HOME" not in environ:  # without which Open MPI does not begin
         try:
             environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir

@@ -35,7 +35,7 @@ OWNED = {
 }
 
 #: Where a job writes and listens. What a worker of it starts has these in its environment, too, and is another job.
-ITS_OWN = {
+FILES_AND_PORTS = {
     env_name(field_name)
     for field_name in (
         *("timeline", "snapshot_dir", "snapshot_every", "snapshot_seconds"),

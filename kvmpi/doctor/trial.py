@@ -10,7 +10,7 @@ from kvmpi.config import Config
 from kvmpi.doctor.finding import Finding, Surroundings, ask
 from kvmpi.errors import ConfigError
 from kvmpi.launchers.hosts import Host, of_slurm
-from kvmpi.launchers.job import ITS_OWN, OWNED
+from kvmpi.launchers.job import FILES_AND_PORTS, OWNED
 
 PROGRAM = str(Path(__file__).with_name("sum_program.py"))
 _MOST_HOSTS = 16
@@ -34,8 +34,8 @@ def run(
         return Finding(name, "skipped", "settings come first: see there")
     clients = 1 if has_mpi else count
     timeout_s = at.deadline_s * (2 if len(hosts) > 1 else 1.5)
-    # A sum that hangs becomes kvmpi's own error, which says who is missing.
-    env = {"KVMPI_TIMEOUT_S": str(timeout_s / 2), **dict.fromkeys(ITS_OWN, "")}  # those files and ports are others'
+    # A sum that hangs becomes kvmpi's own error, which says who is missing. Files and ports are those of real jobs.
+    env = {"KVMPI_TIMEOUT_S": str(timeout_s / 2), **dict.fromkeys(FILES_AND_PORTS, "")}
     words = [
         "-n",
         str(count),

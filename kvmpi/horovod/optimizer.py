@@ -13,13 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, KVError, UnsupportedError, warn
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.compression import Compression
 from kvmpi.horovod.handles import Handle
 from kvmpi.horovod.operations import Average, Operation, Sum, chosen, start_allreduce
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.buckets import Progress, plan
+from kvmpi.warning import warn
 
 #: What has to be done before gradients are looked at or changed.
 _FIRST = "call optimizer.synchronize() first, and optimizer.step() inside 'with optimizer.skip_synchronize():'"

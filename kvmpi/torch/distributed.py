@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from kvmpi import optim
 from kvmpi.compiling import not_compiled
-from kvmpi.errors import ConfigError, UnsupportedError, warn
+from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.machine import num_cores
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, gradients, rules
@@ -22,6 +22,7 @@ from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights
+from kvmpi.warning import warn
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

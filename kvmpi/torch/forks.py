@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import Protocol
 
-from kvmpi.errors import warn
+from kvmpi.warning import warn
 
 
 class Speaker(Protocol):

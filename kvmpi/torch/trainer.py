@@ -12,12 +12,13 @@ import torch
 import kvmpi
 from kvmpi import optim
 from kvmpi.compiling import methods_not_compiled
-from kvmpi.errors import ConfigError, KVError, UnsupportedError, warn
+from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
 from kvmpi.torch.kinds import GradientKinds, no_rows
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
 from kvmpi.torch.rules import has_stepped, keys_of_groups
+from kvmpi.warning import warn
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
 BIG_PARAMETER = 16 * 1024 * 1024

@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, rebuild, warn
+from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, pending
 from kvmpi.torch.parameters import KeyedParameters
+from kvmpi.warning import warn
 
 
 class _Flight:

@@ -93,12 +93,9 @@ class Reductions(GroupBase):
             for dtype in dict.fromkeys(flat.dtype for flat in flats):
                 alike = [flat for flat in flats if flat.dtype == dtype]
                 self._collectives.allreduce_many(
-                    [([flat.vector], flat.buffer, ()) for flat in alike],
-                    dtype,
-                    deadline,
-                    label,
+                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label,
                     self._scale(alike[0], op),
-                )
+                )  # fmt: skip
                 for flat in alike:
                     self._divide_whole(flat, op)
         else:
