@@ -16,8 +16,10 @@ from device_checks import DEVICE, ON_GPU
 from torch import nn
 from torch.distributed import ReduceOp
 
+import kvmpi
 import kvmpi.horovod as hvd
-import kvmpi.torch.c10d  # noqa: F401 - registers the backend
+import kvmpi.torch.c10d
+from kvmpi.torch import ddp_comm_hook
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 COUNTS = (0, 1, 1013, 70_001)
@@ -54,8 +56,6 @@ def operations() -> None:
             for count in COUNTS:
                 rows = torch.stack([value(r, count, dtype).double() for r in range(size)])
                 for op, oracle in oracles.items():
-                    if op == ReduceOp.AVG and not dtype.is_floating_point:
-                        continue
                     tensor = value(rank, count, dtype)
                     dist.all_reduce(tensor, op)
                     same(tensor, oracle(rows), f"all_reduce {op} of {count} {dtype}")
@@ -71,6 +71,10 @@ def operations() -> None:
                 dist.all_gather_into_tensor(whole, value(rank, count, dtype))
                 same(whole, rows, f"all_gather_into_tensor {what}")
                 wide_rows = torch.stack([value(r, size * count, dtype).double() for r in range(size)])
+                turned = torch.empty(size * count, dtype=dtype, device=DEVICE)
+                dist.all_to_all_single(turned, value(rank, size * count, dtype))
+                columns = wide_rows.reshape(size, size, count)[:, rank]
+                same(turned, columns, f"all_to_all_single {what}")
                 part = torch.empty(count, dtype=dtype, device=DEVICE)
                 dist.reduce_scatter_tensor(part, value(rank, size * count, dtype))
                 same(part, wide_rows.sum(0).reshape(size, count)[rank], f"reduce_scatter_tensor {what}")
@@ -162,6 +166,35 @@ def data_parallel() -> None:
         one(model, plain, "DDP with no_sync", 1e-9)
 
 
+def sharded() -> None:
+    """FSDP2, unmodified."""
+    from torch.distributed.fsdp import fully_shard
+
+    with group() as (rank, size):
+        plain, whole = loops.mlp(0), make(loops.mlp)(0)
+        mesh = dist.init_device_mesh(torch.device(DEVICE).type, (size,))
+        for layer in (whole[0], whole[2], whole):
+            fully_shard(layer, mesh=mesh)
+        loops.plain_steps(whole, loops.sgd(whole), lambda step: [on_device(loops.shard)(step, rank)])
+        loops.plain_steps(plain, loops.sgd(plain), lambda step: [loops.shard(step, r) for r in range(size)])
+        for part, wanted in zip(whole.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(part.full_tensor().cpu(), wanted, atol=1e-9, rtol=0)
+
+
+def hooked() -> None:
+    """A store under an unmodified DistributedDataParallel, whose whole step is compiled the second time."""
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        with group() as (rank, size), kvmpi.create("mpi", timeout_s=20) as kv:
+            plain = loops.mlp(0)
+            parallel = nn.parallel.DistributedDataParallel(make(loops.mlp)(rank))
+            parallel.register_comm_hook(None, ddp_comm_hook(kv))
+            steps = loops.compiled_steps if compiled else loops.plain_steps
+            steps(parallel, loops.sgd(parallel), lambda step: [on_device(loops.shard)(step, rank)])
+            loops.plain_steps(plain, loops.sgd(plain), lambda step: [loops.shard(step, r) for r in range(size)])
+            one(parallel.module, plain, f"ddp_comm_hook, compiled={compiled}", 1e-9)
+
+
 def horovod() -> None:
     """Horovod's operations, and its training loop."""
     hvd.init()
@@ -210,4 +243,4 @@ def horovod() -> None:
         hvd.shutdown()
 
 
-CHECKS = (operations, work_that_is_under_way, streams, data_parallel, horovod)
+CHECKS = (operations, work_that_is_under_way, streams, data_parallel, sharded, hooked, horovod)

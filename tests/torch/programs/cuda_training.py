@@ -147,6 +147,10 @@ def compiled(store: str) -> None:
         torch._dynamo.reset()
         with kvmpi.create(store, timeout_s=20) as kv:
             same_in_all(kv, loops.plain_steps, make=whole, **options)
+    for options in ({}, {"update_on_kvstore": True}, {"update_on_kvstore": True, "push": "step"}):
+        torch._dynamo.reset()
+        with kvmpi.create(store, timeout_s=20) as kv:
+            same_in_all(kv, loops.compiled_steps, **options)
 
 
 def trainer(store: str) -> None:
@@ -222,6 +226,26 @@ def diloco(store: str) -> None:
             assert difference < TOLERANCE, f"{store}, after step {first + 1}: {difference}"
 
 
+def streaming(store: str) -> None:
+    """Fragments that travel while local steps go on, rounded and not: bit for bit what weights of the host become."""
+    for dtype in (None, torch.bfloat16) if store.startswith("dist") else (None,):  # what goes to servers is rounded
+        found = []
+        for device in (DEVICE, "cpu"):
+            with kvmpi.create(store, timeout_s=20) as kv:
+                weights = [torch.linspace(-1, 1, count).to(device) for count in (1, 1013, 70_001)]
+                outer = DiLoCo(weights, kv, 4, fragments=2, overlap=2, mixing=0.25, pseudo_gradient_dtype=dtype)
+                exchanged = 0
+                for step in range(12):
+                    for w in weights:
+                        w += (kv.rank + 1) * 2.0 ** -(step % 5)
+                    exchanged += outer.step()
+                outer.finish()
+                assert exchanged >= 4, exchanged
+                found.append([*weights, *outer.pull_center()])
+        for one_of_device, wanted in zip(*found, strict=True):
+            assert torch.equal(one_of_device.cpu(), wanted.cpu()), (store, dtype)
+
+
 def elastic_averaging(store: str) -> None:
     """All workers of the client have moved by one; weights and center meet half way, and their sum stays."""
     alpha = 0.3
@@ -244,7 +268,7 @@ def elastic_averaging(store: str) -> None:
 
 CHECKS: tuple[Callable[[str], None], ...] = (
     loops_of_people, weights_of_the_store, overflows, half_precision, unused_parameters, batch_normalisation,
-    large_layers, compiled, trainer, clipped_by_a_trainer, diloco, elastic_averaging,
+    large_layers, compiled, trainer, clipped_by_a_trainer, diloco, streaming, elastic_averaging,
 )  # fmt: skip
 
 
