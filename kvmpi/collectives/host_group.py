@@ -28,7 +28,7 @@ MAX_PLACES = 4096
 SLOT_BYTES = 256 << 10
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer.
-_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _PLACES = 0, 16, 32, 33, 48
+_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _SUMMED, _PLACES = 0, 16, 32, 33, 48, 64
 PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: So many calls can be told apart by what is left of a word.
@@ -68,6 +68,7 @@ class SlotMemory(NamedTuple):
     slots: list[Buffer]
     number: int
     posted: int
+    summed: int
     finished: int
 
 
@@ -203,7 +204,7 @@ class HostGroup:
     def slot_memory(self, count: int, dtype: Any, call: int) -> SlotMemory:
         """Where compiled code finds all that a call of that number needs which sums in slots."""
         slots = [self.slot(rank, count, dtype, call) for rank in range(self.size)]
-        return SlotMemory(self._pages, slots, self.index, _POSTED, _FINISHED)
+        return SlotMemory(self._pages, slots, self.index, _POSTED, _SUMMED, _FINISHED)
 
     # ---- calls
 
@@ -245,17 +246,21 @@ class HostGroup:
         Raises:
             KVTimeoutError: names those that have not.
         """
-        call = self.call
-        for rank in ranks:
-            words = self._words[rank]
-            for _ in range(_FIRST_POLLS):
-                if words[_POSTED] >= call:
-                    break
-            else:
-                self._await(_POSTED, ranks, call, deadline, what, "did not start")
-                return
+        self._await_soon(_POSTED, ranks, deadline, what, "did not start")
+
+    def say_summed(self) -> None:
+        """This rank's part of the sum is in its ``slot``."""
         if not _ORDERED:
             self._fence()
+        self._mine[_SUMMED] = self.call
+
+    def await_sums(self, deadline: Deadline, what: What) -> None:
+        """Return when all others have said that theirs are.
+
+        Raises:
+            KVTimeoutError: names those that have not.
+        """
+        self._await_soon(_SUMMED, self.others, deadline, what, "did not add up its part")
 
     def advance(self, num_blocks: int = 1) -> None:
         """So many more blocks of this rank's results can be read."""
@@ -323,6 +328,20 @@ class HostGroup:
         self.finish()
         places = {self.place_of(buffer) for buffer in buffers}
         self._kept[:] = [kept for kept in self._kept if self.place_of(kept) not in places]
+
+    def _await_soon(self, word: int, ranks: Sequence[int], deadline: Deadline, what: What, problem: str) -> None:
+        """``_await`` for what mostly is there at once."""
+        call = self.call
+        for rank in ranks:
+            words = self._words[rank]
+            for _ in range(_FIRST_POLLS):
+                if words[word] >= call:
+                    break
+            else:
+                self._await(word, ranks, call, deadline, what, problem)
+                return
+        if not _ORDERED:
+            self._fence()
 
     def _await(self, word: int, ranks: Sequence[int], call: int, deadline: Deadline, what: What, problem: str) -> None:
         words = self._words

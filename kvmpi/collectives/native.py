@@ -56,7 +56,7 @@ _DELIVERED, _NOT_READ, _NOT_WRITTEN, _GIVEN_UP = range(4)
 #: More elements than there are, so that their bytes can still be counted.
 _ENDLESS = 1 << 48
 #: What ``SlotSum.run`` returns.
-NOT_BEGUN, SUMMED, OFFERED = 0, 1, 2
+NOT_BEGUN, SUMMED, OFFERED, OWN_SUMMED = 0, 1, 2, 3
 #: Milliseconds after which whoever waits looks at its deadline, whoever does not, at signals, and what else has to be
 #: moved on has its turn.
 _IDLE_MS, _MOST_MS, _BESIDE_MS = 20, 100, 5
@@ -240,19 +240,21 @@ class SlotSum:
     """Sums of vectors of one length and dtype, for every second call of a group of ranks.
 
     Attributes:
-        run: of call number, vector, out and whether this call was offered before: ``NOT_BEGUN``, ``OFFERED`` if others
-            are not there yet, or ``SUMMED``.
+        run: of call number, vector, out and what it has returned for this call before, else ``NOT_BEGUN``: that if it
+            cannot begin yet, ``OFFERED`` if others are not there yet, ``OWN_SUMMED`` if they have not summed their
+            parts yet, or ``SUMMED``.
     """
 
     __slots__ = ("_kept", "run")
 
-    run: Callable[[int, Buffer, Buffer, bool], int]
+    run: Callable[[int, Buffer, Buffer, int], int]
 
-    def __init__(self, memory: SlotMemory) -> None:
+    def __init__(self, memory: SlotMemory, part: int = 0) -> None:
+        """``part``: elements that each rank sums for all; 0 if each sums all of them itself."""
         slot = memory.slots[0]
         words = [
-            *(len(memory.slots), memory.number, memory.posted, memory.finished),
-            *(_KIND_OF[slot.dtype], slot.size, slot.itemsize),
+            *(len(memory.slots), memory.number, memory.posted, memory.summed, memory.finished),
+            *(_KIND_OF[slot.dtype], slot.size, slot.itemsize, part),
             *(address_of(page) for page in memory.pages),
             *(address_of(slot) for slot in memory.slots),
         ]

@@ -7,8 +7,8 @@ needs no system call. A result in memory that all ranks of the host see as one i
 
 Cost per rank for S bytes: S read, (P-1)/P * S added, S written, which in place is what has just been read; two
 meetings. A segment is added in rank order from its owner on, each vector by itself: the same bits on every rank and in
-every run, and of a single tensor those of ``ring``. Data that fits into a slot is summed whole by every rank, in rank
-order: one meeting.
+every run, and of a single tensor those of ``ring``. Data that fits into a slot is added in rank order: whole by every
+rank, with one meeting; by ranks so many that a second meeting costs less than that, each a part for all.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ Buffer = npt.NDArray[Any]
 #: Private memory up to this size is copied to and from where others have it mapped: these copies stay in the cache,
 #: while the system takes a quarter of a microsecond for each page of another process that it looks up.
 STAGE_BYTES = 4 << 20
+#: Where ranks add up whole slots, each adds what all but two have in them beyond what it would by parts. That many
+#: bytes take as long as the second meeting.
+PARTS_FROM_BYTES = 128 << 10
+#: Parts of slots begin at multiples of so many elements, so that no two ranks write to one cache line.
+_PART_ELEMENTS = 64
 #: Lengths of vectors whose views are kept at hand.
 _MOST_VIEWS = 1024
 #: No element has more.
@@ -117,12 +122,15 @@ class Shared:
         if views.compiled:
             call = group.call + 1
             run = views.compiled[call % 2].run
-            found = run(call, vector, out, False)
+            found = run(call, vector, out, native.NOT_BEGUN)
             if found:
                 group.begun()
-                if found == native.OFFERED:
-                    group.await_posts(group.others, deadline, self._describing(label))
-                    run(call, vector, out, True)
+                while found != native.SUMMED:
+                    if found == native.OFFERED:
+                        group.await_posts(group.others, deadline, self._describing(label))
+                    else:
+                        group.await_sums(deadline, self._describing(label))
+                    found = run(call, vector, out, found)
                 return
         what = self._describing(label)
         if vector.nbytes <= self.slot_bytes:
@@ -141,7 +149,7 @@ class Shared:
         np.copyto(slots[group.index], vector)
         group.post()
         group.await_posts(group.others, deadline, what)
-        self._quietly(_add_up, slots, views.block, out)
+        self._quietly(self._sum_offered, slots, views.block, out, deadline, what)
         group.finish()
 
     def _sum_one_segment(self, vector: Buffer, out: Buffer, views: _Views, deadline: Deadline, what: What) -> None:
@@ -198,7 +206,8 @@ class Shared:
             views.slots = [[group.slot(rank, count, dtype, call) for rank in range(group.size)] for call in (0, 1)]
             views.block = self._block(count if group.size > 2 else 0, dtype)
             if self._compiled and native.sums_slots(dtype):
-                views.compiled = [SlotSum(group.slot_memory(count, dtype, call)) for call in (0, 1)]
+                part = self._part(count, dtype)
+                views.compiled = [SlotSum(group.slot_memory(count, dtype, call), part) for call in (0, 1)]
             return views
         block_count = max(1, self._block_bytes // dtype.itemsize)
         pieces = pieces_of((count,), group.size, block_count)
@@ -223,7 +232,8 @@ class Shared:
         direct = len(tensors) == 1 and not half and act.scale == 1.0  # other ranks may share that memory, too
         total = tensors[0].out if direct else act.scratch(count, slots[0].dtype)
         with np.errstate(all="ignore"):
-            _add_up(slots, act.scratch(count if group.size > 2 else 0, slots[0].dtype), total)
+            partial = act.scratch(count if group.size > 2 else 0, slots[0].dtype)
+            self._sum_offered(slots, partial, total, act.deadline, act.describe)
         group.finish()
         times(total, act.scale)
         start = 0
@@ -236,6 +246,28 @@ class Shared:
                 np.copyto(tensor.out, part)
             for copy in tensor.copies:
                 np.copyto(copy, tensor.out)
+
+    def _part(self, count: int, dtype: np.dtype[Any]) -> int:
+        """How many elements of a slot each rank adds up for all; 0 if every rank adds up the whole slots."""
+        size = self._group.size
+        if (size - 2) * count * dtype.itemsize < PARTS_FROM_BYTES:
+            return 0
+        return -(-count // (size * _PART_ELEMENTS)) * _PART_ELEMENTS
+
+    def _sum_offered(self, slots: list[Buffer], partial: Buffer, out: Buffer, deadline: Deadline, what: What) -> None:
+        """Add up what all ranks have posted in their slots."""
+        group, part = self._group, self._part(out.size, out.dtype)
+        if not part:
+            _add_up(slots, partial, out)
+            return
+        parts = [slice(rank * part, (rank + 1) * part) for rank in range(group.size)]
+        own = parts[group.index]
+        # Over this rank's own numbers, which nobody else reads.
+        _add_up([slot[own] for slot in slots], partial[own], slots[group.index][own])
+        group.say_summed()
+        group.await_sums(deadline, what)
+        for slot, of_rank in zip(slots, parts, strict=True):
+            np.copyto(out[of_rank], slot[of_rank])
 
     def _offered(self, of_tensors: Sequence[Sequence[Buffer]], count: int, dtype: str, act: Act) -> list[Buffer]:
         """Every rank's slot, with the sums of its vectors of each tensor, ``count`` elements in all."""

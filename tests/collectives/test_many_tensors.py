@@ -81,7 +81,7 @@ def check(
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=12), numbers=st.lists(st.integers(1, 3), min_size=1),
     where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
-    way=st.sampled_from(["slots", "stage", "attach"]), mapped=st.booleans(),
+    way=st.sampled_from(["slots", "parts", "stage", "attach"]), mapped=st.booleans(),
 )  # fmt: skip
 def test_any_list_of_sizes(
     run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
@@ -89,7 +89,9 @@ def test_any_list_of_sizes(
 ) -> None:  # fmt: skip
     algorithm, hosts = where.split()
     with pytest.MonkeyPatch.context() as patch:
-        if way != "slots":
+        if way == "parts":
+            patch.setattr(shared, "PARTS_FROM_BYTES", 0)
+        elif way != "slots":
             patch.setattr(shared, "SLOT_BYTES", 0)
         if way != "stage":
             patch.setattr(shared, "STAGE_BYTES", 0)
@@ -98,13 +100,15 @@ def test_any_list_of_sizes(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("where", [
-    "shared a", "shared aa slots", "shared aaa stage", "shared aaa attach", "hierarchical aab", "hierarchical aabb",
-    "ring abc", "multi_ring ab", "host_ring aab", "naive abc", "auto aa",
+    "shared a", "shared aa slots", "shared aaa parts", "shared aaa stage", "shared aaa attach", "hierarchical aab",
+    "hierarchical aabb", "ring abc", "multi_ring ab", "host_ring aab", "naive abc", "auto aa",
 ])  # fmt: skip
 def test_sums_times_a_scale(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str) -> None:
     """Every element once, by whoever finishes it, and half types before they are rounded."""
     algorithm, hosts, *way = where.split()
-    if way and way != ["slots"]:
+    if way == ["parts"]:
+        monkeypatch.setattr(shared, "PARTS_FROM_BYTES", 0)
+    elif way and way != ["slots"]:
         monkeypatch.setattr(shared, "SLOT_BYTES", 0)
     if way == ["attach"]:
         monkeypatch.setattr(shared, "STAGE_BYTES", 0)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, rings, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, shared, tensor
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
@@ -426,12 +426,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @built
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_ranks_of_both_kinds_sum_in_slots_to_the_bit(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, size: int, in_parts: bool
 ) -> None:
-    """Every dtype and many lengths, in and out of place, and into memory that all ranks have in common."""
+    """Every dtype and many lengths, in and out of place, and into memory that all ranks have in common; whole slots
+    on every rank, and a part of them on each."""
     found = runs(monkeypatch)
+    monkeypatch.setattr(shared, "PARTS_FROM_BYTES", 0 if in_parts else size * SLOT_BYTES)
     cases = [
         (dtype, count)
         for dtype in DTYPES if dtype not in host.HALF
@@ -458,6 +461,7 @@ def test_ranks_of_both_kinds_sum_in_slots_to_the_bit(
     for (dtype, count), result in zip(cases, kinds[0][0], strict=True):
         assert_is_sum(np.frombuffer(result, DTYPES[dtype]), all_vectors(size, 1, count, dtype), dtype)
     assert found.count(native.SUMMED) > 0
+    assert (native.OWN_SUMMED in found) == in_parts
 
 
 @built
@@ -505,23 +509,39 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
 def test_each_rank_says_what_it_has_offered_and_that_it_is_through() -> None:
     """Memory that others may still read is given back by what its page says."""
     pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
-    sums, outs = [SlotSum(SlotMemory(pages, slots, rank, 5, 40)) for rank in (0, 1)], np.zeros((2, 3))
-    assert sums[0].run(1, np.ones(3), outs[0], False) == native.OFFERED
+    sums, outs = [SlotSum(SlotMemory(pages, slots, rank, 5, 20, 40)) for rank in (0, 1)], np.zeros((2, 3))
+    assert sums[0].run(1, np.ones(3), outs[0], native.NOT_BEGUN) == native.OFFERED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [0, 0]]
-    assert sums[1].run(1, np.full(3, 2.0), outs[1], False) == native.SUMMED
+    assert sums[1].run(1, np.full(3, 2.0), outs[1], native.NOT_BEGUN) == native.SUMMED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 0], [1, 1]]
-    assert sums[0].run(1, np.ones(3), outs[0], True) == native.SUMMED
+    assert sums[0].run(1, np.ones(3), outs[0], native.OFFERED) == native.SUMMED
     assert [page[[5, 40]].tolist() for page in pages] == [[1, 1], [1, 1]]
     assert (outs == 3).all()
-    assert sums[1].run(3, np.ones(3), outs[1], False) == native.NOT_BEGUN, "rank 0 has not begun the second call"
+    assert sums[1].run(3, np.ones(3), outs[1], native.NOT_BEGUN) == native.NOT_BEGUN, "rank 0 has not begun call 2"
+
+
+@built
+def test_each_rank_says_that_it_has_summed_its_part() -> None:
+    pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
+    sums = [SlotSum(SlotMemory(pages, slots, rank, 5, 20, 40), part=2) for rank in (0, 1)]
+    given, outs = [np.array([1.0, 2, 3]), np.array([10.0, 20, 30])], np.zeros((2, 3))
+    assert sums[0].run(1, given[0], outs[0], native.NOT_BEGUN) == native.OFFERED
+    assert sums[1].run(1, given[1], outs[1], native.NOT_BEGUN) == native.OWN_SUMMED
+    assert [page[[5, 20, 40]].tolist() for page in pages] == [[1, 0, 0], [1, 1, 0]]
+    assert (outs == 0).all()
+    assert sums[0].run(1, given[0], outs[0], native.OFFERED) == native.SUMMED
+    assert sums[1].run(1, given[1], outs[1], native.OWN_SUMMED) == native.SUMMED
+    assert [page[[5, 20, 40]].tolist() for page in pages] == [[1, 1, 1], [1, 1, 1]]
+    assert outs.tolist() == [[11, 22, 33]] * 2
+    assert [slot.tolist() for slot in slots] == [[11, 22, 3], [10, 20, 33]], "each adds its part over its own numbers"
 
 
 @built
 def test_vectors_of_other_lengths_are_refused() -> None:
-    memory = SlotMemory([np.zeros(64, "u8")] * 2, [np.zeros(3)] * 2, 0, 0, 32)
+    memory = SlotMemory([np.zeros(64, "u8")] * 2, [np.zeros(3)] * 2, 0, 0, 16, 32)
     for vector, out in ((np.zeros(3), np.zeros(4)), (np.zeros(2), np.zeros(3))):
         with pytest.raises(ValueError, match="vectors of other lengths than these slots are for"):
-            SlotSum(memory).run(1, vector, out, False)
+            SlotSum(memory).run(1, vector, out, native.NOT_BEGUN)
 
 
 @built

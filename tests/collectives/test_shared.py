@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import address_of
-from kvmpi.collectives import Collectives, arena, cross_memory, forming
+from kvmpi.collectives import Collectives, arena, cross_memory, forming, shared
 from kvmpi.collectives.algorithm import Act, Scratch, Tensor
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.cross_memory import CrossMemory
@@ -262,9 +262,16 @@ def test_memory_that_is_gone_is_a_lost_peer() -> None:
 
 @pytest.mark.parametrize(
     ("moment", "problem"),
-    [("before", "did not start"), ("small", "did not start"), ("posted", "did not finish")],
-)
-def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks, moment: str, problem: str) -> None:
+    [
+        ("before", "did not start"), ("small", "did not start"), ("parts", "did not add up its part"),
+        ("posted", "did not finish"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_stops_is_named_with_what_it_did_not_do(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, moment: str, problem: str
+) -> None:
+    if moment == "parts":
+        monkeypatch.setattr(shared, "PARTS_FROM_BYTES", 0)
     size, silent, timeout_s = 4, 2, 1.0
     own = [np.arange(1000.0) + rank for rank in range(size)]
     kept = np.empty(1000)
@@ -278,7 +285,7 @@ def test_a_rank_that_stops_is_named_with_what_it_did_not_do(run_ranks: RunRanks,
             return None
         start_s = time.monotonic()
         act = act_of(group, "allreduce", "push of key 7", timeout_s)
-        way = Shared(group, 1 << 16, **({} if moment == "small" else {"slot_bytes": 0}))
+        way = Shared(group, 1 << 16, **({} if moment in ("small", "parts") else {"slot_bytes": 0}))
         with pytest.raises(
             KVTimeoutError, match=f"key 7.*on MPI rank {comm.rank} of 4: MPI rank 2 {problem} within"
         ) as e:
@@ -348,14 +355,13 @@ def test_after_a_failure_the_communicator_is_unusable(run_ranks: RunRanks) -> No
 
 
 @pytest.mark.parametrize("common", [False, True])
-@pytest.mark.parametrize("way", ["slots", "stage", "attach"])
+@pytest.mark.parametrize("way", ["slots", "parts", "stage", "attach"])
 def test_single_vectors_go_every_way(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, way: str, common: bool
 ) -> None:
     """Memory is used anew as soon as a call returns, while slow ranks may still be at it."""
-    from kvmpi.collectives import shared
-
-    monkeypatch.setattr(shared, "SLOT_BYTES", (256 << 10) if way == "slots" else 0)
+    monkeypatch.setattr(shared, "PARTS_FROM_BYTES", 0 if way == "parts" else 1 << 30)
+    monkeypatch.setattr(shared, "SLOT_BYTES", (256 << 10) if way in ("slots", "parts") else 0)
     monkeypatch.setattr(shared, "STAGE_BYTES", (1 << 20) if way == "stage" else 0)
     size, count = 4, 30_011
     index = np.arange(count) % 977

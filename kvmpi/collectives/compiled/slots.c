@@ -15,8 +15,10 @@
 /* Ranks of one host. The addresses of each one's page, and of its slot for calls of this kind, follow. */
 struct slots {
     int64_t num_ranks, index; /* of them, and this one's number */
-    int64_t posted, finished; /* words of a page: the last call that its rank has offered data in, is through with */
+    /* Words of a page: the last call that its rank has offered data in, has summed its part of, is through with. */
+    int64_t posted, summed, finished;
     int64_t kind, count, itemsize;
+    int64_t part; /* elements that a rank sums for all; 0 if each sums all of them itself */
     int64_t addresses[];
 };
 
@@ -24,25 +26,43 @@ static int64_t *page(const struct slots *slots, int64_t rank) { return (int64_t 
 
 static char *slot(const struct slots *slots, int64_t rank) { return (char *)slots->addresses[slots->num_ranks + rank]; }
 
-static int64_t last_posted(const struct slots *slots, int64_t rank)
-{
-    return __atomic_load_n(page(slots, rank) + slots->posted, __ATOMIC_ACQUIRE);
-}
-
-static int all_posted(const struct slots *slots, int64_t call)
+static int all_have(const struct slots *slots, int64_t word, int64_t call)
 {
     for (int64_t rank = 0; rank < slots->num_ranks; rank++)
-        if (last_posted(slots, rank) < call) return 0;
+        if (__atomic_load_n(page(slots, rank) + word, __ATOMIC_ACQUIRE) < call) return 0;
     return 1;
 }
 
-/* In rank order; only sums of all ranks are written to out, since others may have the same memory. */
-static void add_up(const struct slots *slots, char *out)
+static int soon_all_have(const struct slots *slots, int64_t word, int64_t call)
+{
+    for (int i = 0; !all_have(slots, word, call); i++) {
+        if (i == POLLS) return 0;
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#endif
+    }
+    return 1;
+}
+
+static void say(const struct slots *slots, int64_t word, int64_t call)
+{
+    __atomic_store_n(page(slots, slots->index) + word, call, __ATOMIC_RELEASE);
+}
+
+/* The first byte that a rank sums for all, which is the end of those of the rank before it. */
+static int64_t begin_of(const struct slots *slots, int64_t rank)
+{
+    const int64_t begin = rank * slots->part;
+    return (begin < slots->count ? begin : slots->count) * slots->itemsize;
+}
+
+/* Bytes from start to stop, in rank order; only sums of all ranks are written to out, since others may have the same
+ * memory. Which may be one of the slots. */
+static void add_up(const struct slots *slots, int64_t start, int64_t stop, char *out)
 {
     _Alignas(64) char block[BLOCK_BYTES];
-    const int64_t total = slots->count * slots->itemsize;
-    for (int64_t first = 0; first < total; first += BLOCK_BYTES) {
-        const int64_t nbytes = total - first < BLOCK_BYTES ? total - first : BLOCK_BYTES;
+    for (int64_t first = start; first < stop; first += BLOCK_BYTES) {
+        const int64_t nbytes = stop - first < BLOCK_BYTES ? stop - first : BLOCK_BYTES;
         const char *sum = slot(slots, 0) + first;
         for (int64_t rank = 1; rank < slots->num_ranks; rank++) {
             char *into = rank == slots->num_ranks - 1 ? out + first : block;
@@ -52,39 +72,51 @@ static void add_up(const struct slots *slots, char *out)
     }
 }
 
-enum { NOT_BEGUN, SUMMED, OFFERED };
+/* How far a call is: native.py has these once more. */
+enum { NOT_BEGUN, SUMMED, OFFERED, OWN_SUMMED };
 
-static int sum_in_slots(const struct slots *slots, int64_t call, const char *vector, char *out, int offered)
+static int sum_in_slots(const struct slots *slots, int64_t call, const char *vector, char *out, int so_far)
 {
-    if (!offered) {
+    const int64_t all = slots->count * slots->itemsize;
+    if (so_far == NOT_BEGUN) {
         /* The slot is that of the call before last. A rank that has begun the last one is through with it. */
-        if (!all_posted(slots, call - 1)) return NOT_BEGUN;
-        memcpy(slot(slots, slots->index), vector, (size_t)(slots->count * slots->itemsize));
-        __atomic_store_n(page(slots, slots->index) + slots->posted, call, __ATOMIC_RELEASE);
+        if (!all_have(slots, slots->posted, call - 1)) return NOT_BEGUN;
+        memcpy(slot(slots, slots->index), vector, (size_t)all);
+        say(slots, slots->posted, call);
     }
-    for (int i = 0; !all_posted(slots, call); i++) {
-        if (i == POLLS) return OFFERED;
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#endif
+    if (so_far != OWN_SUMMED) {
+        if (!soon_all_have(slots, slots->posted, call)) return OFFERED;
+        if (!slots->part) {
+            add_up(slots, 0, all, out);
+        } else {
+            /* Over this rank's own numbers, which nobody else reads. */
+            add_up(slots, begin_of(slots, slots->index), begin_of(slots, slots->index + 1), slot(slots, slots->index));
+            say(slots, slots->summed, call);
+        }
     }
-    add_up(slots, out);
-    __atomic_store_n(page(slots, slots->index) + slots->finished, call, __ATOMIC_RELEASE);
+    if (slots->part) {
+        if (!soon_all_have(slots, slots->summed, call)) return OWN_SUMMED;
+        for (int64_t rank = 0; rank < slots->num_ranks; rank++) {
+            const int64_t begin = begin_of(slots, rank);
+            memcpy(out + begin, slot(slots, rank) + begin, (size_t)(begin_of(slots, rank + 1) - begin));
+        }
+    }
+    say(slots, slots->finished, call);
     return SUMMED;
 }
 
 const char sum_slots_doc[] =
-    "sum_slots(slots, call, vector, out, offered, /)\n--\n\n"
-    "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 0 when the call\n"
-    "could not begin.\n\n"
-    "slots: address of a struct slots. offered: whether this call was made before, and returned 2.";
+    "sum_slots(slots, call, vector, out, so_far, /)\n--\n\n"
+    "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 3 when they have\n"
+    "not summed their parts yet, 0 when the call could not begin.\n\n"
+    "slots: address of a struct slots. so_far: 0, or what this call has returned before.";
 
 PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     if (num_args != 5) return PyErr_Format(PyExc_TypeError, "sum_slots takes five arguments");
     const struct slots *slots = PyLong_AsVoidPtr(args[0]);
     const int64_t call = PyLong_AsLongLong(args[1]);
-    const int offered = PyObject_IsTrue(args[4]);
+    const int so_far = (int)PyLong_AsLong(args[4]);
     Py_buffer vector, out;
     int result = -1;
     if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &vector, PyBUF_SIMPLE)) return NULL;
@@ -93,10 +125,10 @@ PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         if (vector.len != nbytes || out.len != nbytes) {
             PyErr_Format(PyExc_ValueError, "vectors of other lengths than these slots are for");
         } else if (nbytes <= LOCKED_BYTES) {
-            result = sum_in_slots(slots, call, vector.buf, out.buf, offered);
+            result = sum_in_slots(slots, call, vector.buf, out.buf, so_far);
         } else {
             Py_BEGIN_ALLOW_THREADS;
-            result = sum_in_slots(slots, call, vector.buf, out.buf, offered);
+            result = sum_in_slots(slots, call, vector.buf, out.buf, so_far);
             Py_END_ALLOW_THREADS;
         }
         PyBuffer_Release(&out);
