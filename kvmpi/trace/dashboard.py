@@ -12,25 +12,18 @@ import ipaddress
 import json
 import math
 import secrets
-import socket
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from kvmpi.trace import http_server
 from kvmpi.trace.board import Board
 
 _WEB = Path(__file__).with_name("web")
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 #: What is served besides the data, read once: name, kind, contents.
 _FILES = ("index.html", "app.js", "style.css", "icon.svg")
-_MOST_CONNECTIONS = 16
-_SLOWEST_S = 5.0
-#: Of a request's first line, and of all its headers.
-_MOST_LINE_BYTES, _MOST_HEADERS = 2000, 60
 
 
 def serve(board: Board, host: str, port: int, token: str = "") -> tuple[str, Callable[[], None]]:
@@ -43,51 +36,15 @@ def serve(board: Board, host: str, port: int, token: str = "") -> tuple[str, Cal
         OSError: the port or the address cannot be had.
     """
     server = _Server((host, port), board, token or secrets.token_urlsafe(18))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, name="kvmpi-web", daemon=True)
-    thread.start()
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(2.0)
-
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{server.server_port}/?token={server.token}", close
+    return server.start("kvmpi-web", f"?token={server.token}")
 
 
-class _Server(ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = _MOST_CONNECTIONS
-
+class _Server(http_server.Server):
     def __init__(self, address: tuple[str, int], board: Board, token: str) -> None:
         self.board, self.token = board, token
         self.files = {name: (_WEB / name).read_bytes() for name in _FILES}
         self._encoded = (0, b"")
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)  # HTTPServer's own asks for names, which may take long
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)  # the page asks again
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone away is no news."""
 
     def encoded(self, number: int, picture: dict[str, Any]) -> bytes:
         """The picture as JSON, made once however many look."""
@@ -114,24 +71,8 @@ class _Server(ThreadingMixIn, HTTPServer):
         return here.is_unspecified or address == here or (here.is_loopback and address.is_loopback)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(http_server.Handler):
     server: _Server
-    raw_requestline: bytes
-    timeout = _SLOWEST_S
-    server_version, sys_version = "kvmpi", ""
-
-    def parse_request(self) -> bool:
-        if len(self.raw_requestline) > _MOST_LINE_BYTES:
-            self.requestline, self.request_version, self.command = "", "", ""
-            self.send_error(414)
-            return False
-        return super().parse_request() and self._has_few_headers()
-
-    def _has_few_headers(self) -> bool:
-        if len(self.headers) <= _MOST_HEADERS:
-            return True
-        self.send_error(431)
-        return False
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -179,9 +120,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("ETag", tag)
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing: the token stands in every request."""
 
 
 def _finite(value: Any) -> Any:

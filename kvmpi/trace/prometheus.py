@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvmpi.errors import ConfigError
+from kvmpi.trace import http_server
 from kvmpi.trace.board import Board
 
 #: Key in the picture, name, kind, meaning.
@@ -63,15 +64,12 @@ def serve(board: Board, host: str, port: int) -> tuple[str, Callable[[], None]]:
 
     registry = prometheus.CollectorRegistry(auto_describe=False)
     registry.register(Collector())  # type: ignore[arg-type]
-    server, thread = prometheus.start_http_server(port, host, registry)
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(2.0)
+    class Handler(http_server.Handler, prometheus.MetricsHandler):  # type: ignore[misc]
+        pass
 
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{server.server_port}/metrics", close
+    Handler.registry = registry
+    return http_server.Server((host, port), Handler).start("kvmpi-metrics", "metrics")
 
 
 Samples = list[tuple[list[str], float]]

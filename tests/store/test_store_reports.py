@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import math
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import torch
+from jobs import wait_for
 
 import kvmpi
 from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.ps.reporter import begin_reports
-from kvmpi.trace import Recorder, activity
+from kvmpi.trace import Recorder, activity, http_server
 from kvmpi.trace.activity import MAX_POINTS, Activity, Observation
 from kvmpi.trace.board import Board
 from kvmpi.trace.prometheus import serve
@@ -140,6 +145,36 @@ def test_metrics_without_the_library_say_how_to_get_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvmpi\[metrics\]'"):
         serve(Board(lambda _: {}), "127.0.0.1", 0)
+
+
+def test_strangers_take_few_threads_of_whoever_has_metrics_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server.Handler, "timeout", 4.0)
+    board = Board(lambda _: {})
+    url, close = serve(board, "127.0.0.1", 0)
+    place = urlsplit(url)
+
+    def ask() -> int:
+        board.renew(time.monotonic())
+        connection = http.client.HTTPConnection(place.netloc, timeout=20)
+        try:
+            connection.request("GET", place.path)
+            return connection.getresponse().status
+        except ConnectionError:
+            return 0
+        finally:
+            connection.close()
+
+    try:
+        assert ask() == 200
+        before = threading.active_count()
+        silent = [socket.create_connection((place.hostname or "", place.port or 0)) for _ in range(30)]
+        wait_for(lambda: ask() == 0, "a refusal")
+        assert threading.active_count() - before <= 16
+        wait_for(lambda: ask() == 200, "an answer, when those who say nothing have been cut off")
+        for each in silent:
+            each.close()
+    finally:
+        close()
 
 
 def test_a_board_makes_a_picture_when_somebody_asks_and_only_then() -> None:
