@@ -316,15 +316,18 @@ def check_writable(array: Any) -> None:
     library = _library(array)
     if library == "torch":
         _check_torch(array)
-    if library == "numpy" and not array.flags.writeable:
-        raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
-    if (
-        library == "torch"
-        and not array.is_contiguous()
-        and array.numel()
-        and any(step == 0 and n > 1 for n, step in zip(array.shape, array.stride(), strict=True))
-    ):
-        raise UnsupportedError("out is an expanded torch tensor, whose elements share memory; pass a clone() of it")
+        if array.is_contiguous():
+            return
+        strides, what = array.stride(), "an expanded torch tensor, whose elements share memory; pass a clone() of it"
+    else:
+        flags = array.flags
+        if library == "numpy" and not flags.writeable:
+            raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
+        if flags.c_contiguous:
+            return
+        strides, what = array.strides, "an array that is broadcast, whose elements share memory; pass a copy() of it"
+    if 0 not in array.shape and any(step == 0 and n > 1 for n, step in zip(array.shape, strides, strict=True)):
+        raise UnsupportedError(f"out is {what}")
 
 
 def note_writes(written: Iterable[Any]) -> None:

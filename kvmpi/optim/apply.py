@@ -38,7 +38,10 @@ def update(
 ) -> None:
     """Apply ``rule`` to ``stored`` in place, or put the new value into ``out`` and leave ``stored`` as it is.
 
-    Cost: a few blocks of scratch; with a half type, a rule that needs the whole vector costs a float32 copy of it.
+    A rule that raises leaves no trace in ``stored``, ``state`` and ``master``.
+
+    Cost: a few blocks of scratch; with a half type, a rule that needs the whole vector costs a float32 copy of it; one
+    that is not of kvmpi a copy of all that it can change.
 
     Args:
         stored: a host vector of ``dtype``.
@@ -49,6 +52,30 @@ def update(
             place, and is rounded into the result. Without it each update rounds what is stored.
         out: a host vector of ``dtype``. May be the memory of ``pushed`` where both have one dtype.
     """
+    if _never_raises(rule):
+        _update(rule, stored, dtype, pushed, state, step, count, master, out)
+        return
+    changed = {name: array for name, array in state.items() if name in rule.slots()}
+    kept = [(vector, vector.copy()) for vector in (stored, master, *changed.values()) if vector is not None]
+    try:
+        _update(rule, stored, dtype, pushed, state, step, count, master, out)
+    except BaseException:
+        for vector, before in kept:
+            np.copyto(vector, before)
+        for name in [name for name in state if name not in changed and name in rule.slots()]:
+            del state[name]
+        raise
+
+
+def _never_raises(rule: Rule) -> bool:
+    """Once its arguments have been looked at: whether there is no code in it but ours."""
+    return type(rule).__module__.startswith("kvmpi.optim.")
+
+
+def _update(
+    rule: Rule, stored: Array, dtype: str, pushed: Array, state: dict[str, Array], step: int, count: int,
+    master: Array | None, out: Array | None,
+) -> None:  # fmt: skip
     if dtype not in host.HALF:
         if host.STORAGE.get(dtype) != stored.dtype:
             raise DTypeMismatchError(f"update by {rule.name}: a vector of {dtype} cannot be kept as {stored.dtype}")
@@ -112,7 +139,8 @@ def update_rows(
     is left, or which decay: those are left to the next push that has them, as by torch.optim.SparseAdam and by MXNet
     with ``lazy_update``. ``step`` counts updates of the vector, whichever rows they had, as there.
 
-    Cost: copies of the rows and their state, in blocks; the first update allocates state for all rows.
+    Cost: copies of the rows and their state, in blocks; for a rule that is not of kvmpi, of all of them at once. The
+    first update allocates state for all rows.
 
     Args:
         pushed: rows of the matrix that ``stored`` is, in the accumulation dtype.
@@ -127,7 +155,8 @@ def update_rows(
         return
     tables = {name: state[name].reshape(-1, width) for name in rule.slots()}
     value = stored.reshape(-1, width)
-    length = max(1, host.BLOCK_BYTES // (4 * width))
+    # What raises does so before anything is written back.
+    length = max(1, host.BLOCK_BYTES // (4 * width) if _never_raises(rule) else pushed.count)
     for start in range(0, pushed.count, length):
         ids = pushed.ids[start : start + length]
         some = value[ids]

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.optim.registry import is_registered
-from kvmpi.optim.rule import Rule
+from kvmpi.optim.rule import KEPT_BESIDE_STATE, Rule
 from kvmpi.optim.rules import SGD, Adagrad, Adam, AdamW
 
 #: torch class -> rule and the options that both know.
@@ -42,6 +42,11 @@ def from_any(optimizer: object, keys: KeysOfGroups | None = None) -> Rule:
             raise ConfigError(
                 f"the update rule {type(optimizer).__qualname__} is not registered: "
                 f"decorate it with kvmpi.optim.register, in a module that servers import (--import MODULE)"
+            )
+        if taken := KEPT_BESIDE_STATE & set(optimizer.slots()):
+            raise ConfigError(
+                f"the update rule {type(optimizer).__qualname__} calls a state array {', '.join(sorted(taken))}, under "
+                "which something else is saved: give it another name"
             )
         return optimizer
     if isinstance(optimizer, type) and issubclass(optimizer, Rule):

@@ -25,6 +25,8 @@ def register(cls_or_name: Any, cls: Any = None) -> Any:
     Without a name, it is the ``name`` that the class body sets, or else the class's name in lower case. Servers run
     in processes of their own: start them with ``--import MODULE``, where MODULE registers the rule.
 
+    A dataclass gets back what it has hidden of ``Rule``: rules differ, too, if they do for one key alone.
+
     Raises:
         ConfigError: not a subclass of ``Rule``, or the name belongs to another class.
     """
@@ -73,6 +75,9 @@ def _add(name: str, cls: Any) -> Any:
     # A module that is loaded again defines its class again.
     if have is not None and (have.__module__, have.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(f"the name {name!r} is taken by the update rule {have.__module__}.{have.__qualname__}")
+    if "__dataclass_params__" in vars(cls):
+        for method in ("__eq__", "__hash__", "__repr__"):
+            setattr(cls, method, getattr(Rule, method))
     cls.name = name
     _RULES[name] = cls
     return cls

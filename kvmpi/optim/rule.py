@@ -20,6 +20,10 @@ R = TypeVar("R", bound="Rule")
 #: Between a hyperparameter's name and the key that has a value of its own.
 _OF_KEY = "@"
 
+#: What is kept beside the arrays of a rule under names of its own: the value, a master copy, the value that a push met,
+#: and the rows that it had.
+KEPT_BESIDE_STATE = frozenset({"value", "master", "met", "touched"})
+
 #: Bytes of one vector that are updated at a time: with state and scratch a block still fits into a level-2 cache.
 BLOCK_BYTES = 256 << 10
 
@@ -50,7 +54,9 @@ class Rule:
             def compute(self, b):
                 b.out[...] = b.stored - self.lr * np.sign(b.pushed)
 
-    A rule that must see the whole vector at once (a norm, say) overrides ``apply`` instead, and nothing else.
+    A rule that must see the whole vector at once (a norm, say) overrides ``apply`` instead, and nothing else. With
+    servers its keys must be whole on one of them: ``KVMPI_PLACEMENT=hash``, and ``KVMPI_CHUNK_BYTES`` as large as the
+    largest.
     """
 
     name: ClassVar[str] = ""
@@ -63,7 +69,10 @@ class Rule:
     # What a rule defines.
 
     def slots(self) -> dict[str, float]:
-        """Names of the state arrays that this rule keeps for each vector -> their initial value."""
+        """Names of the state arrays that this rule keeps for each vector -> their initial value.
+
+        Not "value", "master", "met" or "touched", under which something else is saved.
+        """
         return {}
 
     def compute(self, b: Block) -> None:

@@ -295,7 +295,7 @@ class Shard:
         rulebook = self.rulebook
         slot = Slot(
             message.key, message.chunk, message.count, message.dtype, value, rulebook.rule, rulebook.generation,
-            width_of(message.shape), self.empty,
+            width_of(message.shape), self.empty, is_whole=message.num_chunks == 1,
         )  # fmt: skip
         slot.one_mark = self.clients.shrinks
         slot.entering.update(self.clients.entered_after)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvmpi import optim
 from kvmpi.arrays import DTYPES
-from kvmpi.errors import rebuild
+from kvmpi.errors import UnsupportedError, rebuild
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
@@ -94,6 +94,7 @@ class Slot:
 
     Args:
         width: elements of a row of the key.
+        is_whole: whether the key has no other chunks.
         empty: makes memory for values, such that they can be sent without a copy.
     """
 
@@ -104,8 +105,9 @@ class Slot:
 
     def __init__(
         self, key: Key, chunk: int, count: int, dtype: str, value: Buffer, rule: optim.Rule | None, generation: int,
-        width: int = 0, empty: Empty | None = None,
+        width: int = 0, empty: Empty | None = None, *, is_whole: bool = True,
     ) -> None:  # fmt: skip
+        self.is_whole = is_whole
         self.key, self.chunk, self.count, self.dtype, self._empty = key, chunk, count, dtype, empty or new_buffer
         self.width = width
         # All values come from where messages do: malloc finds their memory again only for its own kind.
@@ -335,6 +337,11 @@ class Slot:
         if rule is None:
             self._assign(pushed, recycle)
             return self.value
+        if not (self.is_whole or rule.in_blocks):
+            raise UnsupportedError(
+                f"the rule {rule.name!r} must see a whole vector (it overrides apply), and this one is cut into "
+                "chunks: start the job with KVMPI_PLACEMENT=hash, and KVMPI_CHUNK_BYTES as large as the key"
+            )
         step = self.updates + 1
         self._prepare_master(rule)
         if not rule.replies_old:

@@ -216,17 +216,17 @@ class ReplicatedStore(Repeating, KVStore):
             stored = arrays.wrap(replica.value, shape, dtype, like)
             self._call_updater(state.key, arrays.wrap(pushed, shape, dtype, like), stored)
         elif self._rule is not None:
-            rule = self._rule.of_key(state.key)
-            replica.updates += 1
+            rule, step = self._rule.of_key(state.key), replica.updates + 1
             self._prepare_master(state, replica, rule)
             try:
                 optim.update(
-                    rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state,
-                    replica.updates, master=replica.master,
+                    rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state, step,
+                    master=replica.master,
                 )  # fmt: skip
             except KVError as error:
-                what = f"update {replica.updates} of key {state.key!r} on worker {self.rank}"
+                what = f"update {step} of key {state.key!r} on worker {self.rank}"
                 raise rebuild(type(error).__name__, f"{what}: {error}") from error
+            replica.updates = step
         else:
             replica.value, state.buffer = pushed, replica.value
 
@@ -303,13 +303,11 @@ class ReplicatedStore(Repeating, KVStore):
                 pushed = arrays.sparse_tensor(rows.ids, rows.values.reshape(-1), state.shape, state.dtype)
             self._call_updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
         elif self._rule is not None:
-            rule = self._rule.of_key(state.key)
-            replica.updates += 1
+            rule, step = self._rule.of_key(state.key), replica.updates + 1
             self._prepare_master(state, replica, rule)
             wide = Rows(rows.ids, by_rows.widened(rows.values, state.dtype))
-            optim.update_rows(
-                rule, replica.value, state.dtype, wide, replica.state, replica.updates, master=replica.master
-            )
+            optim.update_rows(rule, replica.value, state.dtype, wide, replica.state, step, master=replica.master)
+            replica.updates = step
         else:
             by_rows.put(replica.value, rows)
 

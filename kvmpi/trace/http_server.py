@@ -1,4 +1,4 @@
-"""An HTTP server in threads of its own that strangers cannot make grow: few connections at once, each for a short time."""
+"""An HTTP server in threads that strangers cannot make grow: few connections at once, each for a short time."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 
+import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError
 from kvmpi.optim import registry
@@ -152,6 +153,34 @@ def test_register(names):
     assert optim.create("called so") == Named()
     assert optim.create("third") == third()
     assert {"mine", "plain", "called so", "third", "sgd"} <= set(optim.known())
+
+
+def test_rules_of_ones_own_differ_if_they_do_for_one_key(names):
+    """What dataclasses make for themselves knows of fields alone."""
+
+    @optim.register("mine")
+    @dataclasses.dataclass(frozen=True)
+    class Mine(optim.Rule):
+        lr: float = 1.0
+
+    for_one = Mine(2.0).for_keys(["b"], lr=0.5)
+    assert for_one != Mine(2.0)
+    assert for_one == Mine(2.0).for_keys(["b"], lr=0.5)
+    assert len({for_one, Mine(2.0), Mine(2.0).for_keys(["b"], lr=0.5)}) == 2
+    assert repr(for_one) == "Mine(lr=2.0).for_keys(['b'], lr=0.5)"
+
+
+@pytest.mark.parametrize("name", ["value", "master", "met", "touched"])
+def test_state_has_no_name_under_which_something_else_is_saved(names, name):
+    @optim.register("mine")
+    class Mine(optim.Rule):
+        def slots(self):
+            return {"velocity": 0.0, name: 0.0}
+
+    with kvmpi.create("local") as kv:
+        kv.init("w", np.zeros(3))
+        with pytest.raises(ConfigError, match=f"Mine calls a state array {name}, under which something else is saved"):
+            kv.set_optimizer(Mine())
 
 
 def test_register_refuses(names):

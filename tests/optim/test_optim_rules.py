@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvmpi import optim
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
 from kvmpi.kernels import host
+from kvmpi.kernels.rows import Rows
 from kvmpi.optim import rule as rule_module
 
 TINY_BLOCK_BYTES = 256  # 64 float32 elements
@@ -321,6 +322,58 @@ class Normalized(optim.Rule):
 
     def apply(self, stored, pushed, state, step, count=1):
         stored -= self.lr * pushed / max(float(np.linalg.norm(pushed)), self.floor)
+
+
+class Stumbles(optim.Rule):
+    """Raises when much of the vector has been updated."""
+
+    def __init__(self, whole=False):
+        self.whole, self.left = whole, 5
+
+    def slots(self):
+        return {"seen": 7.0}
+
+    def compute(self, b):
+        b.out[...] = b.stored - b.pushed
+        b.state["seen"] += 1
+        self.left -= 1
+        if not self.left:
+            raise ValueError("of the program")
+
+
+class StumblesOverAll(Stumbles):
+    def apply(self, stored, pushed, state, step, count=1):
+        self.ensure_state(state, stored.size, stored.dtype)
+        stored[:500] -= pushed[:500]
+        state["seen"] += 1
+        raise ValueError("of the program")
+
+
+@pytest.mark.parametrize("kind", [Stumbles, StumblesOverAll])
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "bfloat16 master", "float32 rows", "bfloat16 master rows"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_rule_that_raises_leaves_no_trace(small_blocks, kind, way, known):
+    dtype, *more = way.split()
+    count, pushed = 1001, vector(1001, 1)
+    if "rows" in more and kind is StumblesOverAll:
+        return  # which is refused
+    stored = half(vector(count, 0), dtype) if dtype == "bfloat16" else vector(count, 0)
+    master = optim.make_master(stored, dtype) if "master" in more else None
+    state = {"seen": vector(count, 2)} if known else {}
+    before = [stored.copy(), None if master is None else master.copy(), {n: a.copy() for n, a in state.items()}]
+    rule, update, given = kind(), optim.update, pushed
+    if "rows" in more:
+        update, given = optim.update_rows, Rows(np.arange(count), pushed.reshape(-1, 1))
+    with pytest.raises(ValueError, match="of the program"):
+        update(rule, stored, dtype, given, state, 1, master=master)
+    np.testing.assert_array_equal(stored, before[0])
+    if master is not None:
+        np.testing.assert_array_equal(master, before[1])
+    if "rows" in more and not known:
+        assert (state.pop("seen") == 7).all()
+    assert state.keys() == before[2].keys()
+    for name, array in state.items():
+        np.testing.assert_array_equal(array, before[2][name])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvmpi import optim
 
 
@@ -14,3 +16,12 @@ class Doubler(optim.Rule):
 
     def compute(self, b):
         b.out[...] = 2 * b.stored + self.gain * b.pushed
+
+
+@optim.register("normalized")
+@dataclass(frozen=True)
+class Normalized(optim.Rule):
+    """stored <- stored - pushed / |pushed|."""
+
+    def apply(self, stored, pushed, state, step, count=1):
+        stored -= pushed / np.linalg.norm(pushed)
