@@ -19,6 +19,7 @@ from kvmpi import optim
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import ConfigError, DTypeMismatchError, UnsupportedError
 from kvmpi.store import KVStore
+from kvmpi.warning import warn
 
 try:
     import mxnet as mx
@@ -46,9 +47,10 @@ class Store(mx.kvstore.KVStoreBase):
     def __init__(self) -> None:
         self.store: KVStore = kvmpi.create(self._name)
         self._optimizer: Any = None
-        self._options: tuple[Any, ...] = ()  # of the optimizer, as the servers know them
+        self._sent: tuple[Any, Any] = ((), None)  # what the servers know: the optimizer's options, the rule of them
         self._rates: dict[Any, tuple[float, float]] = {}  # learning rate and weight decay by key, likewise
-        self._updates = 0
+        self._scale: float | None = 1.0  # rescale_grad of the rule; None: that of the first push
+        self._updates, self._warned = 0, False
 
     # ---- who and where
 
@@ -88,7 +90,8 @@ class Store(mx.kvstore.KVStoreBase):
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add ``value``, summed over devices and workers, to the keys; with an optimizer, update them by it.
 
-        Of row_sparse NDArrays the rows travel, where MXNet's optimizer would change no others.
+        Of row_sparse NDArrays the rows travel, where MXNet's optimizer would change no others. A change of the
+        optimizer's ``rescale_grad``, as by another batch size, is this worker's own: it multiplies what is pushed.
 
         Raises:
             UnsupportedError: the optimizer has changed to something that has no equivalent; nothing was pushed.
@@ -98,12 +101,19 @@ class Store(mx.kvstore.KVStoreBase):
         self.store.push(key, pushed, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Copy the stored values into ``out``. As MXNet's, it leaves row_sparse arrays alone, by default."""
-        some = out[0] if isinstance(out, list | tuple) and out else out
-        if not isinstance(key, list | tuple) and getattr(some, "stype", "") == "row_sparse":
-            if not ignore_sparse:
-                self.row_sparse_pull(key, out, priority, mx.nd.arange(some.shape[0], dtype="int64"))
-            return
+        """Copy the stored values into ``out``. As MXNet's, it leaves sparse arrays in there alone, by default."""
+        types: set[str] = set()
+        _map(out, lambda array: types.add(array.stype))
+        if types - {"default"}:
+            wanted = _wanted("pull", key, out)
+            sparse = [(one, array) for one, array, _ in wanted if getattr(array, "stype", "default") != "default"]
+            if sparse and not ignore_sparse:
+                every_id = [mx.nd.arange(array.shape[0], dtype="int64") for _, array in sparse]
+                self.row_sparse_pull([one for one, _ in sparse], [array for _, array in sparse], priority, every_id)
+            left = [(one, array) for one, array, _ in wanted if getattr(array, "stype", "default") == "default"]
+            if not left:
+                return
+            key, out = [one for one, _ in left], [array for _, array in left]
         with _Writing() as writing:
             self.store.pull(key, _map(out, writing.to), priority)
 
@@ -111,34 +121,59 @@ class Store(mx.kvstore.KVStoreBase):
         """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``."""
         with _Writing() as writing:
             target = _map(value if out is None else out, writing.to)
-            pushed = target if out is None else self._pushed(value)
+            pushed = target if out is None and self._factor() == 1.0 else self._pushed(value)
             self._follow(key)
             self.store.pushpull(key, pushed, target, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Fill row_sparse NDArrays with rows ``row_ids`` of a key, each once, and nothing else.
+        """Fill row_sparse NDArrays with rows of their keys: those in ``row_ids``, each once, and nothing else.
 
         Args:
-            out: one, or a list with ``row_ids`` for each, or the same for all.
+            key: one, or a list, with lists of as many ``out`` and ``row_ids``.
+            out: for each key one, or a list.
+            row_ids: for each key one for all of its ``out``, or a list with one for each; or one for all keys.
+        Raises:
+            ConfigError: lists of different lengths, or no ``row_ids``.
+            UnsupportedError: ``out`` has another storage type.
         """
-        outs = list(out) if isinstance(out, list | tuple) else [out]
-        wanted = list(row_ids) if isinstance(row_ids, list | tuple) else [row_ids] * len(outs)
-        for array, ids in zip(outs, wanted, strict=True):
+        keys, arrays, rows, chosen = [], [], [], []
+        for one, array, ids in _wanted("row_sparse_pull", key, out, row_ids):
             if getattr(array, "stype", "") != "row_sparse":
-                raise UnsupportedError(f"row_sparse_pull of key {key!r}: out is no NDArray of storage type row_sparse")
-            chosen = np.unique(ids.asnumpy().astype("i8"))
-            rows = np.empty((chosen.size, *array.shape[1:]), array.dtype)
-            self.store.row_sparse_pull(key, rows, chosen, priority)
-            with mx.autograd.pause():  # a forward pass pulls what it needs
-                mx.nd.sparse.row_sparse_array((rows, chosen), array.shape, array.context, array.dtype).copyto(array)
+                raise UnsupportedError(f"row_sparse_pull of key {one!r}: out is no NDArray of storage type row_sparse")
+            if not isinstance(ids, mx.nd.NDArray):
+                raise ConfigError(f"row_sparse_pull of key {one!r}: row_ids is {ids!r}, expected an NDArray")
+            keys.append(one)
+            arrays.append(array)
+            chosen.append(np.unique(ids.asnumpy().astype("i8")))
+            rows.append(np.empty((chosen[-1].size, *array.shape[1:]), array.dtype))
+        self.store.row_sparse_pull(keys, rows, chosen, priority)
+        with mx.autograd.pause():  # a forward pass pulls what it needs
+            for array, pair in zip(arrays, zip(rows, chosen, strict=True), strict=True):
+                mx.nd.sparse.row_sparse_array(pair, array.shape, array.context, array.dtype).copyto(array)
 
     def _pushed(self, value: Any) -> Any:
         """What is pushed, as the store takes it: rows where the update leaves all others as they are."""
-        optimizer = self._optimizer
+        optimizer, factor = self._optimizer, self._factor()
         by_rows = optimizer is None or getattr(optimizer, "lazy_update", False)
         if isinstance(optimizer, mx.optimizer.SGD | mx.optimizer.NAG):
             by_rows = by_rows or not (optimizer.momentum or optimizer.wd)
-        return _map(value, _read_rows if by_rows else _read)
+        if factor == 1.0:
+            return _map(value, _read_rows if by_rows else _read)
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"the store's optimizer was set up with rescale_grad {self._scale:.4g}, for another batch size; with "
+                f"{optimizer.rescale_grad:.4g} what this worker pushes is multiplied by {factor:.4g} (drop the short "
+                "last batch of an epoch to avoid this)"
+            )
+        return _map(value, lambda array: _times(factor, (_read_rows if by_rows else _read)(array)))
+
+    def _factor(self) -> float:
+        """What is pushed is multiplied by this, since the servers' rule has the ``rescale_grad`` of all workers."""
+        optimizer = self._optimizer
+        if optimizer is None or self._scale is None or optimizer.rescale_grad == self._scale:
+            return 1.0
+        return float(optimizer.rescale_grad) / self._scale
 
     # ---- the optimizer
 
@@ -146,7 +181,8 @@ class Store(mx.kvstore.KVStoreBase):
         """Let the store apply an optimizer of MXNet that has an equivalent in ``kvmpi.optim``, or a rule of that.
 
         Collective over all workers. What changes in the optimizer later - its learning rate, or that of its
-        ``lr_scheduler``, which is asked before every push; ``rescale_grad`` - reaches the servers with the next push.
+        ``lr_scheduler``, which is asked before every push - reaches the servers with the next push. To be changed alike
+        in all workers, but for ``rescale_grad``, which stays in the rule what it is now: see ``push``.
 
         Raises:
             UnsupportedError: it has no equivalent, or an option that has none.
@@ -156,7 +192,8 @@ class Store(mx.kvstore.KVStoreBase):
             self._optimizer = None
         else:
             self.store.set_optimizer(rule_of(optimizer))
-            self._optimizer, self._options, self._rates = optimizer, _options(optimizer), {}
+            self._optimizer, self._sent, self._rates = optimizer, (_options(optimizer), self.store.optimizer), {}
+            self._scale, self._warned = _scale_of(optimizer), False
 
     def _follow(self, key: Any) -> None:
         """Count an update of the keys, and tell the servers of changes in the optimizer before it is applied."""
@@ -168,17 +205,23 @@ class Store(mx.kvstore.KVStoreBase):
         if self._updates < optimizer.num_update:
             self._updates = optimizer.num_update
             self.store.clock()
-        options, rates = _options(optimizer), _rates(optimizer, keys)
-        if options == self._options and all(self._rates.get(one) == rates[one] for one in keys):
+        options, rates, now = _options(optimizer), _rates(optimizer, keys), self.store.optimizer
+        known, sent = self._sent
+        is_known = options == known and all(self._rates.get(one) == rates[one] for one in keys)
+        # A file that was loaded, or anybody else, has changed the rule if it is another object.
+        if is_known and now is sent and self._scale is not None:
             return
-        self._options, self._rates = options, _rates(optimizer, [*self._rates, *keys])
-        rule, now = rule_of(optimizer), self.store.optimizer
-        assert now is not None
-        for one, (lr, wd) in self._rates.items():
-            own = rule_of(optimizer, lr, wd).hyperparams()
-            rule = rule.for_keys([one], **{n: value for n, value in own.items() if value != rule.hyperparams()[n]})
-        if changed := rule.changes_from(now):
+        rates = _rates(optimizer, self.store.keys)
+        scale = _scale_of(optimizer) if self._scale is None else self._scale
+        rule = _rule_with(optimizer, rates, scale)
+        if type(rule) is not type(now):
+            raise ConfigError(f"the store applies {now!r}, this program {rule!r}; use a store for each")
+        changed = rule.changes_from(now)
+        if self._scale is None:  # said by all, so that it is an error if a worker says something else
+            changed["rescale_grad"] = rule.hyperparams()["rescale_grad"]
+        if changed:
             self.store.set_hyperparams(**changed)
+        self._sent, self._rates, self._scale = (options, self.store.optimizer), rates, scale
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write what the rule remembers, and how many updates there were, to one file. Collective; worker 0 writes.
@@ -198,7 +241,6 @@ class Store(mx.kvstore.KVStoreBase):
         if optimizer is not None:
             if type(rule_of(optimizer)) is not type(self.store.optimizer):
                 raise ConfigError(f"{fname} is of {self.store.optimizer!r}, this program has {rule_of(optimizer)!r}")
-            self._options = ()
             self._updates = int(self.store.stats()["clock"])
             optimizer.begin_num_update = optimizer.num_update = self._updates
             optimizer._index_update_count.update(dict.fromkeys(optimizer._index_update_count, self._updates))
@@ -249,10 +291,12 @@ class Trainer(mx.gluon.Trainer):
 _INSTEAD = "; let MXNet's optimizer step in the workers: update_on_kvstore=False, with a synchronous store"
 
 
-def rule_of(optimizer: Any, lr: float | None = None, wd: float | None = None) -> optim.Rule:
+def rule_of(
+    optimizer: Any, lr: float | None = None, wd: float | None = None, rescale_grad: float | None = None
+) -> optim.Rule:
     """The rule of ``kvmpi.optim`` that does what an optimizer of MXNet does with its next gradient.
 
-    ``lr`` and ``wd`` are those of a key that has its own.
+    ``lr`` and ``wd`` are those of a key that has its own; ``rescale_grad`` is in the place of the optimizer's.
 
     MXNet's SGD and NAG put the learning rate into the momentum, ``v = momentum * v + lr * gradient``, torch's do not.
     So where there is momentum, the rule has a learning rate of 1, and gradient and weight decay are multiplied by it:
@@ -268,9 +312,10 @@ def rule_of(optimizer: Any, lr: float | None = None, wd: float | None = None) ->
         )
     kind, lr = type(optimizer), float(getattr(optimizer, "learning_rate", 0.0) if lr is None else lr)
     wd = getattr(optimizer, "wd", 0.0) if wd is None else wd
+    scale = getattr(optimizer, "rescale_grad", 1.0) if rescale_grad is None else rescale_grad
     common: dict[str, Any] = {}
     if kind in (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.Adam):
-        common = {"rescale_grad": optimizer.rescale_grad, "multi_precision": bool(optimizer.multi_precision)}
+        common = {"rescale_grad": scale, "multi_precision": bool(optimizer.multi_precision)}
     if kind in (mx.optimizer.SGD, mx.optimizer.NAG):
         if optimizer.momentum == 0.0:
             return optim.SGD(lr, weight_decay=wd, **common)
@@ -283,8 +328,22 @@ def rule_of(optimizer: Any, lr: float | None = None, wd: float | None = None) ->
         betas = (optimizer.beta1, optimizer.beta2)
         return optim.Adam(lr, betas, optimizer.epsilon, weight_decay=wd, **common)
     if kind is mx.optimizer.Test:
-        return optim.Test(lr=-1.0, rescale_grad=optimizer.rescale_grad)
+        return optim.Test(lr=-1.0, rescale_grad=scale)
     raise UnsupportedError(f"{label} has no equivalent in kvmpi.optim (SGD, NAG, Adam and Test have){_INSTEAD}")
+
+
+def _rule_with(optimizer: Any, rates: dict[Any, tuple[float, float]], scale: float) -> optim.Rule:
+    """The rule with the learning rate and weight decay of each key, in steps that grow with the keys alone."""
+    rule = rule_of(optimizer, rescale_grad=scale)
+    common = rule.hyperparams()
+    own = {pair: rule_of(optimizer, *pair, scale).hyperparams() for pair in set(rates.values())}
+    of_keys = {
+        f"{name}@{key}": value
+        for key, pair in rates.items()
+        for name, value in own[pair].items()
+        if value != common[name]
+    }
+    return rule.with_hyperparams(**of_keys)
 
 
 def _rates(optimizer: Any, keys: list[Any]) -> dict[Any, tuple[float, float]]:
@@ -292,15 +351,17 @@ def _rates(optimizer: Any, keys: list[Any]) -> dict[Any, tuple[float, float]]:
     return dict(zip(keys, zip(optimizer._get_lrs(keys), optimizer._get_wds(keys), strict=True), strict=True))
 
 
+def _scale_of(optimizer: Any) -> float:
+    """``rescale_grad`` for a rule, of which others are multiples."""
+    return float(optimizer.rescale_grad) or 1.0
+
+
 def _options(optimizer: Any) -> tuple[Any, ...]:
-    """All that ``rule_of`` looks at."""
+    """All that ``rule_of`` looks at, but for ``rescale_grad``."""
     return tuple(getattr(optimizer, name, None) for name in _OPTIONS)
 
 
-_OPTIONS = (
-    *("learning_rate", "wd", "rescale_grad", "clip_gradient", "multi_precision", "momentum"),
-    *("beta1", "beta2", "epsilon"),
-)  # fmt: skip
+_OPTIONS = ("learning_rate", "wd", "clip_gradient", "multi_precision", "momentum", "beta1", "beta2", "epsilon")
 
 
 # ---- NDArrays
@@ -311,6 +372,27 @@ def _map(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return [_map(item, convert) for item in value]
     return convert(value) if isinstance(value, mx.nd.NDArray) else value
+
+
+def _wanted(call: str, key: Any, out: Any, row_ids: Any = None) -> list[tuple[Any, Any, Any]]:
+    """Each array of ``out`` with its key and its row ids, of one key or a list of them.
+
+    Raises:
+        ConfigError: lists of different lengths.
+    """
+    if isinstance(key, list | tuple):
+        ids = row_ids if isinstance(row_ids, list | tuple) else [row_ids] * len(key)
+        if not isinstance(out, list | tuple) or not len(key) == len(out) == len(ids):
+            raise ConfigError(
+                f"{call}: {len(key)} keys need lists of as many arrays, or lists of arrays, and of row_ids"
+            )
+        return [found for each in zip(key, out, ids, strict=True) for found in _wanted(call, *each)]
+    outs = list(out) if isinstance(out, list | tuple) else [out]
+    ids = list(row_ids) if isinstance(row_ids, list | tuple) else [row_ids]
+    ids = ids * len(outs) if len(ids) == 1 else ids
+    if len(outs) != len(ids):
+        raise ConfigError(f"{call} of key {key!r}: {len(outs)} arrays, {len(ids)} arrays of row ids")
+    return [(key, array, of) for array, of in zip(outs, ids, strict=True)]
 
 
 def _read(array: Any) -> np.ndarray:
@@ -324,6 +406,18 @@ def _read(array: Any) -> np.ndarray:
 def _read_rows(array: Any) -> Any:
     """The same, or the ids and rows that an array of storage type row_sparse has."""
     return (_read(array.indices), _read(array.data)) if array.stype == "row_sparse" else _read(array)
+
+
+def _times(factor: float, found: Any) -> Any:
+    """A copy, multiplied, of what ``_read`` or ``_read_rows`` gives; half types are multiplied as float32."""
+    if isinstance(found, tuple):
+        return found[0], _times(factor, found[1])
+    if found.dtype.kind != "f":
+        raise UnsupportedError(
+            f"rescale_grad has changed, and a push of {found.dtype} cannot be multiplied by {factor}"
+        )
+    product: np.ndarray = np.multiply(found, factor, dtype=np.promote_types(found.dtype, "f4"))
+    return product.astype(found.dtype, copy=False)
 
 
 class _Writing:
@@ -413,23 +507,28 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         wanted = trainer._kvstore_params
         kvstore, update = wanted["kvstore"], wanted["update_on_kvstore"]
         is_ours = isinstance(kvstore, Store) or (isinstance(kvstore, str) and kvstore.lower().startswith(PREFIX))
-        if not is_ours or not (trainer._contains_sparse_weight or trainer._contains_sparse_grad):
+        if is_ours and (trainer._contains_sparse_weight or trainer._contains_sparse_grad):
+            if update is False:
+                raise ConfigError(
+                    "update_on_kvstore=False with row_sparse weights or gradients: leave that to the store"
+                )
+            store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
+            if trainer._compression_params:
+                store.set_gradient_compression(trainer._compression_params)
+            store.set_optimizer(trainer._optimizer)
+            trainer._kvstore, trainer._distributed = store, True
+            trainer._update_on_kvstore = trainer._kv_initialized = True
+        else:
             original(trainer)
-            return
-        if update is False:
-            raise ConfigError("update_on_kvstore=False with row_sparse weights or gradients: leave that to the store")
-        store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
-        if trainer._compression_params:
-            store.set_gradient_compression(trainer._compression_params)
-        store.set_optimizer(trainer._optimizer)
-        trainer._kvstore, trainer._distributed = store, True
-        trainer._update_on_kvstore = trainer._kv_initialized = True
+        if isinstance(trainer._kvstore, Store) and trainer._optimizer.rescale_grad == trainer._scale:
+            # Before the first step, which says how large a batch is: states are loaded, or rows of weights pulled.
+            trainer._kvstore._scale = None
 
     return begin
 
 
 def _rescaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MXNet's trainer refuses another batch size, which would not reach its servers, and to go on from saved states."""
+    """MXNet's trainer refuses another batch size, which its stores cannot do, and to go on from saved states."""
 
     def rescale(trainer: Any, scale: float) -> None:
         if isinstance(trainer._kvstore, Store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_LIBRARIES = frozenset({"kvmpi", "torch", "multiprocessing", "concurrent"})
+_LIBRARIES = frozenset({"kvmpi", "torch", "mxnet", "multiprocessing", "concurrent"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

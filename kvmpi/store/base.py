@@ -318,7 +318,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             return self._rule.with_hyperparams(**hyperparams)
 
         def changed(rule: optim.Rule) -> dict[str, Any]:
-            return {name: rule.hyperparams()[name] for name in hyperparams}
+            now = rule.hyperparams()
+            return {name: now[name] for name in hyperparams}
 
         rule = self._enter(call, prepare, lambda rule: [Entry(repr(rule))], changed)
         self._settle(call.deadline)

@@ -44,7 +44,8 @@ class Commanding(KVStore):
         return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
-        changed = {name: rule.hyperparams()[name] for name in hyperparams}
+        now = rule.hyperparams()
+        changed = {name: now[name] for name in hyperparams}
         return self._command(lambda ps: ps.set_hyperparams(changed, call.deadline), call)
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:

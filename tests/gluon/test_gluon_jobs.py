@@ -39,6 +39,15 @@ def test_two_workers_equal_mxnet_alone(mxnet_python: str, tmp_path: Path) -> Non
         assert f"[worker {rank}] all checks passed" in job.stdout.splitlines(), job.stdout + job.stderr
 
 
+@pytest.mark.parametrize("check", ["batch_sizes", "lists", "many_keys", "loaded"])
+def test_what_changes_between_pushes(mxnet_python: str, tmp_path: Path, check: str) -> None:
+    launch = [mxnet_python, "-m", "kvmpi", "run", "-n", "2", "-c", "1", "-s", "1"]
+    job = run([*launch, HERE / "gluon_changes.py", check, tmp_path])
+    assert job.returncode == 0, job.stdout + job.stderr
+    for rank in range(2):
+        assert f"[worker {rank}] all checks passed" in job.stdout.splitlines(), job.stdout + job.stderr
+
+
 def test_the_example_of_the_page_runs(mxnet_python: str) -> None:
     page = (ROOT / "docs" / "mxnet.md").read_text()
     program = page.split("```py\n")[1].split("```")[0]
