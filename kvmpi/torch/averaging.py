@@ -7,7 +7,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,13 @@ class _Exchange:
     keys: list[int]
     due: int
     work: Work | None
+
+
+class _Failed(NamedTuple):
+    """An exchange of a key that failed: the weights that were to be merged, and whether there were no steps since."""
+
+    weights: torch.Tensor
+    whole: bool
 
 
 @methods_not_compiled
@@ -55,7 +62,8 @@ class _Averaging(ABC):
         self._timetable = Timetable(interval, len(self._fragments), overlap)
         self._steps = 0
         self._under_way: list[_Exchange] = []
-        self._unknown: set[int] = set()  # keys of exchanges that failed: what came of them only the servers know
+        self._failed: dict[int, _Failed] = {}  # by key, what is to be made again
+        self._unknown: set[int] = set()  # keys of exchanges that were broken off: the servers know what came of them
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
 
@@ -72,7 +80,8 @@ class _Averaging(ABC):
         All workers of a client call it equally often, up to ``join``; in a synchronous store all workers do.
 
         Raises:
-            KVError: an exchange failed, which may have begun ``overlap`` steps ago; the weights are as they were.
+            KVError: an exchange failed, which may have begun ``overlap`` steps ago; the weights are as they were. The
+                next one first sends again what was sent then, which counts once, whether it had come or not.
         """
         self._steps += 1
         ended = self._merge(lambda exchange: exchange.due <= self._steps)
@@ -92,7 +101,7 @@ class _Averaging(ABC):
         """
         self.finish()
         keys = self._active(self._params.keys)
-        self._begin(keys, 0)
+        self._begin(keys, 0, whole=True)
         self._merge(lambda _: True, whole=True)
 
     def finish(self) -> None:
@@ -116,13 +125,14 @@ class _Averaging(ABC):
         tensors = self._params.tensors
         return [k for k in keys if tensors[k].requires_grad or not isinstance(tensors[k], torch.nn.Parameter)]
 
-    def _begin(self, keys: list[int], overlap: int) -> None:
+    def _begin(self, keys: list[int], overlap: int, *, whole: bool = False) -> None:
         if not keys:
             return
+        self._make_up([k for k in keys if k in self._failed])
         try:
             work = self._send(keys, wait=overlap == 0)
-        except BaseException:
-            self._unknown.update(keys)
+        except BaseException as error:
+            self._note_failure(keys, error, whole=whole)
             raise
         self._under_way.append(_Exchange(keys, self._steps + overlap, work))
 
@@ -140,11 +150,30 @@ class _Averaging(ABC):
         if exchange.work is not None:
             try:
                 exchange.work.wait()
-            except BaseException:
+            except BaseException as error:
                 self._under_way.remove(exchange)
-                self._unknown.update(exchange.keys)
+                self._note_failure(exchange.keys, error)
                 raise
             exchange.work = None
+
+    # ---- failures
+
+    def _note_failure(self, keys: list[int], error: BaseException, *, whole: bool = False) -> None:
+        if isinstance(error, KVError):
+            self._failed |= {k: _Failed(self._params.data[k].clone(), whole) for k in keys}
+        else:  # as by Ctrl-C: the exchange goes on, and nobody waits for it
+            self._unknown.update(keys)
+
+    def _make_up(self, keys: list[int]) -> None:
+        """Make exchanges that have failed again, and change the weights by what they would have been changed by.
+
+        Servers count a push once that is made again. Another one in its place, with what was learned since, they would
+        pass over if they had the first.
+        """
+        if keys:
+            self._send_again(keys)
+            for k in keys:
+                self._take_late(k, self._failed.pop(k))
 
     # ---- what the two differ in
 
@@ -155,6 +184,14 @@ class _Averaging(ABC):
     @abstractmethod
     def _take(self, keys: list[int], *, whole: bool) -> None:
         """Change the weights by what has arrived; ``whole``: there were no steps since, go on from the center."""
+
+    @abstractmethod
+    def _send_again(self, keys: list[int]) -> None:
+        """``_send`` of exchanges that have failed, with the same contents, to their end."""
+
+    @abstractmethod
+    def _take_late(self, key: int, failed: _Failed) -> None:
+        """``_take`` of an exchange that was made again; steps since it failed stay done."""
 
     @property
     @abstractmethod
@@ -186,6 +223,7 @@ class _Averaging(ABC):
                     exchange.work.wait()
         self._kv.pull(self._params.keys, self._params.data)
         self._unknown.clear()
+        self._failed.clear()
         self._steps = 0
 
     # ---- to go on in the middle of an interval
@@ -204,7 +242,7 @@ class _Averaging(ABC):
             "timetable": self._settings(),
             "steps": self._steps,
             "under_way": [[exchange.due, list(exchange.keys)] for exchange in self._under_way],
-            "unknown": sorted(self._unknown),
+            "unknown": sorted(self._unknown.union(self._failed)),
             "memory": [tensor.clone() for tensor in self._memory],
         }
 
@@ -229,7 +267,7 @@ class _Averaging(ABC):
             raise ConfigError("load_state_dict: exchanges are under way; call finish() or reset() first")
         self._steps = state["steps"]
         self._under_way = [_Exchange(list(keys), due, None) for due, keys in state["under_way"]]
-        self._unknown = set(state["unknown"])
+        self._unknown, self._failed = set(state["unknown"]), {}
         for mine_, saved in zip(self._memory, state["memory"], strict=True):
             mine_.copy_(saved)
 
@@ -296,6 +334,15 @@ class ElasticAveraging(_Averaging):
     def _sent_of(self, keys: list[int]) -> list[torch.Tensor]:
         source = self._sent or self._params.data
         return [source[k] for k in keys]
+
+    def _send_again(self, keys: list[int]) -> None:
+        sent = [self._sent[k] if self._sent else self._failed[k].weights for k in keys]
+        self._kv.pushpull(keys, sent, [self._met[k] for k in keys])
+
+    def _take_late(self, key: int, failed: _Failed) -> None:
+        sent = self._sent[key] if self._sent else failed.weights
+        difference = torch.sub(sent, self._met[key], out=self._met[key])
+        self._params.data[key].sub_(difference, alpha=self._alpha)
 
     @property
     def _memory(self) -> list[torch.Tensor]:
@@ -372,12 +419,22 @@ class DiLoCo(_Averaging):
         return self._kv.pushpull(keys, differences, centers, async_op=not wait)
 
     def _take(self, keys: list[int], *, whole: bool) -> None:
-        weights = self._params.data
         for k in keys:
-            if whole or self._mixing == 0.0:
-                weights[k].copy_(self._center[k])
-            else:
-                torch.lerp(self._center[k], weights[k], self._mixing, out=weights[k])
+            self._merge_center(k, self._params.data[k], whole=whole)
+
+    def _merge_center(self, key: int, weights: torch.Tensor, *, whole: bool) -> None:
+        if whole or self._mixing == 0.0:
+            weights.copy_(self._center[key])
+        else:
+            torch.lerp(self._center[key], weights, self._mixing, out=weights)
+
+    def _send_again(self, keys: list[int]) -> None:
+        self._kv.pushpull(keys, [self._difference[k] for k in keys], [self._center[k] for k in keys])
+
+    def _take_late(self, key: int, failed: _Failed) -> None:
+        learned = self._params.data[key] - failed.weights
+        self._merge_center(key, failed.weights, whole=failed.whole)
+        torch.add(failed.weights, learned, out=self._params.data[key])
 
     @property
     def _memory(self) -> list[torch.Tensor]:
