@@ -73,6 +73,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         return self._client_store
 
     @property
+    def num_optimizers(self) -> int:
+        """How many rules there have been: one more after ``set_optimizer``, and a load of another than is in force."""
+        return self._num_rules
+
+    @property
     def optimizer(self) -> optim.Rule | None:
         """The update rule in force, or None."""
         return self._rule
@@ -300,7 +305,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             lambda rule: [rule.name, rule.hyperparams()],
         )  # fmt: skip
         self._start_set_rule(rule, call).wait()
-        self._rule = rule
+        self._rule, self._num_rules = rule, self._num_rules + 1
 
     def set_hyperparams(self, **hyperparams: Any) -> None:
         """Change hyperparameters of the optimizer, for example ``lr=0.01``, from this worker's next push on.

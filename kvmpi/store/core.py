@@ -98,6 +98,7 @@ class StoreCore:
         self._agreements = self._engine.variable("agreements")
         self._keys: dict[Key, KeyState] = {}
         self._rule: optim.Rule | None = None
+        self._num_rules = 0
         self._clock = 0
         self._pid = os.getpid()
         self._closed = False

@@ -149,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # What the store knows of; nothing, where it is to hear of what a scheduler has done before.
         follows = self._update_on_kvstore and given is not None
         in_force = not follows or rules.agrees(given, optimizer, self._keys_of_groups())  # type: ignore[arg-type]
-        self._options = options_of(optimizer) if in_force else None
+        self._in_force = (options_of(optimizer), kvstore.num_optimizers) if in_force else None
         if self._model is not None:
             if norm_buffers != "own":
                 self._exchange.norms = NormBuffers(
@@ -264,10 +264,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._weights.hand_over()
         if self._rescale is not None:
             rules.keep_own(self._kv, self._rescale)
-        options = options_of(self._inner)
-        if options != self._options:
+        # Of a file that was loaded meanwhile, what the optimizer says has the last word.
+        told = (options_of(self._inner), self._kv.num_optimizers)
+        if told != self._in_force:
             rules.follow(self._kv, self._inner, self._keys_of_groups())
-            self._options = options
+            self._in_force = told
 
     # ---- as an optimizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -340,12 +340,13 @@ class Trainer:
     def _rule_in_force(self, kv: KVStore, batch_size: float) -> optim.Rule:
         """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ."""
         options = self._options()
+        # Of a file that was loaded meanwhile, what the user's optimizer says has the last word.
         if kv.optimizer is None:
             rule = self._own_rule()
             if hasattr(rule, "rescale_grad"):
                 rule = rule.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
             kv.set_optimizer(rule)
-        elif options != self._sent:
+        elif (options, kv.num_optimizers) != self._sent:
             mine = self._own_rule()
             if type(kv.optimizer) is not type(mine):
                 raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")
@@ -353,7 +354,7 @@ class Trainer:
             changed.pop("rescale_grad", None)
             if changed:
                 kv.set_hyperparams(**changed)
-        self._sent = options
+        self._sent = (options, kv.num_optimizers)
         assert kv.optimizer is not None
         return kv.optimizer
 
@@ -420,24 +421,46 @@ class Trainer:
     # ---- states
 
     def save_states(self, path: Any) -> None:
-        """Write the optimizer's state (not the weights) to one file. Collective; worker 0 writes."""
+        """Write the optimizer's state (not the weights) to one file, with the learning rate of the next step.
+
+        Collective; worker 0 writes.
+
+        Raises:
+            KVError: worker 0 could not write it; on all workers. What was there before is unchanged.
+        """
         kv = self._kv
         if self._update_on_kvstore:
             assert kv is not None
+            if kv.optimizer is not None:  # what a scheduler has said since the last step
+                self._rule_in_force(kv, 1.0)
             kv.save_optimizer_states(path)
             return
+        self._together(f"save_states to {path}", lambda: self._write(path) if kv is None or kv.rank == 0 else None)
+
+    def _write(self, path: Any) -> None:
         assert self._torch is not None
-        if kv is None or kv.rank == 0:
-            try:
-                with replacing(os.fspath(path)) as temporary, open(temporary, "wb") as file:
-                    torch.save(self._torch.state_dict(), file)
-            except OSError as error:
-                raise KVError(f"save_states to {path}: {error}; what was there before is unchanged") from error
-        if kv is not None:
-            kv.barrier()
+        with replacing(os.fspath(path)) as temporary, open(temporary, "wb") as file:
+            torch.save(self._torch.state_dict(), file)
+
+    def _together(self, what: str, call: Callable[[], None]) -> None:
+        """Where it fails on one worker, it is an error on all."""
+        failure: Exception | None = None
+        try:
+            call()
+        except Exception as error:  # of the system, of torch, or of pickle
+            failure = error
+        failed = failure is not None if self._kv is None else self._kv.any(failure is not None)
+        if failure is not None:
+            raise KVError(f"{what}: {type(failure).__name__}: {failure}") from failure
+        if failed:
+            raise KVError(f"{what}: another worker has failed, and says why")
 
     def load_states(self, path: Any) -> None:
-        """Restore what ``save_states`` wrote, learning rate included. Collective; every worker reads ``path``."""
+        """Restore what ``save_states`` wrote, learning rate included. Collective; every worker reads ``path``.
+
+        Raises:
+            KVError: a worker could not read it; on all workers.
+        """
         if self._update_on_kvstore:
             assert self._kv is not None
             self._kv.load_optimizer_states(path)
@@ -445,6 +468,9 @@ class Trainer:
                 self._adopt(self._kv.optimizer)
             self._sent = None
             return
+        self._together(f"load_states of {path}", lambda: self._read(path))
+
+    def _read(self, path: Any) -> None:
         assert self._torch is not None
         self._torch.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 

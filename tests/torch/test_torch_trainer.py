@@ -14,7 +14,7 @@ from torch import nn
 import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError, DuplicateKeyError
-from kvmpi.torch import ElasticAveraging, Trainer
+from kvmpi.torch import DistributedOptimizer, ElasticAveraging, Trainer
 from kvmpi.torch import trainer as trainer_module
 
 BATCH = 8
@@ -382,6 +382,54 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
             backward(model, step)
             trainer.step(BATCH)
     assert_equal(model, plain_steps(optimizer))
+
+
+@pytest.mark.parametrize(("store", "update"), [("local", True), ("dist_sync", True), ("mpi", False)])
+def test_saved_states_have_the_learning_rate_of_the_next_step(store: str, update: bool, tmp_path: Path) -> None:
+    """A scheduler steps after the optimizer, and before one saves."""
+    with trainer_for(model := make_model(), store, update, "nesterov") as trainer:
+        backward(model, 0)
+        trainer.step(BATCH)
+        trainer.set_learning_rate(0.025)
+        trainer.save_states(tmp_path / "states")
+    with trainer_for(make_model(), store, update, "nesterov") as trainer:
+        trainer.load_states(tmp_path / "states")
+        assert trainer.learning_rate == 0.025
+
+
+@pytest.mark.parametrize(
+    ("front", "load"),
+    [("Trainer", "load"), ("Trainer", "load_optimizer_states"), ("DistributedOptimizer", "load_optimizer_states")],
+)
+def test_after_a_load_the_store_does_what_the_optimizer_says(front: str, load: str, tmp_path: Path) -> None:
+    """The file's learning rate is that of when it was written; what somebody tells the store himself stays."""
+    with kvmpi.create("local") as kv:
+        w = torch.zeros(3, requires_grad=True)
+        optimizer: Any = torch.optim.SGD([w], lr=1.0)
+        if front == "Trainer":
+            trainer = Trainer([w], optimizer, kv, update_on_kvstore=True)
+        else:
+            optimizer = DistributedOptimizer(optimizer, kv, [("w", w)], update_on_kvstore=True)
+
+        def step() -> float:
+            """By how much the weights went down."""
+            w.grad, before = None, w.detach().clone()
+            w.sum().backward()
+            trainer.step(1) if front == "Trainer" else optimizer.step()
+            if front == "DistributedOptimizer":
+                optimizer.synchronize()
+            return float((before - w.detach())[0])
+
+        assert step() == 1.0
+        kv.save(tmp_path / "saved")
+        optimizer.param_groups[0]["lr"] = 0.25
+        assert step() == 0.25
+        getattr(kv, load)(tmp_path / "saved")
+        if load == "load":
+            kv.pull(kv.keys, [w.detach()])
+        assert [step(), step()] == [0.25, 0.25]
+        kv.set_hyperparams(lr=2.0)
+        assert [step(), step()] == [2.0, 2.0]
 
 
 def test_states_that_cannot_be_written_leave_the_old_file(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from optimizer_loops import compiler_keeps_out
 from torch import nn
 
 import kvmpi
+from kvmpi.errors import KVError
 from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer, ddp_comm_hook
 
 NUM_WORKERS, NUM_CLIENTS, BATCH, STEPS = 4, 2, 8, 4
@@ -286,6 +290,27 @@ def unmodified_ddp_over_a_store(store: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def states_of_one_worker(store: str, folder: Path) -> None:
+    """Worker 0 cannot write states, another one cannot read them: an error on all, after which they go on."""
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=0)
+        trainer = Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), kv, False)
+        for where, said in ((folder / "none" / "states", "No such file"), (folder, "Is a directory")):
+            with pytest.raises(KVError, match=said if kv.rank == 0 else "another worker has failed"):
+                trainer.save_states(where)
+        backward(model, *samples(0, kv.rank))
+        trainer.step(NUM_WORKERS * BATCH)
+        trainer.save_states(folder / "states")
+        with pytest.raises(KVError, match="FileNotFoundError" if kv.rank == 2 else "another worker has failed"):
+            trainer.load_states(folder / ("none" if kv.rank == 2 else "states"))
+        trainer.load_states(folder / "states")
+        for step in range(1, STEPS):
+            backward(model, *samples(step, kv.rank))
+            trainer.step(NUM_WORKERS * BATCH)
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store}: {difference}"
+
+
 def main() -> None:
     for store in ("dist_sync", "dist_sync_mpi"):
         synchronous_training(store, update=True)
@@ -304,4 +329,5 @@ def main() -> None:
         client_store(store)
         elastic_averaging(store)
         rows_of_others(store)
+    states_of_one_worker("dist_sync_mpi", Path(os.environ["KVMPI_JOB_DIR"]))
     unmodified_ddp_over_a_store("dist_sync_mpi")
