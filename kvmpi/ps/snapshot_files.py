@@ -21,10 +21,12 @@ from typing import Any
 import numpy.typing as npt
 import safetensors
 
+from kvmpi import tensor_files
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.files import replacing, sync
 from kvmpi.ps.snapshot_book import Manifest
 from kvmpi.ps.snapshots import ChunkCopy, PartCopy, StoreCopy
+from kvmpi.tensor_files import BLOCK_BYTES
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
@@ -33,11 +35,6 @@ Buffer = npt.NDArray[Any]
 
 _FORMAT = "kvmpi-snapshot-1"
 _MANIFEST = "snapshot.json"
-_BLOCK_BYTES = 1 << 20
-_DTYPES = {
-    "float16": "F16", "float32": "F32", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32",
-    "int64": "I64", "uint8": "U8", "uint16": "U16",
-}  # fmt: skip
 
 
 # ---- parts
@@ -70,30 +67,12 @@ def write_part(directory: str, number: int, part: int, copy: PartCopy) -> m.Part
         os.makedirs(folder, exist_ok=True)
         nbytes, checksum = 0, 0
         with replacing(path, over=False) as temporary, open(temporary, "wb") as file:
-            arrays = (array.data.cast("B") for array in tensors.values() if array.size)
-            for view in (memoryview(_header(tensors, manifest)), *arrays):
-                for start in range(0, len(view), _BLOCK_BYTES):
-                    piece = view[start : start + _BLOCK_BYTES]
-                    checksum = zlib.crc32(piece, checksum)
-                    file.write(piece)
-                nbytes += len(view)
+            nbytes, checksum = tensor_files.write(file, tensors, {"manifest": json.dumps(manifest)})
     except OSError as error:
         error.filename = path
         if not isinstance(error, FileExistsError) or _measure(path) != (nbytes, checksum):
             raise
     return m.PartFile(part, nbytes, checksum)
-
-
-def _header(tensors: dict[str, Buffer], manifest: dict[str, Any]) -> bytes:
-    """What stands before the arrays in a file of safetensors (https://github.com/huggingface/safetensors, "Format")."""
-    described: dict[str, Any] = {"__metadata__": {"manifest": json.dumps(manifest)}}
-    end = 0
-    for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        described[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
-    header = json.dumps(described).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
 
 
 def read_part(directory: str, number: int, part: int) -> PartCopy:
@@ -218,7 +197,7 @@ def _measure(path: str) -> tuple[int, int]:
     """How many bytes a file has, and their checksum."""
     nbytes = checksum = 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(BLOCK_BYTES):
             nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)
     return nbytes, checksum
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from safetensors.numpy import save_file
 
-from kvmpi import optim
+from kvmpi import optim, tensor_files
 from kvmpi.arrays import DTYPES
 from kvmpi.errors import ConfigError, KeyNotInitializedError, KVError, ShapeMismatchError
 from kvmpi.files import replacing
@@ -82,10 +81,13 @@ def write(
         "crc32": checksums,
         "libraries": [saved.library for saved in keys],
     }
+    text = json.dumps(manifest)
     try:
         with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={"manifest": json.dumps(manifest)})
-    except (OSError, safetensors.SafetensorError) as error:
+            with open(temporary, "wb") as file:
+                checksum = str(zlib.crc32(text.encode()))
+                tensor_files.write(file, tensors, {"manifest": text, "manifest_crc32": checksum})
+    except OSError as error:
         raise KVError(f"save to {path}: {error}; what was there before is unchanged") from error
 
 
@@ -102,7 +104,10 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            manifest = json.loads(metadata.get("manifest", "{}"))
+            text = metadata.get("manifest", "{}")
+            if metadata.get("manifest_crc32", str(zlib.crc32(text.encode()))) != str(zlib.crc32(text.encode())):
+                raise KVError(f"load of {path}: the file is damaged: what it says of its keys is not what was saved")
+            manifest = json.loads(text)
             if manifest.get("format") != _FORMAT:
                 raise ConfigError(f"load of {path}: not a checkpoint of kvmpi ({_FORMAT})")
             keys, checksums = [], manifest.get("crc32")
@@ -112,15 +117,16 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
                 keys.append(SavedKey(key, tuple(shape), dtype, updates, found, library))
                 if checksums is not None and [_checksum(found[name]) for name in names] != checksums[i]:
                     raise KVError(f"load of {path}: the file is damaged: key {key!r} is not what was saved")
+            clock = int(manifest["clock"])
+            rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])
     except KVError:
         raise
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         what = "" if isinstance(error, OSError) else "the file is damaged, or no checkpoint: "
         raise KVError(f"load of {path}: {what}{type(error).__name__}: {error}") from error
     for saved in keys:
         _check(path, saved, existing, with_values=with_values)
-    rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])
-    return Checkpoint(manifest["clock"], rule, keys)
+    return Checkpoint(clock, rule, keys)
 
 
 def _checksum(array: Buffer) -> int:

@@ -1,0 +1,51 @@
+"""Files of safetensors, written array by array: nothing is copied first, and the caller says into which file.
+
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+#: What is written, and looked at, at a time.
+BLOCK_BYTES = 1 << 20
+_DTYPES = {
+    "float16": "F16", "float32": "F32", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32",
+    "int64": "I64", "uint8": "U8", "uint16": "U16",
+}  # fmt: skip
+
+
+def write(file: BinaryIO, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> tuple[int, int]:
+    """Write contiguous arrays by name, and texts by name; how many bytes that were, and their CRC-32.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    nbytes, checksum = 0, 0
+    arrays = (array.data.cast("B") for array in tensors.values() if array.size)
+    for view in (memoryview(_header(tensors, metadata)), *arrays):
+        for start in range(0, len(view), BLOCK_BYTES):
+            piece = view[start : start + BLOCK_BYTES]
+            checksum = zlib.crc32(piece, checksum)
+            file.write(piece)
+        nbytes += len(view)
+    return nbytes, checksum
+
+
+def _header(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        described[name] = {
+            "dtype": _DTYPES[np.dtype(array.dtype).name], "shape": list(array.shape), "data_offsets": [begin, end]
+        }  # fmt: skip
+    header = json.dumps(described).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header

@@ -1,0 +1,200 @@
+"""Files that are replaced as a whole: their mode, what links lead to, and what processes that were killed have left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+
+from kvmpi import files, tensor_files
+from kvmpi.files import replacing
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def save(path: Path, text: str = "new", *, over: bool = True) -> None:
+    with replacing(str(path), over=over) as temporary:
+        Path(temporary).write_text(text)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_file_has_what_the_umask_leaves_and_one_that_was_there_its_own_mode(tmp_path: Path, umask: None) -> None:
+    save(tmp_path / "new")
+    assert mode(tmp_path / "new") == 0o640
+    (tmp_path / "old").write_text("old")
+    for given in (0o600, 0o664, 0o444):
+        (tmp_path / "old").chmod(given)
+        save(tmp_path / "old", f"{given}")
+        assert (mode(tmp_path / "old"), (tmp_path / "old").read_text()) == (given, f"{given}")
+    save(tmp_path / "once", over=False)
+    assert mode(tmp_path / "once") == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["new", "old", "once"]
+
+
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("other-link")
+    (tmp_path / "other-link").symlink_to("elsewhere/file")
+    for text in ("first", "second"):  # which is not there at first
+        save(tmp_path / "link", text)
+        assert (tmp_path / "elsewhere" / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "other-link").is_symlink()
+    assert os.listdir(tmp_path / "elsewhere") == ["file"]
+
+
+def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    for name, said in (("pipe", "no regular file"), ("device", "no regular file"), ("folder", "Is a directory")):
+        with pytest.raises(OSError, match=said):
+            save(tmp_path / name)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["device", "folder", "pipe"]
+
+
+def test_a_block_that_raises_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def write() -> None:
+        with replacing(str(tmp_path / "file")) as temporary:
+            Path(temporary).write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+#: Writes to the file that is named, for ever.
+ENDLESS = """
+import sys
+from kvmpi.files import replacing
+with replacing(sys.argv[1]) as temporary, open(temporary, "w", buffering=1) as file:
+    print(temporary, flush=True)
+    while True:
+        file.write("half\\n")
+"""
+
+
+def writing(path: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_process_that_was_killed_has_left_is_gone_after_the_next_save(tmp_path: Path) -> None:
+    """That of one that lives, of another file, and what is merely called alike, stay."""
+    path, long = tmp_path / "saved", tmp_path / ("n" * 250)
+    (tmp_path / ".kvmpi-saved-notes").write_text("mine")
+    for name in (path, long):
+        for _ in range(2):
+            process, left = writing(name)
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            assert left.exists()
+    alive, its = writing(path)
+    other, others = writing(tmp_path / "saved-too")
+    try:
+        assert [p.poll() for p in (alive, other)] == [None, None]
+        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".kvmpi-n")]
+        assert len(hidden) == 1, "the second has removed what the first had left"
+        save(path)
+        save(long)
+        found = sorted(os.listdir(tmp_path))
+        assert found == sorted([".kvmpi-saved-notes", its.name, others.name, "saved", long.name])
+    finally:
+        for process in (alive, other):
+            process.kill()
+            process.wait(20)
+
+
+def test_a_file_that_was_taken_for_one_that_was_left_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its being held another process may look."""
+    hold, seen = files._hold, []
+
+    def late(handle: int) -> bool | None:
+        if not seen:
+            seen.append(os.readlink(f"/proc/self/fd/{handle}"))
+            os.unlink(seen[0])
+        return hold(handle)
+
+    monkeypatch.setattr(files, "_hold", late)
+    save(tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
+    assert seen
+
+
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, left = writing(tmp_path / "saved")
+    process.kill()
+    process.wait(20)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    save(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path)) == [left.name, "saved"]
+
+
+def test_many_that_save_the_same_file_leave_one_of_theirs(tmp_path: Path) -> None:
+    path, wrong = tmp_path / "saved", list[BaseException]()
+
+    def run(number: int) -> None:
+        try:
+            for _ in range(20):
+                save(path, f"{number}" * 10_000)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert os.listdir(tmp_path) == ["saved"]
+    assert path.read_text() in [f"{number}" * 10_000 for number in range(4)]
+
+
+def test_tensors_are_read_by_safetensors(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    tensors = {
+        f"{name}/{count}": (rng.standard_normal(count) * 100).astype(name)
+        for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
+        for count in (0, 1, 3, 700_001 if name == "float32" else 7)
+    }
+    with open(tmp_path / "file", "wb") as file:
+        nbytes, _ = tensor_files.write(file, tensors, {"about": 'ä "quoted" text'})
+    assert (tmp_path / "file").stat().st_size == nbytes
+    with safetensors.safe_open(tmp_path / "file", framework="numpy") as found:
+        assert found.metadata() == {"about": 'ä "quoted" text'}
+        assert set(found.keys()) == set(tensors)
+        for name, expected in tensors.items():
+            array = found.get_tensor(name)
+            assert array.dtype == expected.dtype
+            np.testing.assert_array_equal(array, expected)
