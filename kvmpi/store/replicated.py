@@ -205,7 +205,9 @@ class ReplicatedStore(Repeating, KVStore):
 
     @staticmethod
     def _prepare_master(state: KeyState, replica: _Replica, rule: optim.Rule) -> None:
-        if rule.multi_precision and state.dtype in host.HALF and replica.master is None:
+        if not rule.multi_precision:
+            replica.master = None
+        elif state.dtype in host.HALF and replica.master is None:
             replica.master = optim.make_master(replica.value, state.dtype)
 
     def _apply(self, state: KeyState) -> None:

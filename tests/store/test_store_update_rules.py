@@ -201,3 +201,15 @@ def test_an_array_that_cannot_be_written_is_named_by_its_key(any_store):
     ):
         with pytest.raises(errors.UnsupportedError, match="key 'v' on worker 0: out is a read-only"):
             call()
+
+
+def test_a_master_copy_that_is_not_wanted_any_more_is_not_taken_up_again(any_store):
+    """Halves are too small a step for what is stored: they show in the master copy alone, which begins anew."""
+    any_store.init("w", torch.full((4,), 256.0, dtype=torch.bfloat16))
+    any_store.set_optimizer(optim.SGD(lr=1.0, multi_precision=True))
+    half, out, found = torch.full((4,), 0.5, dtype=torch.bfloat16), torch.empty(4, dtype=torch.bfloat16), []
+    for wanted in (True, False, True, True):
+        any_store.set_hyperparams(multi_precision=wanted)
+        any_store.pushpull("w", half, out)
+        found.append(out[0].item())
+    assert found == [256.0, 256.0, 256.0, 255.0]
