@@ -29,7 +29,8 @@ def test_gradients_flow_through_the_operations(size: int) -> None:
     assert job.stdout.count("all gradients agree") == size, job.stdout
 
 
-def test_the_documented_loop() -> None:
+def test_the_documented_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # it would take a GPU for each worker
     job = run_job("-n 2", PROGRAMS / "digits.py", "--epochs", 4, timeout_s=400)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "weights alike" in job.stdout, job.stdout

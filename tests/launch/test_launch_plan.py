@@ -99,7 +99,7 @@ def test_cores_are_divided_among_workers(cores, workers, threads):
 def places(counts, servers=()):
     """A host for each client, ``host0`` is this one; so many workers each."""
     clients = tuple((hosts.Host(f"host{i}", count),) for i, count in enumerate(counts))
-    return job.Places(hosts.Layout(tuple(servers), clients), reach.ssh("ssh"), "host0", "10.0.0.1")
+    return job.Places(hosts.Layout(tuple(servers), clients), reach.ssh("sh"), "host0", "10.0.0.1")
 
 
 def test_workers_connect_over_the_network_that_the_user_names():
@@ -121,7 +121,7 @@ def test_each_host_has_its_cores_for_its_own_workers():
     for process in plan(4, 2, places=places([2, 2]), environ={"OMP_NUM_THREADS": "3"}).of_role("client"):
         assert process.env[SHARE] == "2,2"
         assert "OMP_NUM_THREADS" not in process.env
-    two = job.Places(hosts.Layout((), ((hosts.Host("a", 3), hosts.Host("b", 1)),)), reach.ssh("ssh"), "a", "10.0.0.1")
+    two = job.Places(hosts.Layout((), ((hosts.Host("a", 3), hosts.Host("b", 1)),)), reach.ssh("sh"), "a", "10.0.0.1")
     (client,) = plan(4, 1, places=two).of_role("client")
     assert client.env[SHARE] == "3,3"
     assert SHARE in client.command, "mpirun takes it to the other host"

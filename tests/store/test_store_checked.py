@@ -8,7 +8,7 @@ import torch
 from store_helpers import array
 
 import kvmpi
-from kvmpi import errors, optim
+from kvmpi import arrays, errors, optim
 from kvmpi.store import checked
 
 
@@ -23,6 +23,8 @@ def known(monkeypatch):
         return part
 
     monkeypatch.setattr(checked, "find", find)
+    # Else all are looked at, where other tests of the process use a GPU.
+    monkeypatch.setattr(arrays, "may_be_on_devices", lambda: False)
     return found
 
 

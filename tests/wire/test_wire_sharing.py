@@ -25,6 +25,8 @@ from kvmpi.wire import messages as m
 MIB = 1 << 20
 LIMIT = 4 * MIB
 TIMEOUT_S = 20.0
+#: Of an arena, by default.
+ARENA_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 MINIMUM = partner.SHARE_FROM_BYTES
 
 
@@ -221,7 +223,7 @@ def test_what_is_no_arena_is_not_opened(number: int, tmp_path: Path) -> None:
 Block = tuple[int, int, int]
 GARBAGE: dict[str, list[Block | None]] = {
     "beyond the end": [(100, 1 << 50, MIB)],
-    "across the end": [(100, -64 % (1 << 36), MIB)],
+    "across the end": [(100, ARENA_BYTES - 64, MIB)],
     "negative offset": [(100, -MIB, MIB)],
     "negative length": [(100, MIB, -5)],
     "nothing": [(100, MIB, 0)],
