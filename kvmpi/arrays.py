@@ -335,7 +335,8 @@ def note_writes(written: Iterable[Any]) -> None:
     after any operation in place."""
     torch = sys.modules.get("torch")
     if torch is not None and (found := [t for t in written if isinstance(t, torch.Tensor) and not t.is_inference()]):
-        torch.autograd.graph.increment_version(found)
+        for tensor in found:  # torch before 2.6 takes no list
+            torch.autograd.graph.increment_version(tensor)
 
 
 def write(array: Any, flat: Buffer) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvmpi.compiling import not_compiled
+
 _Tensor: Any = torch.Tensor
 #: What is known of a parameter without its values. Whatever is missing here costs a wait, and nothing else.
 _ABOUT = frozenset({
@@ -52,6 +54,7 @@ class _Pending:
     """The first base of the class of a parameter that is not there."""
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
