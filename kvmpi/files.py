@@ -20,25 +20,26 @@ def replacing(path: str, *, over: bool = True) -> Iterator[str]:
     """The name of a temporary file beside ``path``, which takes its place at the end of the block, safe on the disk.
 
     If the block raises, ``path`` is what it was and the temporary file is gone. A file that is replaced keeps its mode,
-    a new one has what the umask leaves; of a symbolic link what it leads to is replaced. What processes that were
-    killed have left of earlier attempts at the same file is removed.
+    a new one has what the umask leaves; of a symbolic link what it leads to is replaced. Nobody can read what is
+    written who could not read what was there. What processes that were killed have left of earlier attempts at the
+    same file is removed.
 
     Args:
         over: what is at ``path`` is replaced; else it stays, and that is a FileExistsError.
     Raises:
         OSError: the file cannot be made, written or renamed, or what is there is no file.
     """
+    mode = _mode_of(path)
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
-    mode = _mode_of(target)
     beginning = f".kvmpi-{os.fsdecode(os.fsencode(name)[:_MOST_NAME_BYTES])}-"
     _remove_left(folder, beginning)
-    handle, temporary = _make(folder, beginning)
+    handle, temporary = _make(folder, beginning, mode)
     try:
         yield temporary
-        if mode is not None:
-            os.chmod(temporary, mode)
         sync(temporary)
+        if mode is not None:  # not before: a mode may keep its owner from syncing, and others from removing what is left
+            os.chmod(temporary, mode)
         if over:
             os.replace(temporary, target)
         else:
@@ -53,7 +54,12 @@ def replacing(path: str, *, over: bool = True) -> Iterator[str]:
 
 
 def _mode_of(path: str) -> int | None:
-    """Of the file that is to be replaced; None if there is none."""
+    """Of the file that is to be replaced; None if there is none.
+
+    It is asked for by the name that was given: what a name in /dev/fd leads to may have no other.
+    """
+    if not os.path.basename(path):  # which realpath would take for the name without the slash
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     try:
         found = os.stat(path).st_mode
     except FileNotFoundError:
@@ -65,11 +71,17 @@ def _mode_of(path: str) -> int | None:
     return stat.S_IMODE(found)
 
 
-def _make(folder: str, beginning: str) -> tuple[int, str]:
-    """A new file that this process holds for as long as it lives or until the descriptor is closed, and its name."""
+def _make(folder: str, beginning: str, mode: int | None) -> tuple[int, str]:
+    """A new file that this process holds for as long as it lives or until the descriptor is closed, and its name.
+
+    Args:
+        mode: of the file that it is to replace; None if there is none.
+    """
+    # The kernel takes away what the umask says, which nobody can read without a moment in which it is another.
+    allowed = 0o666 if mode is None else mode & 0o666 | 0o600
     while True:
         path = os.path.join(folder, beginning + secrets.token_hex(_RANDOM_BYTES))
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, allowed)
         # Before it was held, another process may have taken it for one that was left.
         if _hold(handle) is not False and os.fstat(handle).st_nlink:
             return handle, path

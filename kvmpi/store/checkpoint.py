@@ -118,19 +118,27 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
                 if checksums is not None and [_checksum(found[name]) for name in names] != checksums[i]:
                     raise KVError(f"load of {path}: the file is damaged: key {key!r} is not what was saved")
             clock = int(manifest["clock"])
-            rule = None if manifest["rule"] is None else optim.create(*manifest["rule"])
+            rule = None if manifest["rule"] is None else _rule(path, *manifest["rule"])
+        for saved in keys:
+            _check(path, saved, existing, with_values=with_values)
     except KVError:
         raise
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, safetensors.SafetensorError, ValueError, LookupError, TypeError, AttributeError, OverflowError,
+            RecursionError) as error:  # fmt: skip
         what = "" if isinstance(error, OSError) else "the file is damaged, or no checkpoint: "
         raise KVError(f"load of {path}: {what}{type(error).__name__}: {error}") from error
-    for saved in keys:
-        _check(path, saved, existing, with_values=with_values)
     return Checkpoint(clock, rule, keys)
 
 
 def _checksum(array: Buffer) -> int:
     return zlib.crc32(array.view(np.uint8).data)
+
+
+def _rule(path: str, name: str, hyperparams: dict[str, Any]) -> optim.Rule:
+    try:
+        return optim.create(name, hyperparams)
+    except ConfigError as error:
+        raise ConfigError(f"load of {path}: {error}") from error
 
 
 def _check(path: str, saved: SavedKey, existing: Collection[Key], *, with_values: bool) -> None:
@@ -140,7 +148,7 @@ def _check(path: str, saved: SavedKey, existing: Collection[Key], *, with_values
         saved.arrays.pop("value", None)  # a master, which weights had, is for the store to compare
         if saved.key not in existing:
             raise KeyNotInitializedError(f"load_optimizer_states of {path}: key {saved.key!r} is not in the store")
-    count = int(np.prod(saved.shape, dtype=np.int64))
+    count = math.prod(saved.shape)
     for name, array in saved.arrays.items():
         if array.shape != (count,) or (name == "value" and array.dtype != DTYPES.get(saved.dtype)):
             raise ShapeMismatchError(f"load of {path}: {name} of key {saved.key!r} does not fit {saved.shape}")

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from kvmpi import arrays
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
@@ -184,7 +185,7 @@ class Weights:
 
     def _note_change(self, flight: _Flight) -> None:
         """Tell autograd that weights change: what still needs the old ones is an error, not a wrong gradient."""
-        torch.autograd.graph.increment_version(self._tensors_of(flight))
+        arrays.note_writes(self._tensors_of(flight))
         self._note_versions(flight.indices)
 
     def _note_versions(self, indices: Iterable[int]) -> None:
