@@ -38,7 +38,7 @@ def replacing(path: str, *, over: bool = True) -> Iterator[str]:
     try:
         yield temporary
         sync(temporary)
-        if mode is not None:  # not before: a mode may keep its owner from syncing, and others from removing what is left
+        if mode is not None:  # last, as a mode may keep its owner from syncing the file, and from removing what is left
             os.chmod(temporary, mode)
         if over:
             os.replace(temporary, target)

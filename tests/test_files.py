@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,35 @@ def test_a_new_file_has_what_the_umask_leaves_and_one_that_was_there_its_own_mod
     assert sorted(os.listdir(tmp_path)) == ["new", "old", "once"]
 
 
+def test_who_could_not_read_the_file_cannot_while_it_is_written(tmp_path: Path, umask: None) -> None:
+    seen = {}
+    for given in (None, 0o600, 0o664, 0o444, 0o200):
+        if given is not None:
+            (tmp_path / "file").touch()
+            (tmp_path / "file").chmod(given)
+        with replacing(str(tmp_path / "file")) as temporary:
+            seen[given] = mode(Path(temporary))
+    assert seen == {None: 0o640, 0o600: 0o600, 0o664: 0o640, 0o444: 0o640, 0o200: 0o600}
+
+
+def test_files_that_their_owner_may_not_read_or_write_are_replaced() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # where others may look, other than in tmp_path
+        folder, user = Path(name), os.geteuid()
+        try:
+            if user == 0:  # who may do all
+                os.chown(folder, 65534, -1)
+                os.seteuid(65534)
+            for given in (0o000, 0o200, 0o444):
+                (folder / "file").touch(mode=0o600)
+                (folder / "file").chmod(given)
+                save(folder / "file")
+                assert mode(folder / "file") == given
+                assert os.listdir(folder) == ["file"]
+                (folder / "file").unlink()
+        finally:
+            os.seteuid(user)
+
+
 def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("other-link")
@@ -69,6 +99,16 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
     for name, said in (("pipe", "no regular file"), ("device", "no regular file"), ("folder", "Is a directory")):
         with pytest.raises(OSError, match=said):
             save(tmp_path / name)
+    ends = os.pipe()
+    try:
+        with pytest.raises(OSError, match=f"no regular file.*give the name of one: '/dev/fd/{ends[1]}'"):
+            save(Path(f"/dev/fd/{ends[1]}"))
+    finally:
+        for end in ends:
+            os.close(end)
+    for path in (f"{tmp_path}/none/", ""):
+        with pytest.raises(IsADirectoryError), replacing(path):
+            pass
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert sorted(os.listdir(tmp_path)) == ["device", "folder", "pipe"]
 
@@ -109,7 +149,7 @@ def test_what_a_process_that_was_killed_has_left_is_gone_after_the_next_save(tmp
     path, long = tmp_path / "saved", tmp_path / ("n" * 250)
     (tmp_path / ".kvmpi-saved-notes").write_text("mine")
     for name in (path, long):
-        for _ in range(2):
+        for _ in range(4):
             process, left = writing(name)
             process.send_signal(signal.SIGKILL)
             process.wait(20)
@@ -119,7 +159,7 @@ def test_what_a_process_that_was_killed_has_left_is_gone_after_the_next_save(tmp
     try:
         assert [p.poll() for p in (alive, other)] == [None, None]
         hidden = [name for name in os.listdir(tmp_path) if name.startswith(".kvmpi-n")]
-        assert len(hidden) == 1, "the second has removed what the first had left"
+        assert len(hidden) == 1, "each has removed what the one before had left"
         save(path)
         save(long)
         found = sorted(os.listdir(tmp_path))
@@ -134,7 +174,7 @@ def test_a_file_that_was_taken_for_one_that_was_left_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its being held another process may look."""
-    hold, seen = files._hold, []
+    hold, seen = files._hold, list[str]()
 
     def late(handle: int) -> bool | None:
         if not seen:

@@ -76,6 +76,81 @@ def test_any_byte_that_has_changed_is_found_and_files_without_checksums_are_read
     assert same(checkpoint.read(str(path), {3, 4, 5}, with_values=True))
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint, and a function that replaces what it says of its keys, with or without the right checksum."""
+    path = tmp_path / "saved"
+    key = checkpoint.SavedKey(3, (4,), "float32", 2, {"value": np.arange(4, dtype="f4")})
+    checkpoint.write(str(path), "mpi", 7, optim.SGD(lr=0.1), [key], with_values=True)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        tensors, metadata = {"0/value": file.get_tensor("0/value")}, file.metadata()
+
+    def change(edit, checksum=None):
+        manifest = json.loads(metadata["manifest"])
+        edit(manifest)
+        found = {"manifest": json.dumps(manifest)} | ({} if checksum is None else {"manifest_crc32": checksum})
+        safetensors.numpy.save_file(tensors, path, metadata=found)
+
+    return path, change, metadata["manifest_crc32"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda manifest: manifest.update(clock=8),
+        lambda manifest: manifest.update(rule=["sgd", {"lr": 0.2}]),
+        lambda manifest: manifest["keys"].clear(),
+        lambda manifest: manifest.pop("crc32"),
+    ],
+    ids=["clock", "rule", "keys", "checksums"],
+)
+def test_a_file_that_says_something_else_than_was_saved_is_damaged(saved, edit):
+    path, change, checksum = saved
+    change(edit)
+    checkpoint.read(str(path), {3}, with_values=True)  # nothing else is wrong with it
+    change(edit, checksum)
+    with pytest.raises(errors.KVError, match=rf"load of {path}: the file is damaged: what it says of its keys"):
+        checkpoint.read(str(path), {3}, with_values=True)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda manifest: manifest.update(clock=None),
+        lambda manifest: manifest.update(clock=float("inf")),
+        lambda manifest: manifest.pop("clock"),
+        lambda manifest: manifest.pop("rule"),
+        lambda manifest: manifest.update(rule=3),
+        lambda manifest: manifest.update(rule=["sgd"]),
+        lambda manifest: manifest.update(rule=["ours", {}]),
+        lambda manifest: manifest.update(rule=["sgd", {"lr": "fast"}]),
+        lambda manifest: manifest["keys"][0].__setitem__(0, [3]),
+        lambda manifest: manifest["keys"][0].__setitem__(1, [None]),
+        lambda manifest: manifest["keys"][0].__setitem__(1, ["four"]),
+        lambda manifest: manifest["keys"][0].__setitem__(1, [10**30]),
+        lambda manifest: manifest["keys"][0].__setitem__(2, {}),
+        lambda manifest: manifest["keys"][0].pop(),
+        lambda manifest: manifest.update(libraries=[]),
+    ],
+    ids=[
+        "clock", "endless-clock", "no-clock", "no-rule", "rule", "half-a-rule", "unknown-rule", "rate", "key",
+        "no-count", "text-count", "huge-count", "dtype", "short-key", "no-libraries",
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_an_error_that_names_the_file(saved, edit):
+    """Files from before there was a checksum of it have none. Read with or without values, or both ways, it is seen."""
+    path, change, _ = saved
+    change(edit)
+    said = []
+    for with_values in (True, False):
+        try:
+            checkpoint.read(str(path), {3}, with_values=with_values)
+        except errors.KVError as error:
+            said.append(str(error))
+    assert said
+    assert all(text.startswith(f"load of {path}: ") for text in said), said
+
+
 @pytest.mark.parametrize(
     ("options", "store", "left"), [("-n 3 -c 3 -s 2", "dist_sync", 2), ("-n 4 -c 2 -s 1", "dist_sync_mpi", 2)]
 )
