@@ -20,9 +20,9 @@ def replacing(path: str, *, over: bool = True) -> Iterator[str]:
     """The name of a temporary file beside ``path``, which takes its place at the end of the block, safe on the disk.
 
     If the block raises, ``path`` is what it was and the temporary file is gone. A file that is replaced keeps its mode,
-    a new one has what the umask leaves; of a symbolic link what it leads to is replaced. Nobody can read what is
-    written who could not read what was there. What processes that were killed have left of earlier attempts at the
-    same file is removed.
+    a new one has what the umask leaves; of a symbolic link what it leads to is replaced. Nor does the temporary file
+    allow others more than the one that it is to replace. What processes that were killed have left of earlier attempts
+    at the same file is removed.
 
     Args:
         over: what is at ``path`` is replaced; else it stays, and that is a FileExistsError.

@@ -183,9 +183,9 @@ def test_a_file_that_was_taken_for_one_that_was_left_is_made_anew(
         return hold(handle)
 
     monkeypatch.setattr(files, "_hold", late)
-    save(tmp_path / "file")
+    with replacing(str(tmp_path / "file")) as temporary:
+        assert [os.path.exists(name) for name in (*seen, temporary)] == [False, True]
     assert os.listdir(tmp_path) == ["file"]
-    assert seen
 
 
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

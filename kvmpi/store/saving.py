@@ -62,8 +62,9 @@ class Saving(Meeting):
     def save(self, path: Any) -> None:
         """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes.
 
-        A file that was there keeps its mode; of a symbolic link what it leads to is replaced. While it is written the
-        file beside it, ``.kvmpi-NAME-...``, may be seen, and after a ``kill -9`` until the next save to that name.
+        A file that was there keeps its mode; of a symbolic link what it leads to is replaced; what is no regular file
+        is refused. While it is written the file beside it, ``.kvmpi-NAME-...``, may be seen, and after a ``kill -9``
+        until the next save to that name.
 
         Where others go on without client 0, and it is gone, the first worker of the lowest client that is left does.
         A process that was started again, whose program comes to it once more, writes nothing: the file is there.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +21,25 @@ from kvmpi.torch.parameters import KeyedParameters, Parameters
 
 @dataclass
 class _Exchange:
-    """An exchange of ``keys`` under way, to be merged after step ``due``; ``work`` is None when it has arrived."""
+    """An exchange of ``keys`` under way, to be merged after step ``due``; ``works``, one a key, until it has arrived.
+
+    Each key is a call of its own: where one fails, it is known which others have come through.
+    """
 
     keys: list[int]
     due: int
-    work: Work | None
+    works: list[Work] = field(default_factory=list)
 
 
 class _Failed(NamedTuple):
-    """An exchange of a key that failed: the weights that were to be merged, and whether there were no steps since."""
+    """A key of an exchange that failed: the weights that were to be merged, and whether there were no steps since.
+
+    ``came``: others have failed, and this one has its answer, which is not merged yet.
+    """
 
     weights: torch.Tensor
     whole: bool
+    came: bool = False
 
 
 @methods_not_compiled
@@ -107,9 +113,10 @@ class _Averaging(ABC):
     def finish(self) -> None:
         """Wait for the exchanges under way and merge them now, before their time: for the end of training.
 
-        With ``overlap=0`` there are none. Collective over a client's workers.
+        With ``overlap=0`` there are none. What has failed before is sent again. Collective over a client's workers.
         """
         self._merge(lambda _: True)
+        self._make_up(sorted(self._failed))
 
     def join(self) -> None:
         """This worker has no more batches: ``finish``, then ``KVStore.join``, so that the others go on without it.
@@ -129,12 +136,28 @@ class _Averaging(ABC):
         if not keys:
             return
         self._make_up([k for k in keys if k in self._failed])
+        self._prepare(keys)
+        exchange = _Exchange(keys, self._steps + overlap)
+        self._send(exchange, wait=overlap == 0, whole=whole)
+        self._under_way.append(exchange)
+
+    def _send(self, exchange: _Exchange, *, wait: bool, whole: bool = False) -> None:
         try:
-            work = self._send(keys, wait=overlap == 0)
+            for key in exchange.keys:
+                work = self._kv.pushpull(key, *self._arrays(key), async_op=True)
+                assert work is not None
+                exchange.works.append(work)
+            if wait:
+                self._wait(exchange)
         except BaseException as error:
-            self._note_failure(keys, error, whole=whole)
+            self._note_failure(exchange, error, whole=whole)
             raise
-        self._under_way.append(_Exchange(keys, self._steps + overlap, work))
+
+    @staticmethod
+    def _wait(exchange: _Exchange) -> None:
+        for work in exchange.works:
+            work.wait()
+        exchange.works.clear()
 
     def _merge(self, due: Callable[[_Exchange], bool], *, whole: bool = False) -> bool:
         """Merge what is due, in the order in which it began; whether there was something."""
@@ -147,47 +170,50 @@ class _Averaging(ABC):
         return ended
 
     def _receive(self, exchange: _Exchange) -> None:
-        if exchange.work is not None:
-            try:
-                exchange.work.wait()
-            except BaseException as error:
-                self._under_way.remove(exchange)
-                self._note_failure(exchange.keys, error)
-                raise
-            exchange.work = None
+        try:
+            self._wait(exchange)
+        except BaseException as error:
+            self._under_way.remove(exchange)
+            self._note_failure(exchange, error)
+            raise
 
     # ---- failures
 
-    def _note_failure(self, keys: list[int], error: BaseException, *, whole: bool = False) -> None:
-        if isinstance(error, KVError):
-            self._failed |= {k: _Failed(self._params.data[k].clone(), whole) for k in keys}
-        else:  # as by Ctrl-C: the exchange goes on, and nobody waits for it
-            self._unknown.update(keys)
+    def _note_failure(self, exchange: _Exchange, error: BaseException, *, whole: bool = False) -> None:
+        # As by Ctrl-C: what is not waited for goes on, and only the servers know what comes of it.
+        known = {k: self._failed.pop(k) for k in exchange.keys if k in self._failed}
+        self._unknown.update(exchange.keys)
+        if not isinstance(error, KVError):
+            return
+        for k, work in itertools.zip_longest(exchange.keys, exchange.works):
+            came = work is not None and _has_come(work)
+            failed = known.get(k) or _Failed(self._params.tensors[k].detach().clone(), whole)
+            self._failed[k] = failed._replace(came=came)
+            self._unknown.discard(k)
 
     def _make_up(self, keys: list[int]) -> None:
         """Make exchanges that have failed again, and change the weights by what they would have been changed by.
 
         Servers count a push once that is made again. Another one in its place, with what was learned since, they would
-        pass over if they had the first.
+        pass over if they had the first. One that has come through is not made again: it would count twice.
         """
-        if keys:
-            self._send_again(keys)
-            for k in keys:
-                self._take_late(k, self._failed.pop(k))
+        self._send(_Exchange([k for k in keys if not self._failed[k].came], self._steps), wait=True)
+        for k in keys:
+            self._take_late(k, self._failed.pop(k))
 
     # ---- what the two differ in
 
     @abstractmethod
-    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
-        """Begin to exchange ``keys``, or do it all and return None."""
+    def _prepare(self, keys: list[int]) -> None:
+        """Find out what ``_push`` is to send of ``keys``; it stays that until the exchange is made."""
+
+    @abstractmethod
+    def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is sent of ``key``, the same again if that has failed, and where the answer goes."""
 
     @abstractmethod
     def _take(self, keys: list[int], *, whole: bool) -> None:
         """Change the weights by what has arrived; ``whole``: there were no steps since, go on from the center."""
-
-    @abstractmethod
-    def _send_again(self, keys: list[int]) -> None:
-        """``_send`` of exchanges that have failed, with the same contents, to their end."""
 
     @abstractmethod
     def _take_late(self, key: int, failed: _Failed) -> None:
@@ -218,9 +244,8 @@ class _Averaging(ABC):
         """
         forgotten, self._under_way = self._under_way, []
         for exchange in forgotten:
-            if exchange.work is not None:
-                with contextlib.suppress(KVError):  # where it matters, the pull says so too
-                    exchange.work.wait()
+            for work in exchange.works:
+                _has_come(work)  # where it matters, the pull says so too
         self._kv.pull(self._params.keys, self._params.data)
         self._unknown.clear()
         self._failed.clear()
@@ -266,7 +291,7 @@ class _Averaging(ABC):
         if self._under_way:
             raise ConfigError("load_state_dict: exchanges are under way; call finish() or reset() first")
         self._steps = state["steps"]
-        self._under_way = [_Exchange(list(keys), due, None) for due, keys in state["under_way"]]
+        self._under_way = [_Exchange(list(keys), due) for due, keys in state["under_way"]]
         self._unknown, self._failed = set(state["unknown"]), {}
         for mine_, saved in zip(self._memory, state["memory"], strict=True):
             mine_.copy_(saved)
@@ -299,6 +324,9 @@ class ElasticAveraging(_Averaging):
     ``torch.optim.SGD(momentum=..., nesterov=True)`` this is the authors' EAMSGD. Parameters with
     ``requires_grad=False`` begin with worker 0's values and are not exchanged; buffers, such as the statistics of batch
     norm, are each worker's own, unless ``params`` lists them.
+
+    It takes memory for the weights once more, twice with ``overlap`` or where a client of one worker has them in host
+    memory. Under ``fp16`` or ``bf16`` compression, which rounds what is pushed, both sides move by what was rounded.
     """
 
     def __init__(
@@ -313,40 +341,51 @@ class ElasticAveraging(_Averaging):
         """
         super().__init__(params, kvstore, optim.Elastic(alpha), interval, overlap)
         self._alpha = float(alpha)
+        self._overlap = overlap
         self._met = [torch.empty_like(p) for p in self._params.data]
-        # What the servers are sent; the weights themselves, where nothing changes them before the answer is there.
-        self._sent = [torch.empty_like(p) for p in self._met] if overlap else []
+        # By key, what the servers are sent, where that is not the weights themselves. With ``overlap`` these change
+        # before the answer is there. And what a client of one worker has in host memory the store lends to the wire:
+        # servers may read it after an exchange has failed, and would get what later steps have made of it.
+        lends = kvstore.mpi_size == 1
+        self._sent = {
+            k: kvstore.empty(p.shape, p.dtype) if lends and p.device.type == "cpu" else torch.empty_like(p)
+            for k, p in enumerate(self._params.data)
+            if overlap or (lends and p.device.type == "cpu")
+        }
 
-    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
-        sent = self._sent_of(keys)
-        if self._sent:
-            weights = self._params.data
-            for k, copy in zip(keys, sent, strict=True):
-                copy.copy_(weights[k])
-        return self._kv.pushpull(keys, sent, [self._met[k] for k in keys], async_op=not wait)
+    def _prepare(self, keys: list[int]) -> None:
+        for k in keys:
+            weights = self._params.tensors[k].detach()
+            narrow = _pushed_dtype(self._kv, weights.dtype)
+            if narrow != weights.dtype and k not in self._sent:
+                self._sent[k] = torch.empty_like(weights)
+            if k in self._sent:
+                # The servers move by what they get, so that is what the weights move by.
+                self._sent[k].copy_(weights.to(narrow))
+
+    def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sent_of(key), self._met[key]
 
     def _take(self, keys: list[int], *, whole: bool) -> None:
-        weights = self._params.data
-        for k, sent in zip(keys, self._sent_of(keys), strict=True):
-            difference = torch.sub(sent, self._met[k], out=self._met[k])
-            weights[k].sub_(difference, alpha=self._alpha)
-
-    def _sent_of(self, keys: list[int]) -> list[torch.Tensor]:
-        source = self._sent or self._params.data
-        return [source[k] for k in keys]
-
-    def _send_again(self, keys: list[int]) -> None:
-        sent = [self._sent[k] if self._sent else self._failed[k].weights for k in keys]
-        self._kv.pushpull(keys, sent, [self._met[k] for k in keys])
+        for k in keys:
+            self._move(k, self._sent_of(k))
 
     def _take_late(self, key: int, failed: _Failed) -> None:
-        sent = self._sent[key] if self._sent else failed.weights
+        self._move(key, self._sent.get(key, failed.weights))
+
+    def _move(self, key: int, sent: torch.Tensor) -> None:
         difference = torch.sub(sent, self._met[key], out=self._met[key])
-        self._params.data[key].sub_(difference, alpha=self._alpha)
+        self._params.tensors[key].detach().sub_(difference, alpha=self._alpha)
+
+    def _sent_of(self, key: int) -> torch.Tensor:
+        if (copy := self._sent.get(key)) is not None:
+            return copy
+        failed = self._failed.get(key)
+        return self._params.tensors[key].detach() if failed is None else failed.weights
 
     @property
     def _memory(self) -> list[torch.Tensor]:
-        return [*self._sent, *self._met] if self._sent else []
+        return [*self._sent.values(), *self._met] if self._overlap else []
 
 
 @methods_not_compiled
@@ -408,19 +447,20 @@ class DiLoCo(_Averaging):
         self._center = [p.clone() for p in self._params.data]
         self._difference = [torch.empty_like(p) for p in self._params.data]
 
-    def _send(self, keys: list[int], *, wait: bool) -> Work | None:
+    def _prepare(self, keys: list[int]) -> None:
         if unknown := sorted(self._unknown.intersection(keys)):
             self._kv.pull(unknown, [self._center[k] for k in unknown])
             self._unknown.difference_update(unknown)
         weights = self._params.data
         for k in keys:
             torch.sub(self._center[k], weights[k], out=self._difference[k])
-        differences, centers = [self._difference[k] for k in keys], [self._center[k] for k in keys]
-        return self._kv.pushpull(keys, differences, centers, async_op=not wait)
+
+    def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._difference[key], self._center[key]
 
     def _take(self, keys: list[int], *, whole: bool) -> None:
         for k in keys:
-            self._merge_center(k, self._params.data[k], whole=whole)
+            self._merge_center(k, self._params.tensors[k].detach(), whole=whole)
 
     def _merge_center(self, key: int, weights: torch.Tensor, *, whole: bool) -> None:
         if whole or self._mixing == 0.0:
@@ -428,13 +468,11 @@ class DiLoCo(_Averaging):
         else:
             torch.lerp(self._center[key], weights, self._mixing, out=weights)
 
-    def _send_again(self, keys: list[int]) -> None:
-        self._kv.pushpull(keys, [self._difference[k] for k in keys], [self._center[k] for k in keys])
-
     def _take_late(self, key: int, failed: _Failed) -> None:
-        learned = self._params.data[key] - failed.weights
+        weights = self._params.tensors[key].detach()
+        learned = weights - failed.weights
         self._merge_center(key, failed.weights, whole=failed.whole)
-        torch.add(failed.weights, learned, out=self._params.data[key])
+        torch.add(failed.weights, learned, out=weights)
 
     @property
     def _memory(self) -> list[torch.Tensor]:
@@ -444,6 +482,21 @@ class DiLoCo(_Averaging):
         super().reset()
         for center, weight in zip(self._center, self._params.data, strict=True):
             center.copy_(weight)
+
+
+def _has_come(work: Work) -> bool:
+    """Wait for an exchange of which another part has failed already, and has said so."""
+    try:
+        work.wait()
+    except KVError:
+        return False
+    return True
+
+
+def _pushed_dtype(kv: KVStore, dtype: torch.dtype) -> torch.dtype:
+    """That in which a store pushes values of ``dtype``, as ``set_gradient_compression`` has it."""
+    codec = getattr(kv, "_codec", None)
+    return dtype if codec is None else getattr(torch, codec.wire_dtype(str(dtype).removeprefix("torch.")))
 
 
 _CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "none", None: ""}

@@ -50,11 +50,18 @@ _owners: dict[int, _Owner] = {}
 _kinds: dict[type[Any], type[Any]] = {}
 
 
+# The compiler of torch before 2.13 looks into what hears of operations, and calls it for ever. Later ones do not, and
+# to hide it from them takes time.
+_hidden: Callable[[Any], Any] = not_compiled
+if tuple(int(number) for number in torch.__version__.partition("+")[0].split(".")[:2]) >= (2, 13):
+    _hidden = lambda function: function  # noqa: E731
+
+
 class _Pending:
     """The first base of the class of a parameter that is not there."""
 
     @classmethod
-    @not_compiled
+    @_hidden
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

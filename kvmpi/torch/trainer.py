@@ -210,8 +210,9 @@ class Trainer:
         ``kv.num_workers`` instead, for a mean over workers. An asynchronous store applies the gradients of each client
         by themselves: there it is the batch of one client (or ``kv.mpi_size``).
 
-        Where the store updates, a change of ``batch_size`` after the first step multiplies every ``p.grad`` before it
-        is pushed; the first time a ``UserWarning`` says so, since it is often a short last batch that nobody wanted.
+        Where the store updates, and ``batch_size`` is not that of the first step, multiples of the gradients are
+        pushed, and every ``p.grad`` stays as it is; the first time a ``UserWarning`` says so, since it is often a short
+        last batch that nobody wanted.
         """
         self._check_batch(batch_size)
         if self._update_on_kvstore:
@@ -260,8 +261,8 @@ class Trainer:
                 raise ConfigError(
                     "update() without allreduce_grads() before it: call that first, or step() in place of both"
                 )
-            self._is_summed = False
             self._remote_step(batch_size, reduced=True)
+            self._is_summed = False
             return
         self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
         self._local_step()
@@ -310,6 +311,7 @@ class Trainer:
         # Others may wait for this worker's part: in the round of a synchronous store, or in the sum of a client.
         alone = kv.is_capable("async") and kv.mpi_size == 1
         pushed = [i for i in active if not (alone and i in absent)]
+        gradients = [self._kinds.gradient(i) for i in pushed]
         factor = self._wanted_scale(batch_size) / float(getattr(rule, "rescale_grad", 1.0))
         if factor != 1.0:
             if not self._warned and hasattr(rule, "rescale_grad"):
@@ -319,11 +321,12 @@ class Trainer:
                     f"steps are multiplied by {factor:.4g} before they are pushed (drop the short last batch of an "
                     "epoch to avoid this)",
                 )
-            self._scale([g for i in pushed if (g := self._params.tensors[i].grad) is not None], factor)
+            # Not in place: a step that fails is made again with the gradients as they were.
+            gradients = [gradient * factor for gradient in gradients]
         skipped = kv.pull(absent, [weights[i] for i in absent], async_op=True) if alone and absent else None
         if pushed:
             outs = [no_rows(weights[i]) if self._kinds.is_sparse(i) else weights[i] for i in pushed]
-            kv.pushpull(pushed, [self._kinds.gradient(i) for i in pushed], outs, reduced=reduced)
+            kv.pushpull(pushed, gradients, outs, reduced=reduced)
             for i, out in zip(pushed, outs, strict=True):
                 if self._kinds.is_sparse(i):
                     weights[i][out._indices()[0]] = out._values()
@@ -459,7 +462,7 @@ class Trainer:
         """Restore what ``save_states`` wrote, learning rate included. Collective; every worker reads ``path``.
 
         Raises:
-            KVError: a worker could not read it; on all workers.
+            KVError: a worker could not read it; on all workers, and nothing is changed.
         """
         if self._update_on_kvstore:
             assert self._kv is not None
@@ -468,11 +471,15 @@ class Trainer:
                 self._adopt(self._kv.optimizer)
             self._sent = None
             return
-        self._together(f"load_states of {path}", lambda: self._read(path))
+        found: list[dict[str, Any]] = []
+        self._together(
+            f"load_states of {path}", lambda: found.append(torch.load(path, map_location="cpu", weights_only=True))
+        )
+        self._together(f"load_states of {path}", lambda: self._restore(found[0]))
 
-    def _read(self, path: Any) -> None:
+    def _restore(self, state: dict[str, Any]) -> None:
         assert self._torch is not None
-        self._torch.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        self._torch.load_state_dict(state)
 
     def _adopt(self, rule: optim.Rule) -> None:
         """Let the user's optimizer say what the store's, just loaded, says."""

@@ -52,6 +52,27 @@ def test_elastic_averaging_conserves_weights_plus_center(store: str) -> None:
             center = new_center
 
 
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_elastic_averaging_moves_weights_by_what_servers_get(compression: str, overlap: int) -> None:
+    """These get weights that are rounded; every exchange would lose what was rounded off."""
+    (w,) = [torch.linspace(-3.0, 3.0, 101)]
+    with kvmpi.create("dist_async") as kv:
+        elastic = ElasticAveraging([w], kv, alpha=0.25, interval=2, overlap=overlap)
+        expected = 2 * w.double()
+        for compressed in (True, False):
+            kv.set_gradient_compression({"type": compression if compressed else "none"})
+            for step in range(1, 5):
+                change = torch.linspace(0.0, 0.1 * step, 101)
+                w += change
+                expected += change
+                elastic.step()
+            elastic.finish()
+            [center] = elastic.pull_center()
+            bound = 4 * 8 * 8 * torch.finfo(w.dtype).eps  # steps, roundings of each, values
+            torch.testing.assert_close(w.double() + center, expected, atol=bound, rtol=0)
+
+
 @pytest.mark.parametrize("make", [lambda p, kv: ElasticAveraging(p, kv, 0.5, 3), lambda p, kv: DiLoCo(p, kv, 3)])
 def test_every_interval_th_step_exchanges(make: Any) -> None:
     model = make_model()

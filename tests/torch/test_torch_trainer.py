@@ -164,6 +164,37 @@ def test_another_batch_size_divides_by_it_and_warns_once(update: bool) -> None:
     assert all(Path(w.filename) == Path(__file__) for w in caught)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_step_that_fails_is_made_again_with_the_same_gradients(halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another batch size than the first, so that they are scaled."""
+    model, expected = make_model(), make_model()
+    opt = torch.optim.SGD(expected.parameters(), lr=0.1)
+    with trainer_for(model, "dist_sync", True, "sgd") as trainer, warnings.catch_warnings(action="ignore"):
+
+        def step(batch: int) -> None:
+            trainer.update(batch) if halves else trainer.step(batch)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise kvmpi.errors.KVTimeoutError("no answer from server 0")
+
+        for number, batch in enumerate((8, 2)):
+            backward(model, number, batch)
+            backward(expected, number, batch)
+            if halves:
+                trainer.allreduce_grads()
+            if number == 1:
+                monkeypatch.setattr(trainer.kvstore, "pushpull", fail)
+                with pytest.raises(kvmpi.errors.KVTimeoutError, match="no answer"):
+                    step(batch)
+                monkeypatch.undo()
+            step(batch)
+            for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(mine.grad, theirs.grad)
+                theirs.grad /= batch
+            opt.step()
+    assert_equal(model, expected)
+
+
 # ---- learning rates
 
 

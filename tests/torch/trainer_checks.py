@@ -223,11 +223,12 @@ def client_store(store: str) -> None:
     assert inside.closed
 
 
-def elastic_averaging(store: str) -> None:
+def elastic_averaging(store: str, compression: str = "none") -> None:
     """Servers and clients exchange in any order; the sum of the center and of every client's weights stays."""
     with kvmpi.create(store) as kv, kvmpi.create("dist_sync") as total:
         model = make_model(seed=0)
         elastic = ElasticAveraging(model.parameters(), kv, alpha=0.3, interval=1)
+        kv.set_gradient_compression({"type": compression})
         for p in model.parameters():
             p.data += kv.client_rank  # in place of local steps
         start = flat(model.parameters())
@@ -301,8 +302,10 @@ def states_of_one_worker(store: str, folder: Path) -> None:
         backward(model, *samples(0, kv.rank))
         trainer.step(NUM_WORKERS * BATCH)
         trainer.save_states(folder / "states")
+        trainer.set_learning_rate(0.7)
         with pytest.raises(KVError, match="FileNotFoundError" if kv.rank == 2 else "another worker has failed"):
             trainer.load_states(folder / ("none" if kv.rank == 2 else "states"))
+        assert trainer.learning_rate == 0.7, "what one cannot read, nobody has taken"
         trainer.load_states(folder / "states")
         for step in range(1, STEPS):
             backward(model, *samples(step, kv.rank))
@@ -328,6 +331,7 @@ def main() -> None:
     for store in ("dist_async", "dist_async_mpi"):
         client_store(store)
         elastic_averaging(store)
+        elastic_averaging(store, "bf16")
         rows_of_others(store)
     states_of_one_worker("dist_sync_mpi", Path(os.environ["KVMPI_JOB_DIR"]))
     unmodified_ddp_over_a_store("dist_sync_mpi")
