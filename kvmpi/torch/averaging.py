@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,26 @@ from kvmpi.torch.parameters import KeyedParameters, Parameters
 
 @dataclass
 class _Exchange:
-    """An exchange of ``keys`` under way, to be merged after step ``due``; ``works``, one a key, until it has arrived.
-
-    Each key is a call of its own: where one fails, it is known which others have come through.
-    """
+    """An exchange of ``keys``, ascending, under way, to be merged after step ``due``; ``work`` until it has arrived."""
 
     keys: list[int]
     due: int
-    works: list[Work] = field(default_factory=list)
+    work: Work | None = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def wait_for_each(self) -> list[bool]:
+        """Which keys have come, where the call as a whole has failed; all are at their end then, and have said so."""
+        if self.work is None:  # it was never begun
+            return [False] * len(self.keys)
+        # One a key, in ascending order, where there are servers; where there are none, one failure is that of all.
+        works = getattr(self.work, "_works", [self.work])
+        if len(works) != len(self.keys):
+            works = [self.work] * len(self.keys)
+        return [_has_come(work) for work in works]
 
 
 class _Failed(NamedTuple):
@@ -137,27 +149,19 @@ class _Averaging(ABC):
             return
         self._make_up([k for k in keys if k in self._failed])
         self._prepare(keys)
-        exchange = _Exchange(keys, self._steps + overlap)
+        exchange = _Exchange(sorted(keys), self._steps + overlap)
         self._send(exchange, wait=overlap == 0, whole=whole)
         self._under_way.append(exchange)
 
     def _send(self, exchange: _Exchange, *, wait: bool, whole: bool = False) -> None:
+        sent, answers = zip(*(self._arrays(k) for k in exchange.keys), strict=True)
         try:
-            for key in exchange.keys:
-                work = self._kv.pushpull(key, *self._arrays(key), async_op=True)
-                assert work is not None
-                exchange.works.append(work)
+            exchange.work = self._kv.pushpull(exchange.keys, list(sent), list(answers), async_op=True)
             if wait:
-                self._wait(exchange)
+                exchange.wait()
         except BaseException as error:
             self._note_failure(exchange, error, whole=whole)
             raise
-
-    @staticmethod
-    def _wait(exchange: _Exchange) -> None:
-        for work in exchange.works:
-            work.wait()
-        exchange.works.clear()
 
     def _merge(self, due: Callable[[_Exchange], bool], *, whole: bool = False) -> bool:
         """Merge what is due, in the order in which it began; whether there was something."""
@@ -171,7 +175,7 @@ class _Averaging(ABC):
 
     def _receive(self, exchange: _Exchange) -> None:
         try:
-            self._wait(exchange)
+            exchange.wait()
         except BaseException as error:
             self._under_way.remove(exchange)
             self._note_failure(exchange, error)
@@ -185,8 +189,7 @@ class _Averaging(ABC):
         self._unknown.update(exchange.keys)
         if not isinstance(error, KVError):
             return
-        for k, work in itertools.zip_longest(exchange.keys, exchange.works):
-            came = work is not None and _has_come(work)
+        for k, came in zip(exchange.keys, exchange.wait_for_each(), strict=True):
             failed = known.get(k) or _Failed(self._params.tensors[k].detach().clone(), whole)
             self._failed[k] = failed._replace(came=came)
             self._unknown.discard(k)
@@ -197,7 +200,8 @@ class _Averaging(ABC):
         Servers count a push once that is made again. Another one in its place, with what was learned since, they would
         pass over if they had the first. One that has come through is not made again: it would count twice.
         """
-        self._send(_Exchange([k for k in keys if not self._failed[k].came], self._steps), wait=True)
+        if again := [k for k in keys if not self._failed[k].came]:
+            self._send(_Exchange(sorted(again), self._steps), wait=True)
         for k in keys:
             self._take_late(k, self._failed.pop(k))
 
@@ -205,7 +209,7 @@ class _Averaging(ABC):
 
     @abstractmethod
     def _prepare(self, keys: list[int]) -> None:
-        """Find out what ``_push`` is to send of ``keys``; it stays that until the exchange is made."""
+        """Find out what is to be sent of ``keys``; it stays that until the exchange is made."""
 
     @abstractmethod
     def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,8 +248,7 @@ class _Averaging(ABC):
         """
         forgotten, self._under_way = self._under_way, []
         for exchange in forgotten:
-            for work in exchange.works:
-                _has_come(work)  # where it matters, the pull says so too
+            exchange.wait_for_each()  # where a failure matters, the pull says so too
         self._kv.pull(self._params.keys, self._params.data)
         self._unknown.clear()
         self._failed.clear()
@@ -485,7 +488,6 @@ class DiLoCo(_Averaging):
 
 
 def _has_come(work: Work) -> bool:
-    """Wait for an exchange of which another part has failed already, and has said so."""
     try:
         work.wait()
     except KVError:

@@ -174,10 +174,10 @@ def test_after_an_exchange_that_was_broken_off_the_center_is_asked_for(
         real, failure = kv.pushpull, kvmpi.Work("the exchange")
         failure.finish(KeyboardInterrupt())
 
-        def torn(key: Any, value: Any, out: Any, async_op: bool) -> kvmpi.Work:
+        def torn(keys: Any, value: Any, out: Any, async_op: bool) -> kvmpi.Work:
             assert async_op
-            real(key, value, out)
-            out[2:] = 99.0
+            real(keys, value, out)
+            out[0][2:] = 99.0
             return failure
 
         monkeypatch.setattr(kv, "pushpull", torn)
