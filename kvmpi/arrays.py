@@ -335,7 +335,7 @@ def note_writes(written: Iterable[Any]) -> None:
     after any operation in place."""
     torch = sys.modules.get("torch")
     if torch is not None and (found := [t for t in written if isinstance(t, torch.Tensor) and not t.is_inference()]):
-        for tensor in found:  # torch before 2.6 takes no list
+        for tensor in found:  # which torch 2.1 does not take as a list
             torch.autograd.graph.increment_version(tensor)
 
 

@@ -51,8 +51,8 @@ Buffer = npt.NDArray[Any]
 #: Private memory up to this size is copied to and from where others have it mapped: these copies stay in the cache,
 #: while the system takes a quarter of a microsecond for each page of another process that it looks up.
 STAGE_BYTES = 4 << 20
-#: Where ranks add up whole slots, each adds what all but two have in them beyond what it would by parts. That many
-#: bytes take as long as the second meeting.
+#: Adding up whole slots reads all of them, adding up a part of each and copying the others' sums as much as two. What
+#: is saved by the second has to be this much to be worth its second meeting.
 PARTS_FROM_BYTES = 128 << 10
 #: Parts of slots begin at multiples of so many elements, so that no two ranks write to one cache line.
 _PART_ELEMENTS = 64

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvmpi.compiling import not_compiled
 from kvmpi.errors import KVError, KVTimeoutError
@@ -91,6 +91,11 @@ class Work:
         if not self._done:
             return "not finished"
         return "finished" if self._failure is None else f"failed with {self._failure.error!r}"
+
+    @property
+    def operations(self) -> Sequence[Work]:
+        """What it is made of: one for each, where a call is several operations; else itself."""
+        return [self]
 
     @not_compiled
     def done(self) -> bool:

@@ -364,6 +364,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         raise UnsupportedError(f"a {self._type} store sends nothing to servers, so there is nothing to compress")
 
+    def pushed_dtype(self, dtype: str) -> str:
+        """What values of ``dtype`` are rounded to on their way to servers, as ``set_gradient_compression`` has it."""
+        return dtype
+
     def _await_copies(self, parts: Sequence[Part], call: Invocation) -> None:
         """Return when what the call pushes is in memory of the store's own."""
         written = [part.state.sent for part in parts]

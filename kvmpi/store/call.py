@@ -169,6 +169,10 @@ class JoinedWork(Work):
         super().__init__(name)
         self._works = works
 
+    @property
+    def operations(self) -> Sequence[Work]:
+        return self._works
+
     @not_compiled
     def done(self) -> bool:
         return all(work.done() for work in self._works)

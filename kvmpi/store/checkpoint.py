@@ -83,10 +83,8 @@ def write(
     }
     text = json.dumps(manifest)
     try:
-        with replacing(path) as temporary:
-            with open(temporary, "wb") as file:
-                checksum = str(zlib.crc32(text.encode()))
-                tensor_files.write(file, tensors, {"manifest": text, "manifest_crc32": checksum})
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            tensor_files.write(file, tensors, {"manifest": text, "manifest_crc32": str(zlib.crc32(text.encode()))})
     except OSError as error:
         raise KVError(f"save to {path}: {error}; what was there before is unchanged") from error
 
@@ -105,7 +103,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             text = metadata.get("manifest", "{}")
-            if metadata.get("manifest_crc32", str(zlib.crc32(text.encode()))) != str(zlib.crc32(text.encode())):
+            checksum = str(zlib.crc32(text.encode()))
+            if metadata.get("manifest_crc32", checksum) != checksum:
                 raise KVError(f"load of {path}: the file is damaged: what it says of its keys is not what was saved")
             manifest = json.loads(text)
             if manifest.get("format") != _FORMAT:

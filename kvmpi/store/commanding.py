@@ -61,6 +61,9 @@ class Commanding(KVStore):
         if self._ps is not None:
             self._ps.set_codec(chosen)
 
+    def pushed_dtype(self, dtype: str) -> str:
+        return self._codec.wire_dtype(dtype)
+
     def _barrier(self, call: Invocation, failure: Exception | None = None) -> None:
         if failure is not None:  # which all workers of this client know
             if self._ps is not None:

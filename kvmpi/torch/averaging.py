@@ -37,7 +37,7 @@ class _Exchange:
         if self.work is None:  # it was never begun
             return [False] * len(self.keys)
         # One a key, in ascending order, where there are servers; where there are none, one failure is that of all.
-        works = getattr(self.work, "_works", [self.work])
+        works = self.work.operations
         if len(works) != len(self.keys):
             works = [self.work] * len(self.keys)
         return [_has_come(work) for work in works]
@@ -184,6 +184,7 @@ class _Averaging(ABC):
     # ---- failures
 
     def _note_failure(self, exchange: _Exchange, error: BaseException, *, whole: bool = False) -> None:
+        """An exchange has failed, for the first time or when it was made again, or was broken off."""
         # As by Ctrl-C: what is not waited for goes on, and only the servers know what comes of it.
         known = {k: self._failed.pop(k) for k in exchange.keys if k in self._failed}
         self._unknown.update(exchange.keys)
@@ -359,7 +360,7 @@ class ElasticAveraging(_Averaging):
     def _prepare(self, keys: list[int]) -> None:
         for k in keys:
             weights = self._params.tensors[k].detach()
-            narrow = _pushed_dtype(self._kv, weights.dtype)
+            narrow = getattr(torch, self._kv.pushed_dtype(str(weights.dtype).removeprefix("torch.")))
             if narrow != weights.dtype and k not in self._sent:
                 self._sent[k] = torch.empty_like(weights)
             if k in self._sent:
@@ -493,12 +494,6 @@ def _has_come(work: Work) -> bool:
     except KVError:
         return False
     return True
-
-
-def _pushed_dtype(kv: KVStore, dtype: torch.dtype) -> torch.dtype:
-    """That in which a store pushes values of ``dtype``, as ``set_gradient_compression`` has it."""
-    codec = getattr(kv, "_codec", None)
-    return dtype if codec is None else getattr(torch, codec.wire_dtype(str(dtype).removeprefix("torch.")))
 
 
 _CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "none", None: ""}

@@ -50,11 +50,10 @@ _owners: dict[int, _Owner] = {}
 _kinds: dict[type[Any], type[Any]] = {}
 
 
-# The compiler of torch before 2.13 looks into what hears of operations, and calls it for ever. Later ones do not, and
-# to hide it from them takes time.
-_hidden: Callable[[Any], Any] = not_compiled
-if tuple(int(number) for number in torch.__version__.partition("+")[0].split(".")[:2]) >= (2, 13):
-    _hidden = lambda function: function  # noqa: E731
+# The compiler of torch 2.11 looks into what hears of operations, and calls it for ever. That of 2.13 does not, and to
+# hide it there takes time.
+_TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+_hidden: Callable[[Any], Any] = not_compiled if _TORCH < (2, 13) else lambda function: function
 
 
 class _Pending:

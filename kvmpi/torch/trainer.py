@@ -343,13 +343,12 @@ class Trainer:
     def _rule_in_force(self, kv: KVStore, batch_size: float) -> optim.Rule:
         """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ."""
         options = self._options()
-        # Of a file that was loaded meanwhile, what the user's optimizer says has the last word.
         if kv.optimizer is None:
             rule = self._own_rule()
             if hasattr(rule, "rescale_grad"):
                 rule = rule.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
             kv.set_optimizer(rule)
-        elif (options, kv.num_optimizers) != self._sent:
+        elif (options, kv.num_optimizers) != self._sent:  # if a file was loaded meanwhile, this has the last word
             mine = self._own_rule()
             if type(kv.optimizer) is not type(mine):
                 raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")

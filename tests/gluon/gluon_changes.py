@@ -84,7 +84,9 @@ def of_pushes():
     run("kvmpi_dist_sync", "sgd", "float16", in_place=False, multi_precision=True)
     run("kvmpi_dist_sync", "sgd", "float32", in_place=False, by_rows=True)
     halves = np.linspace(-1, 1, 99).astype("f2")
-    np.testing.assert_array_equal(kvmpi.mxnet._times(1.6, halves), (halves * np.full(99, 1.6, "f4")).astype("f2"))
+    np.testing.assert_array_equal(
+        kvmpi.mxnet.ndarrays.times(1.6, halves), (halves * np.full(99, 1.6, "f4")).astype("f2")
+    )
 
 
 def of_trainers():
@@ -120,7 +122,9 @@ def of_trainers():
             with autograd.record():
                 loss = (table(mx.nd.array([RANK, 2])) * 3).sum()
             loss.backward()
-            with mock.patch.object(kvmpi.mxnet, "_times", side_effect=AssertionError("gradients were multiplied")):
+            with mock.patch.object(
+                kvmpi.mxnet.ndarrays, "times", side_effect=AssertionError("gradients were multiplied")
+            ):
                 trainer.step(BATCH)
         (parameter,) = table.collect_params().values()
         each = np.array([1, 1, 2, 0, 0, 0]) * -2 * 3 / BATCH

@@ -15,6 +15,7 @@ from mxnet import autograd, gluon
 
 import kvmpi.mxnet
 from kvmpi import errors
+from kvmpi.mxnet import ndarrays
 
 SYNC = ("kvmpi_mpi", "kvmpi_dist_sync", "kvmpi_dist_sync_mpi")
 ASYNC = ("kvmpi_dist_async", "kvmpi_dist_async_mpi")
@@ -282,10 +283,10 @@ def copies():
     net(samples(0, [0])[0]).wait_to_read()
     weight = net[0].weight.data()
     if mx.runtime.Features().is_enabled("MKLDNN"):
-        assert kvmpi.mxnet._memory(weight, weight.to_dlpack_for_read) is None, "nothing is in oneDNN's layout any more"
+        assert ndarrays._memory(weight, weight.to_dlpack_for_read) is None, "nothing is in oneDNN's layout any more"
     before, kv = weight.asnumpy(), mx.kv.create("kvmpi_mpi")
-    for key, here in enumerate((kvmpi.mxnet._HERE, frozenset())):
-        with mock.patch.object(kvmpi.mxnet, "_HERE", here):
+    for key, here in enumerate((ndarrays._HERE, frozenset())):
+        with mock.patch.object(ndarrays, "_HERE", here):
             kv.init(key, weight)
             kv.pushpull(key, weight * (RANK + 1), out=weight)
             np.testing.assert_allclose(weight.asnumpy(), 3 * before, rtol=1e-6)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class OnDevice:
         self.flat = cupy.asarray(values)
         self.dtype, self.shape, self.device, self.data = values.dtype, values.shape, self.flat.device, self.flat.data
         self.strides, self.itemsize = values.strides, values.itemsize
+        self.flags = SimpleNamespace(c_contiguous=contiguous)
         self.contiguous, self.ready, self.fence = contiguous, ready, fence
 
     @property

@@ -7,7 +7,6 @@ MXNet's oneDNN kernels) are copied. Of NDArrays of storage type row_sparse the r
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,7 @@ import numpy as np
 
 import kvmpi
 from kvmpi import optim
-from kvmpi.arrays import DTYPES
-from kvmpi.errors import ConfigError, DTypeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.store import KVStore
 from kvmpi.warning import warn
 
@@ -29,9 +27,11 @@ except (ImportError, AttributeError) as error:  # AttributeError: numpy.bool, wh
         "pip install mxnet==1.9.1 numpy==1.23.5"
     ) from error
 
+from kvmpi.mxnet import ndarrays, rules
+from kvmpi.mxnet.rules import rule_of
+
 PREFIX = "kvmpi_"
 _TYPES = ("local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi")
-_HERE = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 
 class Store(mx.kvstore.KVStoreBase):
@@ -80,12 +80,14 @@ class Store(mx.kvstore.KVStoreBase):
 
     def init(self, key: Any, value: Any) -> None:
         """Create keys. Collective over all workers; worker 0's value counts; returns when they can be read."""
-        self.store.init(key, _map(value, _read))
+        self.store.init(key, ndarrays.map_arrays(value, ndarrays.read))
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
-        with _Writing() as writing:
-            self.store.broadcast(key, _map(value, _read), _map(out, writing.to), priority)
+        with ndarrays.Writing() as writing:
+            self.store.broadcast(
+                key, ndarrays.map_arrays(value, ndarrays.read), ndarrays.map_arrays(out, writing.to), priority
+            )
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add ``value``, summed over devices and workers, to the keys; with an optimizer, update them by it.
@@ -103,9 +105,9 @@ class Store(mx.kvstore.KVStoreBase):
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Copy the stored values into ``out``. As MXNet's, it leaves sparse arrays in there alone, by default."""
         types: set[str] = set()
-        _map(out, lambda array: types.add(array.stype))
+        ndarrays.map_arrays(out, lambda array: types.add(array.stype))
         if types - {"default"}:
-            wanted = _wanted("pull", key, out)
+            wanted = ndarrays.wanted("pull", key, out)
             sparse = [(one, array) for one, array, _ in wanted if getattr(array, "stype", "default") != "default"]
             if sparse and not ignore_sparse:
                 every_id = [mx.nd.arange(array.shape[0], dtype="int64") for _, array in sparse]
@@ -114,13 +116,13 @@ class Store(mx.kvstore.KVStoreBase):
             if not left:
                 return
             key, out = [one for one, _ in left], [array for _, array in left]
-        with _Writing() as writing:
-            self.store.pull(key, _map(out, writing.to), priority)
+        with ndarrays.Writing() as writing:
+            self.store.pull(key, ndarrays.map_arrays(out, writing.to), priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """``push`` and ``pull`` in one exchange; without ``out`` the result replaces ``value``."""
-        with _Writing() as writing:
-            target = _map(value if out is None else out, writing.to)
+        with ndarrays.Writing() as writing:
+            target = ndarrays.map_arrays(value if out is None else out, writing.to)
             pushed = target if out is None and self._factor() == 1.0 else self._pushed(value)
             self._follow(key)
             self.store.pushpull(key, pushed, target, priority)
@@ -137,7 +139,7 @@ class Store(mx.kvstore.KVStoreBase):
             UnsupportedError: ``out`` has another storage type.
         """
         keys, arrays, rows, chosen = [], [], [], []
-        for one, array, ids in _wanted("row_sparse_pull", key, out, row_ids):
+        for one, array, ids in ndarrays.wanted("row_sparse_pull", key, out, row_ids):
             if getattr(array, "stype", "") != "row_sparse":
                 raise UnsupportedError(f"row_sparse_pull of key {one!r}: out is no NDArray of storage type row_sparse")
             if not isinstance(ids, mx.nd.NDArray):
@@ -158,7 +160,7 @@ class Store(mx.kvstore.KVStoreBase):
         if isinstance(optimizer, mx.optimizer.SGD | mx.optimizer.NAG):
             by_rows = by_rows or not (optimizer.momentum or optimizer.wd)
         if factor == 1.0:
-            return _map(value, _read_rows if by_rows else _read)
+            return ndarrays.map_arrays(value, ndarrays.read_rows if by_rows else ndarrays.read)
         if not self._warned:
             self._warned = True
             warn(
@@ -166,7 +168,9 @@ class Store(mx.kvstore.KVStoreBase):
                 f"{optimizer.rescale_grad:.4g} what this worker pushes is multiplied by {factor:.4g} (drop the short "
                 "last batch of an epoch to avoid this)"
             )
-        return _map(value, lambda array: _times(factor, (_read_rows if by_rows else _read)(array)))
+        return ndarrays.map_arrays(
+            value, lambda array: ndarrays.times(factor, (ndarrays.read_rows if by_rows else ndarrays.read)(array))
+        )
 
     def _factor(self) -> float:
         """What is pushed is multiplied by this, since the servers' rule has the ``rescale_grad`` of all workers."""
@@ -192,8 +196,12 @@ class Store(mx.kvstore.KVStoreBase):
             self._optimizer = None
         else:
             self.store.set_optimizer(rule_of(optimizer))
-            self._optimizer, self._sent, self._rates = optimizer, (_options(optimizer), self.store.optimizer), {}
-            self._scale, self._warned = _scale_of(optimizer), False
+            self._optimizer, self._sent, self._rates = (
+                optimizer,
+                (rules.options_of(optimizer), self.store.optimizer),
+                {},
+            )
+            self._scale, self._warned = rules.scale_of(optimizer), False
 
     def _follow(self, key: Any) -> None:
         """Count an update of the keys, and tell the servers of changes in the optimizer before it is applied."""
@@ -205,15 +213,15 @@ class Store(mx.kvstore.KVStoreBase):
         if self._updates < optimizer.num_update:
             self._updates = optimizer.num_update
             self.store.clock()
-        options, rates, now = _options(optimizer), _rates(optimizer, keys), self.store.optimizer
+        options, rates, now = rules.options_of(optimizer), rules.rates_of(optimizer, keys), self.store.optimizer
         known, sent = self._sent
         is_known = options == known and all(self._rates.get(one) == rates[one] for one in keys)
         # A file that was loaded, or anybody else, has changed the rule if it is another object.
         if is_known and now is sent and self._scale is not None:
             return
-        rates = _rates(optimizer, self.store.keys)
-        scale = _scale_of(optimizer) if self._scale is None else self._scale
-        rule = _rule_with(optimizer, rates, scale)
+        rates = rules.rates_of(optimizer, self.store.keys)
+        scale = rules.scale_of(optimizer) if self._scale is None else self._scale
+        rule = rules.with_rates(optimizer, rates, scale)
         if type(rule) is not type(now):
             raise ConfigError(f"the store applies {now!r}, this program {rule!r}; use a store for each")
         changed = rule.changes_from(now)
@@ -286,204 +294,6 @@ class Trainer(mx.gluon.Trainer):
             store.pushpull(active, gradients, outs)
         if sparse := [i for i in with_gradients if i not in active]:  # the next forward pulls the rows that it needs
             store.push(sparse, [self._params[i].list_grad() for i in sparse])
-
-
-_INSTEAD = "; let MXNet's optimizer step in the workers: update_on_kvstore=False, with a synchronous store"
-
-
-def rule_of(
-    optimizer: Any, lr: float | None = None, wd: float | None = None, rescale_grad: float | None = None
-) -> optim.Rule:
-    """The rule of ``kvmpi.optim`` that does what an optimizer of MXNet does with its next gradient.
-
-    ``lr`` and ``wd`` are those of a key that has its own; ``rescale_grad`` is in the place of the optimizer's.
-
-    MXNet's SGD and NAG put the learning rate into the momentum, ``v = momentum * v + lr * gradient``, torch's do not.
-    So where there is momentum, the rule has a learning rate of 1, and gradient and weight decay are multiplied by it:
-    the same while the learning rate changes. Adam's ``epsilon`` is added after the correction of bias, as in torch.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    label = f"MXNet's {type(optimizer).__name__}"
-    if getattr(optimizer, "clip_gradient", None):
-        raise UnsupportedError(
-            f"{label} with clip_gradient={optimizer.clip_gradient} has no equivalent in kvmpi.optim{_INSTEAD}"
-        )
-    kind, lr = type(optimizer), float(getattr(optimizer, "learning_rate", 0.0) if lr is None else lr)
-    wd = getattr(optimizer, "wd", 0.0) if wd is None else wd
-    scale = getattr(optimizer, "rescale_grad", 1.0) if rescale_grad is None else rescale_grad
-    common: dict[str, Any] = {}
-    if kind in (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.Adam):
-        common = {"rescale_grad": scale, "multi_precision": bool(optimizer.multi_precision)}
-    if kind in (mx.optimizer.SGD, mx.optimizer.NAG):
-        if optimizer.momentum == 0.0:
-            return optim.SGD(lr, weight_decay=wd, **common)
-        nesterov = kind is mx.optimizer.NAG
-        if nesterov and wd != 0.0:  # MXNet lets the weights decay where the momentum will have taken them
-            raise UnsupportedError(f"{label} with momentum and wd={wd} has no equivalent{_INSTEAD}")
-        common["rescale_grad"] *= lr
-        return optim.SGD(1.0, optimizer.momentum, nesterov=nesterov, weight_decay=lr * wd, **common)
-    if kind is mx.optimizer.Adam:
-        betas = (optimizer.beta1, optimizer.beta2)
-        return optim.Adam(lr, betas, optimizer.epsilon, weight_decay=wd, **common)
-    if kind is mx.optimizer.Test:
-        return optim.Test(lr=-1.0, rescale_grad=scale)
-    raise UnsupportedError(f"{label} has no equivalent in kvmpi.optim (SGD, NAG, Adam and Test have){_INSTEAD}")
-
-
-def _rule_with(optimizer: Any, rates: dict[Any, tuple[float, float]], scale: float) -> optim.Rule:
-    """The rule with the learning rate and weight decay of each key, in steps that grow with the keys alone."""
-    rule = rule_of(optimizer, rescale_grad=scale)
-    common = rule.hyperparams()
-    own = {pair: rule_of(optimizer, *pair, scale).hyperparams() for pair in set(rates.values())}
-    of_keys = {
-        f"{name}@{key}": value
-        for key, pair in rates.items()
-        for name, value in own[pair].items()
-        if value != common[name]
-    }
-    return rule.with_hyperparams(**of_keys)
-
-
-def _rates(optimizer: Any, keys: list[Any]) -> dict[Any, tuple[float, float]]:
-    """By key: learning rate and weight decay, with what ``lr_mult`` and ``wd_mult`` say."""
-    return dict(zip(keys, zip(optimizer._get_lrs(keys), optimizer._get_wds(keys), strict=True), strict=True))
-
-
-def _scale_of(optimizer: Any) -> float:
-    """``rescale_grad`` for a rule, of which others are multiples."""
-    return float(optimizer.rescale_grad) or 1.0
-
-
-def _options(optimizer: Any) -> tuple[Any, ...]:
-    """All that ``rule_of`` looks at, but for ``rescale_grad``."""
-    return tuple(getattr(optimizer, name, None) for name in _OPTIONS)
-
-
-_OPTIONS = ("learning_rate", "wd", "clip_gradient", "multi_precision", "momentum", "beta1", "beta2", "epsilon")
-
-
-# ---- NDArrays
-
-
-def _map(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """``value`` with its NDArrays converted: one, a list, or a list of lists."""
-    if isinstance(value, list | tuple):
-        return [_map(item, convert) for item in value]
-    return convert(value) if isinstance(value, mx.nd.NDArray) else value
-
-
-def _wanted(call: str, key: Any, out: Any, row_ids: Any = None) -> list[tuple[Any, Any, Any]]:
-    """Each array of ``out`` with its key and its row ids, of one key or a list of them.
-
-    Raises:
-        ConfigError: lists of different lengths.
-    """
-    if isinstance(key, list | tuple):
-        ids = row_ids if isinstance(row_ids, list | tuple) else [row_ids] * len(key)
-        if not isinstance(out, list | tuple) or not len(key) == len(out) == len(ids):
-            raise ConfigError(
-                f"{call}: {len(key)} keys need lists of as many arrays, or lists of arrays, and of row_ids"
-            )
-        return [found for each in zip(key, out, ids, strict=True) for found in _wanted(call, *each)]
-    outs = list(out) if isinstance(out, list | tuple) else [out]
-    ids = list(row_ids) if isinstance(row_ids, list | tuple) else [row_ids]
-    ids = ids * len(outs) if len(ids) == 1 else ids
-    if len(outs) != len(ids):
-        raise ConfigError(f"{call} of key {key!r}: {len(outs)} arrays, {len(ids)} arrays of row ids")
-    return [(key, array, of) for array, of in zip(outs, ids, strict=True)]
-
-
-def _read(array: Any) -> np.ndarray:
-    """The array's memory, when MXNet has written it, or a copy."""
-    if array.stype == "row_sparse":
-        array = array.tostype("default")
-    found = _memory(array, array.to_dlpack_for_read)
-    return array.asnumpy() if found is None else found
-
-
-def _read_rows(array: Any) -> Any:
-    """The same, or the ids and rows that an array of storage type row_sparse has."""
-    return (_read(array.indices), _read(array.data)) if array.stype == "row_sparse" else _read(array)
-
-
-def _times(factor: float, found: Any) -> Any:
-    """A copy, multiplied, of what ``_read`` or ``_read_rows`` gives; half types are multiplied as float32."""
-    if isinstance(found, tuple):
-        return found[0], _times(factor, found[1])
-    if found.dtype.kind != "f":
-        raise UnsupportedError(
-            f"rescale_grad has changed, and a push of {found.dtype} cannot be multiplied by {factor}"
-        )
-    product: np.ndarray = np.multiply(found, factor, dtype=np.promote_types(found.dtype, "f4"))
-    return product.astype(found.dtype, copy=False)
-
-
-class _Writing:
-    """NumPy arrays in place of NDArrays that are to be written; copies reach the NDArrays at the end of ``with``."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[Any, np.ndarray]] = []
-
-    def to(self, array: Any) -> np.ndarray:
-        """The array's memory, when MXNet neither reads nor writes it any more, or a copy."""
-        found = _memory(array, array.to_dlpack_for_write)
-        if found is None:
-            found = array.asnumpy()
-            self._copies.append((array, found))
-        elif found.size:
-            # NumPy gives DLPack's memory out for reading only.
-            address, _ = found.__array_interface__["data"]
-            memory: Any = (ctypes.c_char * found.nbytes).from_address(address)
-            found = np.frombuffer(memory, found.dtype).reshape(found.shape)
-        return found
-
-    def __enter__(self) -> _Writing:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:
-            for array, copy in self._copies:
-                # By way of another NDArray, since MXNet copies from main memory into its plain layout only.
-                mx.nd.array(copy, array.context, array.dtype).copyto(array)
-
-
-class _Capsule:
-    """What ``numpy.from_dlpack`` asks for the memory."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: object) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0  # main memory
-
-
-def _memory(array: Any, export: Callable[[], Any]) -> np.ndarray | None:
-    """The memory of an NDArray, or None where it is on a device or in a layout of MXNet's own.
-
-    Raises:
-        DTypeMismatchError, UnsupportedError: kvmpi does not carry such arrays.
-    """
-    if array.stype != "default":
-        raise UnsupportedError(
-            f"an NDArray of storage type {array.stype} is not carried; call tostype('default') first"
-        )
-    if np.dtype(array.dtype) not in _DTYPES:
-        raise DTypeMismatchError(f"NDArrays of dtype {np.dtype(array.dtype)} are not carried; use one of {_NAMES}")
-    if array.context.device_type not in _HERE:
-        return None
-    try:
-        return np.from_dlpack(_Capsule(export()))
-    except mx.base.MXNetError:
-        return None
-
-
-_DTYPES = frozenset(dtype for name, dtype in DTYPES.items() if name != "bfloat16")
-_NAMES = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
 
 
 # ---- registration
