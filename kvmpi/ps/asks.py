@@ -58,8 +58,8 @@ class Ask:
         withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
     """
 
-    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "may_be_quiet", "missing", "number", "on_reply",
-                 "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used",
+    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "may_be_quiet", "missing", "number", "old",
+                 "on_reply", "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used",
                  "withheld")  # fmt: skip
 
     def __init__(
@@ -84,6 +84,7 @@ class Ask:
         self.accepted = False  # a push that is in its round, and no longer takes from its window
         self.used = False  # a push that failed, and whose step is used up nevertheless
         self.ended = False
+        self.old = False  # the answer is kept by its server
         self.missing: list[int] | None = None
         self.silent_s: list[int] = []  # for how long each of the missing has been silent
         self.operation: Operation

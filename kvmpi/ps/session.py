@@ -252,10 +252,7 @@ class ClientSession:
                         raise ProtocolError(f"a {type(message).__name__} is no answer")
                     if ask.on_reply is not None:
                         ask.on_reply(message, payloads)
-                    if isinstance(message, m.Value) and message.old:  # its server may forget it
-                        key, chunk, step = ask.fields[:3]
-                        taken = m.Query(ask.number, key, chunk, step, fused=False, part=max(0, ask.part))
-                        self._words.append((ask.peer, taken, ()))
+                    ask.old = isinstance(message, m.Value) and message.old
                 except Exception as caught:  # one bad answer must not end the others' thread
                     error = _as_kv_error(ask, caught)
                 self._end(ask, error)
@@ -430,6 +427,8 @@ class ClientSession:
         self._unfinished.pop(id(operation), None)
         if not operation.finished:
             operation.finished = True
+            if operation.error is None:
+                self._words += [_taken(ask) for ask in operation.asks if ask.old]
             operation.on_done(operation.error)
             operation.unaccepted = min(operation.unaccepted, 1)
             self._count_accepted(operation)
@@ -445,6 +444,12 @@ class ClientSession:
 
 def _nothing(_: KVError | None) -> None:
     pass
+
+
+def _taken(ask: Ask) -> Outgoing:
+    """What lets a server forget the answer. Where another chunk's has failed all are asked for once more."""
+    key, chunk, step = ask.fields[:3]
+    return ask.peer, m.Query(ask.number, key, chunk, step, fused=False, part=max(0, ask.part)), ()
 
 
 def _lost_error(operation: Operation, why: str) -> ServerLostError:

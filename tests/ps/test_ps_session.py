@@ -229,6 +229,23 @@ def test_an_init_that_one_server_refuses_waits_for_no_other() -> None:
     assert bench.session.idle
 
 
+def test_servers_may_forget_what_they_keep_when_the_whole_operation_has_its_answers() -> None:
+    bench = Bench()
+    for label in ("whole", "in part"):
+        bench.start(label, *(Ask(i, m.Push, (label, i, 7, "none", True)) for i in range(2)))
+    sent: list[Any] = bench.flush()
+    whole, part = ([message for message in sent if message.key == key] for key in ("whole", "in part"))
+    for message in (whole[0], part[0]):
+        bench.answer(message, m.Value, 1, -1, True)
+    assert bench.flush() == []
+    bench.answer(part[1], m.Failure, "KVError", "no")
+    assert isinstance(bench.ended["in part"], KVError)
+    assert bench.flush() == []  # the first chunk's answer is wanted once more when that is made again
+    bench.answer(whole[1], m.Value, 1)  # not kept
+    assert bench.ended["whole"] is None
+    assert bench.flush() == [m.Query(whole[0].request, "whole", 0, 7, fused=False)]
+
+
 def test_no_requests_are_done_at_once() -> None:
     bench = Bench()
     bench.start("op")
