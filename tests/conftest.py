@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
-from jobs import run_job
+from jobs import HANGS_S, run_job
 from rank_threads import run_ranks  # noqa: F401 - a fixture
 
 #: Files of tests that start many processes, the longest first: begun last, one of them would keep all others waiting.
@@ -49,7 +49,7 @@ def job() -> Job:
     """``run_job``, which must end with status 0: otherwise the test fails and shows what the job printed."""
 
     def run(
-        options: str, program: Path, *arguments: object, timeout_s: float = 120.0, **settings: object
+        options: str, program: Path, *arguments: object, timeout_s: float = HANGS_S, **settings: object
     ) -> subprocess.CompletedProcess[str]:
         done = run_job(options, program, *arguments, timeout_s=timeout_s, settings=settings)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

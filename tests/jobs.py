@@ -11,12 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+#: Seconds that no job takes, also on a slow machine that does other things, and less than a call of a store may take.
+HANGS_S = 240.0
+#: The same of jobs that check much one after the other; their calls may take less.
+LONG_JOB_HANGS_S = 900.0
+
 
 def run_job(
     options: str,
     program: Path,
     *arguments: object,
-    timeout_s: float = 120.0,
+    timeout_s: float = HANGS_S,
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """``kvmpi run OPTIONS PROGRAM ARGUMENTS`` with ``KVMPI_*`` settings; output is captured."""
@@ -26,7 +31,7 @@ def run_job(
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = HANGS_S) -> None:
     """Look until something is so; ``what`` is said if it does not come in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -34,7 +39,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0
         time.sleep(0.01)
 
 
-def await_lines(job: subprocess.Popen[str], count: int, end: str, timeout_s: float = 60.0) -> None:
+def await_lines(job: subprocess.Popen[str], count: int, end: str, timeout_s: float = HANGS_S) -> None:
     """Until ``job`` has printed so many lines, which all end so; it is killed if that takes too long."""
     assert job.stdout is not None
     limit = threading.Timer(timeout_s, job.kill)

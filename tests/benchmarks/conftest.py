@@ -16,6 +16,7 @@ from kvmpi.collectives.memory_comm import MemoryComm
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from device_fixtures import compile_for_host, import_gpu, stand_in  # noqa: F401 - fixtures
+from jobs import HANGS_S
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 RunRanks = Callable[[int, Callable[[MemoryComm], Any]], list[Any]]
@@ -25,7 +26,7 @@ RunRanks = Callable[[int, Callable[[MemoryComm], Any]], list[Any]]
 def bench(tmp_path) -> Bench:
     """``kvmpi bench WORDS``, in a folder of its own."""
 
-    def run(*words: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def run(*words: object, timeout_s: float = HANGS_S) -> subprocess.CompletedProcess[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
         command = [sys.executable, "-m", "kvmpi", "bench", *map(str, words)]
         return subprocess.run(

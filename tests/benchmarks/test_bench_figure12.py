@@ -99,7 +99,7 @@ def test_a_tiny_figure(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kvmpi", "bench", "figure12", "--algorithms", "mpi-ESGD", "-n", "4"]
     words += ["-s", "1", "--model", "400K", "--compute-seconds", "0.02", "--steps", "2", "--interval", "2"]
     words += ["--epochs", "1", "--json", str(rows_file), "--plot", str(picture)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = [json.loads(line) for line in rows_file.read_text().splitlines()]
     assert (row["algorithm"], row["c"], row["wrong"]) == ("mpi-ESGD", 2, 0)

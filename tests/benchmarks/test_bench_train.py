@@ -28,7 +28,6 @@ def test_all_ways_train_alike(bench, tmp_path):
         "alone,kvmpi,kvmpi:timeline,kvmpi:on,kvmpi:off,weights,weights:off,trainer,ddp:gloo",
         "--json",
         "rows.json",
-        timeout_s=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (traced,) = [line for line in done.stdout.splitlines() if line.startswith("# gpt-small: ")]

@@ -10,6 +10,7 @@ from pathlib import Path
 import mpi_jobs
 import psutil
 import pytest
+from jobs import HANGS_S
 
 pytest.importorskip("mpi4py")
 
@@ -50,7 +51,7 @@ def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp
         mine, folder = cases[number::2], tmp_path / str(number)
         folder.mkdir()
         arguments = (folder, int(signal.SIGSTOP), *mine)
-        mpi_jobs.run(kind, size, "failure_checks.py", *arguments, folder=folder, timeout_s=120.0)
+        mpi_jobs.run(kind, size, "failure_checks.py", *arguments, folder=folder, timeout_s=HANGS_S)
         for rank in range(size):
             assert (folder / f"reported{rank}").read_text().splitlines() == mine
         assert {path.name for path in folder.glob("struck-*")} == {f"struck-{case}" for case in mine}
@@ -65,7 +66,9 @@ def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp
 )
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(kind: str, case: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit status"):
-        mpi_jobs.run(kind, 4, "failure_checks.py", tmp_path, int(signal.SIGKILL), case, folder=tmp_path, timeout_s=90.0)
+        mpi_jobs.run(
+            kind, 4, "failure_checks.py", tmp_path, int(signal.SIGKILL), case, folder=tmp_path, timeout_s=HANGS_S
+        )
     assert (tmp_path / f"struck-{case}").exists()
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
     assert len(pids) == 4

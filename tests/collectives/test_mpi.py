@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("mpi4py")
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
 
 
 def job(kind: str, size: int, folder: Path, threads: str = "multiple") -> str:

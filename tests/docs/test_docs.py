@@ -62,7 +62,7 @@ def test_there_are_examples():
 
 def test_generated_pages_are_current():
     command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -26,7 +26,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.launchers import reach
 from kvmpi.launchers.hosts import Host
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 AT = Surroundings({}, "0" * 16)
 
 

@@ -22,7 +22,7 @@ from kvmpi.launchers import watchdog, where
 from kvmpi.launchers.hosts import Host, of_slurm
 from kvmpi.launchers.mpirun import MPI
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 VERSION = 'case "$*" in *--version*) echo "mpirun (Open MPI) 5.0.11"; exit 0;; esac\n'
 
 

@@ -103,7 +103,7 @@ def test_comparison_of_jobs(tmp_path: Path) -> None:
         *("-n", "2", "-c", "1", "-s", "1", "--epochs", "2", "--limit", "400", "--target-accuracy", "0.3"),
     ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, clients in (("mpi-esgd", 1), ("dist-sgd", 2)):
         header, epochs = read(tmp_path / f"{name}.jsonl")
@@ -179,7 +179,7 @@ def test_programs_that_stand_alone_check_numbers_too(
     ("train_text.py", "--batch-size 100000", "are too few for batches of 100000 on 2 workers"),
 ])  # fmt: skip
 def test_too_little_data_is_said(program: str, options: str, said: str) -> None:
-    done = run_job("-n 2 -s 1", EXAMPLES / program, *options.split(), timeout_s=120)
+    done = run_job("-n 2 -s 1", EXAMPLES / program, *options.split())
     assert done.returncode
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -193,7 +193,7 @@ def test_the_short_program_goes_on_from_its_checkpoint(tmp_path: Path, capsys: p
 
 
 def test_the_short_program_with_two_workers() -> None:
-    done = run_job("-n 2", EXAMPLES / "train_digits.py", "--epochs", 2, "--batch-size", 64, timeout_s=240)
+    done = run_job("-n 2", EXAMPLES / "train_digits.py", "--epochs", 2, "--batch-size", 64)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"[worker 0] epoch {epoch}" for epoch in (1, 2)]

@@ -68,7 +68,7 @@ def test_factors_of_one_worker(ratings: Path, store: str, capsys: pytest.Capture
 
 
 def test_factors_of_three_workers(ratings: Path) -> None:
-    done = run_job("-n 3 -c 3 -s 2", EXAMPLES / "matrix_factorization.py", "--ratings", ratings, *OPTIONS, timeout_s=60)
+    done = run_job("-n 3 -c 3 -s 2", EXAMPLES / "matrix_factorization.py", "--ratings", ratings, *OPTIONS)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [float(line.split()[-1]) for line in done.stdout.splitlines() if "RMSE" in line]
     np.testing.assert_allclose(found, plain(ratings, 3), atol=1e-4)
@@ -132,7 +132,7 @@ def test_sentences_in_every_algorithm(
 
 
 def test_sentences_in_a_job() -> None:
-    done = run_job("-n 2 -c 1 -s 1", EXAMPLES / "train_text.py", *SMALL, "--epochs", "1", timeout_s=90)
+    done = run_job("-n 2 -c 1 -s 1", EXAMPLES / "train_text.py", *SMALL, "--epochs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr
     pushed, dense = re.search(r"pushed ([\d.]+) MB; dense it would have been ([\d.]+) MB", done.stdout).groups()  # type: ignore[union-attr]

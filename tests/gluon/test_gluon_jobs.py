@@ -23,7 +23,7 @@ def mxnet_python() -> str:
     return found
 
 
-def run(command: Sequence[object], timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[object], timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("KVMPI_", "DMLC_", "MXNET_"))}
     return subprocess.run(
         [str(word) for word in command], cwd=ROOT, env={**env, "KVMPI_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"},

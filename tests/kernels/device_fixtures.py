@@ -32,7 +32,7 @@ def compile_for_host(tmp_path_factory):
                 source = folder / f"{name}_{len(known)}.cpp"
                 source.write_text(f"{SHIM}\n#line 1\n{code}\n{LAUNCH % name}")
                 command = ["g++", "-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-                subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=120)
+                subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=240)
                 known[code, name] = ctypes.CDLL(str(source.with_suffix(".so"))).launch
         function = known[code, name]
         function.restype = ctypes.c_bool

@@ -324,4 +324,4 @@ def test_import_needs_neither_torch_nor_cupy():
         "import sys, kvmpi.kernels, kvmpi.optim\n"
         "assert not {'torch', 'cupy', 'kvmpi.kernels.gpu'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

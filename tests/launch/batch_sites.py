@@ -20,7 +20,7 @@ from jobs import command_line, environs_with
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.errors import UnsupportedError
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 PROGRAMS = Path(__file__).with_name("programs")
 
 

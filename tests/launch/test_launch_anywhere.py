@@ -30,7 +30,7 @@ COMMAND = [
 ]
 # What a client misses while it is started again is waited for; other tests may have the processor.
 SETTINGS = {"KVMPI_TIMEOUT_S": "120", "OMP_NUM_THREADS": "1"}
-TIMEOUT_S = 200.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")

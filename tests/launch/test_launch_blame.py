@@ -29,7 +29,7 @@ def test_who_has_failed_is_named_and_not_who_has_lost_it(how: str, status: int, 
 
 
 def test_a_rank_that_ends_before_mpi_begins_is_not_waited_for_for_ever() -> None:
-    job = run_job("-n 2", PROGRAM, "mpi", "early", settings={"timeout_s": 3}, timeout_s=60)
+    job = run_job("-n 2", PROGRAM, "mpi", "early", settings={"timeout_s": 3})
     assert job.returncode, job.stderr
     assert "all_ranks_of_the_client_begin_MPI" in job.stderr, job.stderr
 

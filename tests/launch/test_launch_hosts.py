@@ -30,7 +30,7 @@ from kvmpi.launchers.cores import usable
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 PROGRAMS = Path(__file__).with_name("programs")
 needs_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"

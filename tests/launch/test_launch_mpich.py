@@ -15,7 +15,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "sum_on_hosts.py"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 def has_mpich() -> bool:

@@ -154,7 +154,7 @@ def run(seeds: Sequence[int], shape: str, settings: dict[str, Any], *options: st
             *options,
         ]
         return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=60 + 20 * len(seeds), check=False
+            command, env=env, capture_output=True, text=True, timeout=240 + 20 * len(seeds), check=False
         )
 
 

@@ -420,7 +420,7 @@ assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the proc
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for names of sockets
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True,
-            timeout=60, check=False,
+            timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert os.listdir(folder) == []

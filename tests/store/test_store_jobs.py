@@ -55,7 +55,7 @@ def output_of(options: str, *programs: str) -> subprocess.CompletedProcess[str]:
     """A job in which each worker runs all of them."""
     with tempfile.TemporaryDirectory() as folder:
         words = " + ".join(programs).replace("FOLDER", folder).split()
-        return run_job(options, PROGRAMS / "in_turn.py", *words, timeout_s=240.0)
+        return run_job(options, PROGRAMS / "in_turn.py", *words)
 
 
 def lines(options: str, programs: Sequence[str], program: str) -> list[list[str]]:
@@ -182,11 +182,11 @@ def test_servers_run_a_rule_of_the_users_own(job, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
     done = job("-n 2 -c 2 -s 2 --import custom_rules", PROGRAMS / "custom.py")
     assert done.stdout.count("custom rule") == 2
-    without = run_job("-n 2 -c 2 -s 2", PROGRAMS / "custom.py", timeout_s=60)
+    without = run_job("-n 2 -c 2 -s 2", PROGRAMS / "custom.py")
     assert without.returncode == 1
     assert "'doubler'" in without.stderr
     assert "--import" in without.stderr
-    missing = run_job("-n 2 -c 2 -s 1 --import no_such_module", PROGRAMS / "custom.py", timeout_s=60)
+    missing = run_job("-n 2 -c 2 -s 1 --import no_such_module", PROGRAMS / "custom.py")
     assert missing.returncode != 0
     assert "cannot import 'no_such_module'" in missing.stderr
 

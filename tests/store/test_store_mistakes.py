@@ -25,7 +25,7 @@ def mistakes(done):
 
 
 def test_mistakes_in_clients_of_two(job):
-    found = mistakes(job("-n 4 -c 2 -s 2", PROGRAMS / "mistakes.py", "dist_sync_mpi", timeout_s=60))
+    found = mistakes(job("-n 4 -c 2 -s 2", PROGRAMS / "mistakes.py", "dist_sync_mpi"))
     everywhere = {
         "uninitialised": r"KeyNotInitializedError: .*'nope' on worker",
         "twice": r"DuplicateKeyError: .*'w' on worker",
@@ -56,7 +56,7 @@ def test_mistakes_in_clients_of_two(job):
 
 
 def test_mistakes_of_clients_of_one(job):
-    found = mistakes(job("-n 3 -c 3 -s 2", PROGRAMS / "mistakes.py", "dist_sync", timeout_s=60))
+    found = mistakes(job("-n 3 -c 3 -s 2", PROGRAMS / "mistakes.py", "dist_sync"))
     assert re.match(r"ShapeMismatchError: .*'w' on worker 2", found["shape"][2])
     assert re.match(r"ShapeMismatchError: .*client 2 .*client 0", found["init shape"][2])
     assert re.match(r"DTypeMismatchError: .*float64.*float32", found["init dtype"][2])
@@ -65,7 +65,7 @@ def test_mistakes_of_clients_of_one(job):
 
 
 def test_a_forked_child_leaves_the_store_to_its_parent(job):
-    found = mistakes(job("-n 2", PROGRAMS / "mistakes.py", "local", timeout_s=60))
+    found = mistakes(job("-n 2", PROGRAMS / "mistakes.py", "local"))
     for name in ("fork", "fork all"):
         for worker in range(2):
             assert re.match(r"KVError: KVError: this local store belongs to process \d+", found[name][worker]), found
@@ -85,7 +85,7 @@ def test_a_forked_child_leaves_the_store_to_its_parent(job):
 )
 def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, named, call):
     arguments = (store, tmp_path, ",".join(map(str, others)), call)
-    done = run_job(options, PROGRAMS / "absent.py", *arguments, timeout_s=60, settings={"timeout_s": 3})
+    done = run_job(options, PROGRAMS / "absent.py", *arguments, settings={"timeout_s": 3})
     assert done.returncode == 1
     late = dict(re.findall(r"^\[worker (\d+)\] late after [0-9.]+ s: (.*)$", done.stdout, re.MULTILINE))
     assert {int(worker) for worker in late} >= others, done.stdout + done.stderr
@@ -96,7 +96,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path, options, store, others, na
 
 
 def test_ctrl_c_in_a_sum_is_heard_at_once_and_ends_the_store(tmp_path):
-    done = run_job("-n 2", PROGRAMS / "interrupted.py", tmp_path, timeout_s=60)
+    done = run_job("-n 2", PROGRAMS / "interrupted.py", tmp_path)
     assert done.stdout.count("interrupted right") == 2, done.stdout + done.stderr
     assert done.returncode == 1  # as of every store that has lost a worker
 
@@ -110,14 +110,14 @@ def test_ctrl_c_in_a_sum_is_heard_at_once_and_ends_the_store(tmp_path):
     ],
 )
 def test_jobs_that_cannot_be(options, program, status, text):
-    done = run_job(options, PROGRAMS / program, "dist_sync", timeout_s=30)
+    done = run_job(options, PROGRAMS / program, "dist_sync")
     assert done.returncode == status, done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr or status == 1
 
 
 def test_no_mpi_is_a_clear_error():
-    done = run_job("-n 2", PROGRAMS / "sums.py", "mpi", timeout_s=30, settings={"mpirun": "/nowhere/mpirun"})
+    done = run_job("-n 2", PROGRAMS / "sums.py", "mpi", settings={"mpirun": "/nowhere/mpirun"})
     assert done.returncode == 2
     assert "kvmpi[mpi]" in done.stderr
     assert "Traceback" not in done.stderr
@@ -128,14 +128,14 @@ def test_a_scheduler_port_in_use_is_a_clear_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run_job("-n 1 -s 1", PROGRAMS / "sums.py", "dist_sync", timeout_s=30, settings={"scheduler_port": port})
+        done = run_job("-n 1 -s 1", PROGRAMS / "sums.py", "dist_sync", settings={"scheduler_port": port})
     assert done.returncode != 0
     assert str(port) in done.stderr
     assert "in use" in done.stderr
 
 
 def test_an_unknown_setting_is_a_clear_error():
-    done = run_job("-n 1", PROGRAMS / "sums.py", "mpi", timeout_s=30, settings={"time_out": 3})
+    done = run_job("-n 1", PROGRAMS / "sums.py", "mpi", settings={"time_out": 3})
     assert done.returncode != 0
     assert "KVMPI_TIME_OUT" in done.stderr
 

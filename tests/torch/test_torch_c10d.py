@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jobs import run_job
+from jobs import LONG_JOB_HANGS_S, run_job
 
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import mpirun
@@ -22,7 +22,7 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHECKS = Path(__file__).parent / "programs" / "c10d_checks.py"
 
 
-def output_of(command: list[str], env: dict[str, str], timeout_s: float = 400.0) -> str:
+def output_of(command: list[str], env: dict[str, str], timeout_s: float = LONG_JOB_HANGS_S) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -37,7 +37,7 @@ def test_alone_without_a_launcher() -> None:
 
 
 def test_two_workers_of_which_one_does_not_come() -> None:
-    job = run_job("-n 2", CHECKS, 2, timeout_s=400)
+    job = run_job("-n 2", CHECKS, 2, timeout_s=LONG_JOB_HANGS_S)
     for worker in (0, 1):
         for line in ("all checks passed", "in time"):
             assert f"[worker {worker}] {line}" in job.stdout, job.stdout + job.stderr
@@ -46,14 +46,14 @@ def test_two_workers_of_which_one_does_not_come() -> None:
 
 
 def test_ranks_in_a_call_hear_of_one_that_leaves() -> None:
-    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "early", timeout_s=120)
+    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "early")
     said = sorted(line for line in job.stdout.splitlines() if line.startswith("[worker"))
     assert said == ["[worker 0] has heard", "[worker 1] leaves", "[worker 2] has heard"], job.stdout + job.stderr
     assert job.returncode == 1, job.stderr  # theirs: they cannot end MPI in good order
 
 
 def test_ranks_may_leave_one_after_the_other() -> None:
-    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "late", timeout_s=120)
+    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "late")
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] in good order" for rank in range(3)]
 
@@ -70,7 +70,7 @@ def test_three_ranks_under_mpirun(tmp_path: Path) -> None:
 
 
 def test_four_workers() -> None:
-    job = run_job("-n 4", CHECKS, 4, timeout_s=400)
+    job = run_job("-n 4", CHECKS, 4, timeout_s=LONG_JOB_HANGS_S)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] all checks passed" for rank in range(4)]
 
@@ -82,7 +82,7 @@ def test_a_part_of_pytorchs_own_tests() -> None:
         "test_scatter_checks test_DistributedDataParallelCPU "
         "test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
     )
-    job = run_job("-n 2", CHECKS.parents[1] / "pytorch_suite.py", *names.split(), timeout_s=400)
+    job = run_job("-n 2", CHECKS.parents[1] / "pytorch_suite.py", *names.split(), timeout_s=LONG_JOB_HANGS_S)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count(": passed") == 8, job.stdout
 

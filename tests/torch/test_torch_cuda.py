@@ -24,6 +24,6 @@ def test_training_on_a_device_is_that_of_one_process(
     options: str, stores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]))
-    done = run_job(options, HERE / "programs" / "cuda_training.py", *stores.split(), timeout_s=200)
+    done = run_job(options, HERE / "programs" / "cuda_training.py", *stores.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all checks passed") == 2, done.stdout + done.stderr

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from jobs import environs_with, is_mpirun, run_job, wait_for
+from jobs import HANGS_S, environs_with, is_mpirun, run_job, wait_for
 
 HERE = Path(__file__).parent
 
@@ -37,7 +37,7 @@ def test_an_error_in_one_worker_ends_all(options, store, how, said, tmp_path):
 
 def test_a_worker_that_catches_its_interrupt_and_closes_the_store_leaves_nobody_waiting(tmp_path):
     done = run_job("-n 2", HERE / "optimizer_fails.py", "mpi", "give_up", tmp_path, settings={"timeout_s": 100},
-                   timeout_s=90)  # fmt: skip
+                   timeout_s=HANGS_S)  # fmt: skip
     assert "[worker 1] gave up after KeyboardInterrupt" in done.stdout
     assert "went on" not in done.stdout
     assert done.returncode == 1
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_training(command, store, whom, status, tmp_path):
         else:
             for pid in ranks if whom == "ranks" else ranks[1:2]:
                 os.kill(pid, signal.SIGINT)
-        said, errors = job.communicate(timeout=60)
+        said, errors = job.communicate(timeout=240)
     finally:
         for pid in [] if job.returncode is not None else environs_with(mark):
             with contextlib.suppress(ProcessLookupError):

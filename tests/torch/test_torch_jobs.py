@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import LONG_JOB_HANGS_S, run_job
 
 HERE = Path(__file__).parent
 ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
@@ -56,7 +56,7 @@ JOBS = {
 @functools.cache
 def job(options: str) -> subprocess.CompletedProcess[str]:
     program = HERE / "job_of_many_checks.py"
-    return run_job(options, program, *JOBS[options], timeout_s=300.0, settings={"timeout_s": 60})
+    return run_job(options, program, *JOBS[options], timeout_s=LONG_JOB_HANGS_S, settings={"timeout_s": 60})
 
 
 @pytest.mark.parametrize(

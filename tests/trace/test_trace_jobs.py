@@ -229,7 +229,7 @@ def test_a_program_without_a_launcher_makes_its_own_picture(tmp_path: Path) -> N
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     env["KVMPI_TIMELINE"] = "t.json"
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=240)
     assert os.listdir(tmp_path) == ["t.json"]
     picture = Picture(tmp_path / "t.json")
     assert list(picture.names.values()) == ["worker"]
