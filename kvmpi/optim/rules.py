@@ -19,7 +19,7 @@ from kvmpi.optim.registry import register
 from kvmpi.optim.rule import Array, Block, Rule
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class _Checked(Rule):
     """Turns what the constructor was given into plain numbers, and refuses what makes no sense."""
 
@@ -100,7 +100,7 @@ def _momentum_step(b: Block, gradient: Array, lr: float, momentum: float, nester
 
 
 @register("sgd")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class SGD(_Checked):
     """``torch.optim.SGD`` without dampening: weight decay is added to the gradient, then momentum, then the step."""
 
@@ -123,7 +123,7 @@ class SGD(_Checked):
 
 
 @register("adam")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Adam(_Checked):
     """``torch.optim.Adam`` without amsgrad (Kingma & Ba 2014); weight decay is added to the gradient."""
 
@@ -175,7 +175,7 @@ class Adam(_Checked):
 
 
 @register("adamw")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class AdamW(Adam):
     """``torch.optim.AdamW`` without amsgrad (Loshchilov & Hutter 2017): weight decay shrinks the value itself."""
 
@@ -185,7 +185,7 @@ class AdamW(Adam):
 
 
 @register("adagrad")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Adagrad(_Checked):
     """``torch.optim.Adagrad`` (Duchi et al. 2011)."""
 
@@ -214,7 +214,7 @@ class Adagrad(_Checked):
 
 
 @register("elastic")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Elastic(_Checked):
     """Elastic averaging: the stored center moves towards the pushed weights (Zhang, Choromanska, LeCun, NIPS 2015).
 
@@ -244,7 +244,7 @@ class Elastic(_Checked):
 
 
 @register("outer")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Outer(_Checked):
     """DiLoCo's outer step: SGD with Nesterov momentum on the mean of the pushed differences center - w (Douillard et
     al. 2023). ``Outer(lr=1, momentum=0)`` makes the center the mean of the clients' weights."""
@@ -265,7 +265,7 @@ class Outer(_Checked):
 
 
 @register("test")
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Test(_Checked):
     """stored -= lr * rescale_grad * pushed: what the tests of KVStore programs use, with integers too.
 
