@@ -219,7 +219,7 @@ class Delivery:
 
 def _stand_in(group: HostGroup, buffer: Buffer, act: Act) -> tuple[Buffer, int | None]:
     """As much memory that others can reach, and its place; None where there is no room, and ranks can attach."""
-    found = act.scratch(buffer.size, buffer.dtype)
+    found = act.scratch(max(1, buffer.size), buffer.dtype)[: buffer.size]  # an empty one lies nowhere
     place = group.place_of(found)
     assert place is not None or group.attaches, "no room in the arena for data that has to be staged"
     return found, place

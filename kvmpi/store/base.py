@@ -35,7 +35,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
     one per device; what is pushed is summed over devices and workers, never averaged. Methods that take ``async_op``
-    return a ``Work`` then; the arrays belong to the store until its ``wait`` returns.
+    return a ``Work`` then; the arrays belong to the store until its ``wait`` returns. A handler of signals, which may
+    come in the middle of a call, makes none: it sets a flag for the loop.
     """
 
     _capabilities: dict[str, bool] = {  # noqa: RUF012 - read only
@@ -118,10 +119,14 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("init")
         self._create(self._enter_init(call, key, value), call)
 
-    def _enter_init(self, call: Invocation, key: Any, value: Any) -> list[tuple[Group, Vector]]:
+    def _enter_init(
+        self, call: Invocation, key: Any, value: Any, *, settles: bool = False
+    ) -> list[tuple[Group, Vector]]:
         """``_enter`` for new keys: what each of them begins with."""
 
         def prepare() -> list[tuple[Group, Vector]]:
+            if settles:
+                self._settle(call.deadline)
             found = groups(key, value, "init")
             if isinstance(key, list | tuple) and len(found) != len(key):
                 twice = sorted({repr(k) for k in key if list(key).count(k) > 1})
@@ -265,7 +270,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
         call = self._call("init")
         with self._meeting("broadcast"):  # before others wait for a value that its client cannot give
-            found = self._enter_init(call, key, value)
+            found = self._enter_init(call, key, value, settles=True)
             self._settle(call.deadline)
         # In an asynchronous store a fast worker's first push would otherwise overtake a slow one's pull.
         with self._meeting("broadcast"):
@@ -300,10 +305,14 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             UnsupportedError: a torch optimizer, or an option of it, that has no equivalent.
         """
         call = self._call("set_optimizer")
+
+        def prepare() -> optim.Rule:
+            self._settle(call.deadline)
+            return optim.from_any(optimizer)
+
         rule = self._enter(
-            call, lambda: optim.from_any(optimizer), lambda rule: [Entry(repr(rule))],
-            lambda rule: [rule.name, rule.hyperparams()],
-        )  # fmt: skip
+            call, prepare, lambda rule: [Entry(repr(rule))], lambda rule: [rule.name, rule.hyperparams()]
+        )
         self._start_set_rule(rule, call).wait()
         self._rule, self._num_rules = rule, self._num_rules + 1
 
@@ -318,6 +327,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("set_hyperparams")
 
         def prepare() -> optim.Rule:
+            self._settle(call.deadline)
             if self._rule is None:
                 raise ConfigError("set_hyperparams: there is no optimizer yet; call kv.set_optimizer first")
             return self._rule.with_hyperparams(**hyperparams)
@@ -335,7 +345,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Call ``fn(key, pushed, stored)``, which changes ``stored`` in place, for every push. Non-dist stores only.
 
         Replaces an optimizer, as ``set_optimizer`` replaces an updater. All workers call it; ``fn`` calls nothing of
-        this store, where it would wait for itself.
+        this store, where it would wait for itself. It runs once at a time, in the order of the program, and maybe in
+        another thread.
         """
         raise UnsupportedError(
             f"set_updater: a {self._type} store updates on the servers; register a rule with kvmpi.optim.register "

@@ -185,15 +185,17 @@ class JoinedWork(Work):
         deadline = Deadline(timeout_s)
         start_s = time.perf_counter()
         try:
-            for work in self._works:
-                work.wait(None if timeout_s is None else deadline.remaining_s())
+            # All of it ends before an error of one is raised: until then the arrays of the call are not the caller's.
+            late = next((work for work in self._works if not work.wait_done(_left(deadline, timeout_s))), None)
+            for work in self._works if late is None else [late]:
+                work.wait(_left(deadline, timeout_s))
         finally:
             if self.on_waited is not None:
                 self.on_waited(time.perf_counter() - start_s)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
         deadline = Deadline(timeout_s)
-        return all(work.wait_done(None if timeout_s is None else deadline.remaining_s()) for work in self._works)
+        return all(work.wait_done(_left(deadline, timeout_s)) for work in self._works)
 
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
         if not self._works:
@@ -201,6 +203,10 @@ class JoinedWork(Work):
         left = itertools.count(len(self._works) - 1, -1)
         for work in self._works:
             work.add_done_callback(lambda _: fn(self) if next(left) == 0 else None)
+
+
+def _left(deadline: Deadline, timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else deadline.remaining_s()
 
 
 def nothing() -> Work:
@@ -247,12 +253,17 @@ def overlap(parts: Collection[Part]) -> bool:
 def keep_apart(parts: Sequence[Part], call: Invocation) -> None:
     """Copy what is pushed and would be overwritten before it is read: by what another key is pulled into, or by the
     same key's if that does not lie exactly there.
+
+    Raises:
+        ConfigError: two keys are pulled into the same memory.
     """
     sources = [
         (number, i, start := vector.address, start + vector.nbytes)
         for number, part in enumerate(parts) for i, vector in enumerate(part.vectors)
     ]  # fmt: skip
     targets = [(number, *arrays.span_of(out)) for number, part in enumerate(parts) for out in part.outs]
+    if len(parts) > 1 and not any(part.in_place for part in parts):  # there it may stand for several
+        _check_targets(parts, targets, call.op)
     low, high = min((s[2] for s in sources), default=0), max((s[3] for s in sources), default=0)
     targets = [target for target in targets if target[1] < high and target[2] > low]
     if not targets:  # which is where most calls end
@@ -265,6 +276,19 @@ def keep_apart(parts: Sequence[Part], call: Invocation) -> None:
         vector = parts[number].vectors[i]
         call.await_vector(vector)
         parts[number].vectors[i] = vector.copied()
+
+
+def _check_targets(parts: Sequence[Part], targets: Sequence[tuple[int, int, int]], op: str) -> None:
+    """Raise if dense arrays of two keys share memory: whose numbers would stay there differs from rank to rank."""
+    dense = [(start, stop, number) for number, start, stop in targets if stop - start == parts[number].state.nbytes > 0]
+    dense.sort()
+    reached, owner = 0, -1
+    for start, stop, number in dense:
+        if start < reached and number != owner:
+            keys = " and ".join(repr(parts[i].state.key) for i in sorted((owner, number)))
+            raise ConfigError(f"{op} of keys {keys}: their results would go to the same memory; give each key its own")
+        if stop > reached:
+            reached, owner = stop, number
 
 
 def meeting(memory: Iterable[Buffer]) -> Callable[[Buffer], bool]:

@@ -154,6 +154,8 @@ class StoreCore:
 
     # ---- how calls begin
 
+    #: Where operations of a worker without others run that do not in the caller's thread.
+    _alone_lane = "cpu"
     #: The keys for which an updater of the user runs, by thread.
     _updating: dict[int, Key] = {}  # noqa: RUF012 - of stores that have updaters, another
 
@@ -528,7 +530,7 @@ class StoreCore:
         if self.mpi_size == 1:
             # Nobody to keep in step with. A hand-over between threads costs more than to add up a small array here.
             nbytes = sum(vector.nbytes for part in bucket for vector in part.vectors)
-            lane = "inline" if not call.async_op and nbytes <= INLINE_BYTES else "cpu"
+            lane = "inline" if not call.async_op and nbytes <= INLINE_BYTES else self._alone_lane
         written = [*(part.state.sent for part in bucket), *writes]
         return self._engine.push(run, reads=call.done, writes=written, lane=lane, name=label, no_skip=True)
 
@@ -571,9 +573,9 @@ class StoreCore:
     def _who_has_sum(self, call: Invocation) -> int:
         """Of a call with what the client has summed already, the first MPI rank that has not joined, and so has it.
 
-        Collective, where some have joined.
+        Collective. All have begun the call then: nobody reads any more what earlier calls have left in their memory.
         """
-        if not call.num_joined:
+        if self.mpi_size == 1:
             return 0
         said = np.zeros(self.mpi_size)
         said[self.mpi_rank] = not self._joined

@@ -86,7 +86,12 @@ class Meeting(StoreCore):
     def _together(self, op: str, run: Callable[[], None]) -> None:
         """Run something on every worker; if it fails on one of this client's, all of them raise."""
         call = self._call(op)
-        self._enter(call, run)
+
+        def prepare() -> None:
+            self._settle(call.deadline)  # here: an error of one worker must be all workers'
+            run()
+
+        self._enter(call, prepare)
         self._settle(call.deadline)
 
     @contextmanager

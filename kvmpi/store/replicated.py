@@ -56,6 +56,7 @@ class ReplicatedStore(Repeating, KVStore):
         super().__init__(type_name, config, comm)
         self._replicas: dict[int | str, _Replica] = {}
         self._updater: Updater | None = None
+        self._updater_lock = threading.Lock()
         self._updating = {}
 
     @property
@@ -70,18 +71,19 @@ class ReplicatedStore(Repeating, KVStore):
         if not callable(fn):
             raise ConfigError(f"set_updater({fn!r}): expected a function fn(key, pushed, stored)")
         call = self._call("set_updater")
-        self._enter(call, lambda: None)
+        self._enter(call, lambda: self._settle(call.deadline))
         self._settle(call.deadline)
         self._update_by(None, fn)
 
     def _call_updater(self, key: int | str, pushed: Any, stored: Any) -> None:
         assert self._updater is not None
         thread = threading.get_ident()
-        self._updating[thread] = key
-        try:
-            self._updater(key, pushed, stored)
-        finally:
-            del self._updating[thread]
+        with self._updater_lock:  # it may have memory of its own, and knows nothing of threads
+            self._updating[thread] = key
+            try:
+                self._updater(key, pushed, stored)
+            finally:
+                del self._updating[thread]
 
     def _update_by(self, rule: optim.Rule | None, updater: Updater | None) -> None:
         """What was set last counts, and begins without a memory."""
@@ -89,6 +91,8 @@ class ReplicatedStore(Repeating, KVStore):
         for replica in self._replicas.values():
             replica.state, replica.updates, replica.master = {}, 0, None
         self._rule, self._updater = rule, updater
+        # A function of the user's may remember what it has done, and is called in the order of the program.
+        self._alone_lane = "cpu" if updater is None else "reduce"
 
     # ---- operations
 

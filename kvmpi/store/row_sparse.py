@@ -109,7 +109,7 @@ class RowSparse(StoreCore):
 
         lane = "reduce"
         if self.mpi_size == 1:
-            lane = "inline" if not call.async_op and self._nbytes(part) <= INLINE_BYTES else "cpu"
+            lane = "inline" if not call.async_op and self._nbytes(part) <= INLINE_BYTES else self._alone_lane
         return self._engine.push(
             run, reads=call.done, writes=[part.state.sent, *writes], lane=lane, name=label, no_skip=True
         )

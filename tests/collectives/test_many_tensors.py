@@ -35,14 +35,14 @@ def values(rank: int, tensor: int, vector: int, count: int, dtype: str) -> np.nd
 def check(
     run_ranks: RunRanks, algorithm: str, hosts: str, counts: list[int], numbers: list[int], dtype: str,
     *, adjacent: bool = False, in_place: bool = False, common: bool = False, mapped: bool = False,
-    scale: float = 1.0,
+    scale: float = 1.0, attach: bool = True,
 ) -> None:  # fmt: skip
     """``numbers`` of vectors of each tensor, in turn. ``adjacent``: all first vectors lie in one block."""
     size = len(hosts)
     numbers = [numbers[i % len(numbers)] for i in range(len(counts))]
 
     def rank_main(comm: MemoryComm) -> list[np.ndarray]:
-        collectives, found = Collectives(comm, algorithm, 256), []
+        collectives, found = Collectives(comm, algorithm, 256, attach=attach), []
         for turn in range(2):
             block, start, tensors, kept = np.empty(sum(counts), DTYPES[dtype]), 0, [], []
             for i, (count, number) in enumerate(zip(counts, numbers, strict=True)):
@@ -81,7 +81,7 @@ def check(
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=12), numbers=st.lists(st.integers(1, 3), min_size=1),
     where=st.sampled_from(["shared aa", "shared aaa", "hierarchical aabb", "hierarchical aab", "ring abc", "naive ab"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int16"]), adjacent=st.booleans(), in_place=st.booleans(),
-    way=st.sampled_from(["slots", "parts", "stage", "attach"]), mapped=st.booleans(),
+    way=st.sampled_from(["slots", "parts", "stage", "attach", "refused"]), mapped=st.booleans(),
 )  # fmt: skip
 def test_any_list_of_sizes(
     run_ranks: RunRanks, counts: list[int], numbers: list[int], where: str, dtype: str, adjacent: bool,
@@ -95,7 +95,17 @@ def test_any_list_of_sizes(
             patch.setattr(shared, "SLOT_BYTES", 0)
         if way != "stage":
             patch.setattr(shared, "STAGE_BYTES", 0)
-        check(run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped)
+        check(
+            run_ranks, algorithm, hosts, counts, numbers, dtype, adjacent=adjacent, in_place=in_place, mapped=mapped,
+            attach=way != "refused",
+        )  # fmt: skip
+
+
+def test_an_empty_tensor_is_the_first_where_ranks_may_not_attach(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "SLOT_BYTES", 0)
+    check(run_ranks, "shared", "aa", [0, 3, 700], [1], "float32", attach=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

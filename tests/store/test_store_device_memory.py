@@ -49,7 +49,8 @@ def array(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def part(key: str, pushed: list[DeviceArray], outs: list[DeviceArray]) -> Part:
     state = KeyState(key, pushed[0].shape, "float32", 0, "cupy", None, None)  # type: ignore[arg-type]
-    return Part(state, [arrays.read(each) for each in pushed], outs)
+    vectors = [arrays.read(each) for each in pushed]
+    return Part(state, vectors, outs, in_place=pushed == outs)
 
 
 def test_one_array_of_several_keys(array: Any) -> None:
