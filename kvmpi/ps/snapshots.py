@@ -40,7 +40,8 @@ Buffer = npt.NDArray[Any]
 
 _log = logging.getLogger(__name__)
 
-#: A snapshot is given up for another one that is due when the scheduler has said so often how far all clients are.
+#: A snapshot is given up for another one that is due when the scheduler has said so often how far all clients are. If
+#: those of a store are done with nothing by then, it is taken for one that nobody pushes.
 _MOST_HEARD = 8
 #: After so many snapshots that are missed because nobody knows to which step a push belongs, there is a warning.
 _MANY_UNCLEAR = 3
@@ -359,16 +360,25 @@ class ServerSnapshots:
 
     def _finish_if_complete(self, current: Taking) -> None:
         """If every chunk is copied, the copies can be written."""
-        complete = True
+        complete, bare = True, dict[Where, Shard]()
         for part, store, shard in self._shards():
             where = (part.number, store)
             if where not in current.whole:
                 copied = current.chunks.get(where, {})
-                if len(copied) < len(shard.slots):
+                if not shard.slots:
+                    bare[where] = shard
+                elif len(copied) < len(shard.slots):
                     complete = False
-                    continue
-                step = self.steps.get(store, 0) + current.number - self.base
-                current.whole[where] = copy_store(shard, list(copied.values()), step)
+                else:
+                    self._end_store(current, where, shard)
+        if not complete:
+            return
+        has_come = {store for (_, store), saved in current.whole.items() if saved.chunks}
+        for where, shard in bare.items():
+            if shard.store in has_come or self._stays_bare(current, shard):
+                self._end_store(current, where, shard)
+            else:
+                complete = False
         if complete:
             current.parts = {part.number: {} for part in self._heads()}
             for (number, store), saved in current.whole.items():
@@ -376,6 +386,21 @@ class ServerSnapshots:
                     current.parts[number][store] = saved
             current.chunks, current.whole = {}, {}
             self._ready = current
+
+    def _end_store(self, current: Taking, where: Where, shard: Shard) -> None:
+        """All that a store has in a part is copied."""
+        step = self.steps.get(shard.store, 0) + current.number - self.base
+        current.whole[where] = copy_store(shard, list(current.chunks.get(where, {}).values()), step)
+
+    def _stays_bare(self, current: Taking, shard: Shard) -> bool:
+        """Whether a store without chunks on this server has none here in the snapshot. The scheduler's numbers are
+        ahead, and what is made until then may be pushed by then. Those of ``every`` another server has come to."""
+        if not shard.discipline.in_rounds or (self.every and current.number % self.every == 0):
+            return True
+        if self._is_past(shard, current.number - self.base):
+            return True
+        # One that nobody pushes, as if it were for barriers alone, must not keep all others from being written.
+        return current.heard >= _MOST_HEARD and not self._done.get(shard.store, 0)
 
     def _step(self, shard: Shard) -> int:
         """How far a store is that does not go in rounds, or does not go at all."""

@@ -43,14 +43,16 @@ class Machine:
     Args:
         every: the server takes a snapshot after so many rounds.
         resumed: the number of a snapshot, what is in it, and how far its stores are.
+        parts: which it answers for; keys are in the first, unless their ``init_all`` says another.
     """
 
     def __init__(
         self, mode: str, num_clients: int, *, hello: bool = True, replicas: int = 0, on_client_loss: str = "fail",
-        every: int | None = None, resumed: tuple[int, PartCopy, dict[int, int]] | None = None,
+        every: int | None = None, resumed: tuple[int, PartCopy, dict[int, int]] | None = None, parts: int = 1,
     ) -> None:  # fmt: skip
         self.state = ServerState(0, on_client_loss, every)
-        self.replicas = replicas
+        self.replicas, self.parts = replicas, parts
+        self.part_of: dict[Any, int] = {}
         self.lost: list[m.Lost] = []
         self.resumed_from: tuple[int, dict[int, int]] = (0, {})
         if resumed is not None:
@@ -92,10 +94,11 @@ class Machine:
         gives: bool = False, **changes: Any,
     ) -> int:  # fmt: skip
         fields = {"chunk": 0, "num_chunks": 1, "count": value.size, "shape": [value.size], "dtype": dtype, **changes}
-        payloads = [value] if client == 0 or gives else ()
-        return self.send(client, m.Init, key, *fields.values(), payloads=payloads, request=request)
+        payloads, part = [value] if client == 0 or gives else (), self.part_of.get(key, 0)
+        return self.send(client, m.Init, key, *fields.values(), part, payloads=payloads, request=request)
 
-    def init_all(self, key: Any, value: np.ndarray, dtype: str = "float32") -> None:
+    def init_all(self, key: Any, value: np.ndarray, dtype: str = "float32", *, part: int = 0) -> None:
+        self.part_of[key] = part
         for client in range(self.num_clients):
             assert self.ok(self.init(client, key, value, dtype))
 
@@ -111,7 +114,7 @@ class Machine:
         request: int = 0,
         quiet: bool = False,
     ) -> int:
-        fields = (key, 0, step, codec, fused, False, 0, -1, quiet)
+        fields = (key, 0, step, codec, fused, False, self.part_of.get(key, 0), -1, quiet)
         return self.send(client, m.Push, *fields, payloads=[value], request=request)
 
     def pull(self, client: int, key: Any, min_round: int, request: int = 0) -> int:
@@ -161,8 +164,9 @@ class Machine:
     def _adopt(self) -> None:
         """The scheduler says that this server is alone and has everything, and who is lost."""
         view = m.View(
-            self.state.epoch + 1, self.replicas, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host", [])], self.lost
-        )
+            self.state.epoch + 1, self.replicas, [m.Chain(1, [0])] * self.parts,
+            [m.ServerInfo(0, 1, "host", [])], self.lost,
+        )  # fmt: skip
         view.snapshot, view.steps = self.resumed_from
         self.take(self.state.adopt(view))
 

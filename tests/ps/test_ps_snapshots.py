@@ -272,6 +272,43 @@ def test_a_server_with_nothing_is_done_at_once() -> None:
     assert snapshots(machine).take_ready() is None
 
 
+def test_a_key_that_is_made_while_a_snapshot_is_ahead_is_in_it() -> None:
+    """Also where there was none: on the whole server, or in one of its parts."""
+    for made_before in ((), (0,)):
+        machine = Machine("sync", CLIENTS, every=0, parts=2)
+        for part in made_before:
+            machine.init_all("w", np.zeros(COUNT, "f4"), part=part)
+        snapshots(machine).begin(2)  # by the scheduler, which chooses a number that is ahead
+        machine.init_all("k", np.zeros(COUNT, "f4"), part=1)
+        for number in (1, 2):
+            for key in [*(["w"] if made_before else []), "k"]:
+                step(machine, number, key)
+        machine.state.hear_done({STORE: 2})
+        (chunk,) = (taken(machine).parts or {})[1][STORE].chunks
+        np.testing.assert_array_equal(chunk.arrays["value"], np.full(COUNT, 3.0))
+
+
+def test_a_server_without_keys_waits_until_none_can_come() -> None:
+    machine = Machine("sync", CLIENTS, every=0)
+    snapshots(machine).begin(5)
+    for _ in range(20):
+        machine.state.hear_done({STORE: 4})
+    assert snapshots(machine).take_ready() is None
+    machine.state.hear_done({STORE: 5})
+    assert part_of(taken(machine))[STORE].chunks == []
+
+
+def test_a_store_that_nobody_pushes_holds_no_snapshot_up() -> None:
+    machine = begin(every=0, keys="a")
+    for client in range(CLIENTS):
+        assert machine.ok(machine.hello(client, store=STORE + 1, at=b"idle %d" % client))
+    snapshots(machine).begin(1)
+    step(machine, 1, "a")
+    for _ in range(20):
+        machine.state.hear_done({STORE: 1})
+    assert part_of(taken(machine))[STORE + 1].chunks == []
+
+
 def test_what_all_clients_have_left_before_it_was_copied_is_in_no_snapshot() -> None:
     machine = begin(every=0, keys="a")
     step(machine, 1, "a")
