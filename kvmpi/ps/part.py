@@ -178,6 +178,7 @@ class Part:
         if (snapshots := self.snapshots) is not None:
             shard.rounds.before_update = lambda slot: snapshots.before_update(self.number, shard, slot)
             shard.rounds.on_update = lambda slot: snapshots.on_update(self.number, shard, slot)
+            shard.before_put = lambda slot: snapshots.before_put(shard, slot)
         self.shards[store] = shard
 
     def drop_deserted(self, now_s: float) -> list[Outgoing]:

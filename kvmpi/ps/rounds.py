@@ -23,8 +23,8 @@ Buffer = npt.NDArray[Any]
 Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 
 
-def _nothing(_: Slot) -> None:
-    pass
+def nothing(_: Slot) -> None:
+    """What is called where nobody wants to know."""
 
 
 def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
@@ -57,8 +57,8 @@ class Rounds:
         self._server, self._store, self._num_clients = server, store, num_clients
         self._discipline, self._clients, self._log = discipline, clients, log
         self.acknowledges = False
-        self.before_update: Callable[[Slot], None] = _nothing
-        self.on_update: Callable[[Slot], None] = _nothing
+        self.before_update: Callable[[Slot], None] = nothing
+        self.on_update: Callable[[Slot], None] = nothing
 
     def go_on_with(self, slot: Slot) -> list[Reply]:
         """Add the held pushes whose turn has come; close rounds that are complete."""

@@ -10,7 +10,7 @@ What an open round holds does not last: its senders keep it until the round is o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import Reply, failure
-from kvmpi.ps.rounds import Log, Rounds, changed, steps_of
+from kvmpi.ps.rounds import Log, Rounds, changed, nothing, steps_of
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
@@ -60,12 +60,14 @@ class Shard:
         rounds: what becomes of the pushes of synchronous clients; tells of every new value.
         saved: the keys that the store had in the snapshot that it was resumed from, in whatever part.
         empty: makes memory for values.
+        before_put: called when a client is about to put a chunk's state back.
     """
 
     def __init__(
         self, server: int, store: int, mode: str, num_clients: int, log: Log, on_client_loss: str = "fail"
     ) -> None:
         self.empty: Empty = new_buffer
+        self.before_put: Callable[[Slot], None] = nothing
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
         self.saved: frozenset[Key] = frozenset()
         self._log = log
@@ -456,6 +458,7 @@ class Shard:
         # The copy of a request that was repeated may come after other clients have gone on from what it restored.
         this = (client, self.clients.incarnations[client], message.request)
         if slot.restored is None or slot.restored[0] != client or slot.restored < this:
+            self.before_put(slot)
             where = (message.key, message.chunk, client, message.request)
             self._log(entries.Restored(*where, message.updates, message.names), tuple(arrays.values()))
             slot.restore(message.updates, arrays)

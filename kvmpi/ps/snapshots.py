@@ -175,6 +175,7 @@ class ServerSnapshots:
         self.steps: dict[int, int] = {}
         self._newest = 0
         self._skipped = 0
+        self._put_after = 0  # the step after which a client has last put state back, as far as is known here
         # By store: the step of this job that every client is done with.
         self._done: dict[int, int] = {}
         # And the last one of those that have left.
@@ -220,6 +221,22 @@ class ServerSnapshots:
             self._finish_if_complete(current)
         if self.every and number > self._newest and number % self.every == 0:
             self.begin(number)
+
+    def before_put(self, shard: Shard, slot: Slot) -> None:
+        """A client is about to put back what a chunk had, or another value: between two steps, and nothing says which.
+
+        So chunks that are copied and those that are still to be would not be of one state.
+        """
+        if not shard.discipline.in_rounds:
+            return
+        after = max(slot.rounds, slot.latest, self._done.get(shard.store, 0))
+        self._put_after = max(self._put_after, self.base + after)
+        current = self._copying
+        if current is not None and any(
+            store == shard.store and (part.number, store) not in current.whole for part, store, _ in self._shards()
+        ):
+            self._current = None
+            self._say(current.number, "missed")
 
     def hear_done(self, done: Mapping[int, int]) -> None:
         """The scheduler says, by store, which step all clients are done with."""
@@ -280,6 +297,9 @@ class ServerSnapshots:
             return
         self._newest = number
         if self._current is not None and not self._make_way(self._current, number):
+            return
+        if number <= self._put_after:
+            self._say(number, "missed")  # other servers may have copied what was there before
             return
         taking = Taking(number)
         for part, store, shard in self._shards():

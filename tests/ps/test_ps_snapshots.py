@@ -254,6 +254,46 @@ def test_a_key_that_stays_behind_is_named_once(caplog: pytest.LogCaptureFixture)
     assert news(machine) == [(2, "begun"), *dropped, (2, "dropped"), (10, "begun"), (12, "dropped")]
 
 
+def put(machine: Machine, key: str, value: float) -> None:
+    assert machine.ok(machine.send(0, m.PutState, key, 0, 0, ["value"], payloads=[np.full(COUNT, value, "f4")]))
+
+
+@pytest.mark.parametrize("copied", ["", "a", "ab"])
+def test_what_is_put_back_between_two_copies_is_in_none_or_the_snapshot_is_missed(copied: str) -> None:
+    machine = begin(every=0)
+    snapshots(machine).begin(2)
+    for number in (1, 2):
+        for key in copied:
+            step(machine, number, key)
+    for key in "ab":
+        put(machine, key, 100.0)
+    if copied == "ab":
+        expected = -6.0
+    else:
+        machine.state.hear_done({STORE: 2})
+        assert news(machine) == [(2, "begun"), (2, "missed")]
+        assert snapshots(machine).take_ready() is None
+        snapshots(machine).begin(4, 2)
+        machine.state.hear_done({STORE: 4})
+        expected = 100.0
+    taking = taken(machine)
+    assert [value_of(taking, key)[0] for key in "ab"] == [expected, expected]
+
+
+def test_a_server_that_hears_of_a_snapshot_after_values_were_put_back_misses_it() -> None:
+    """Others may have copied what was there before."""
+    machine = begin(every=0, keys="a")
+    put(machine, "a", 0.0)
+    step(machine, 1, "a")
+    step(machine, 2, "a")
+    put(machine, "a", 100.0)
+    snapshots(machine).begin(2)
+    assert news(machine) == [(2, "missed")]
+    snapshots(machine).begin(3)
+    step(machine, 3, "a")
+    np.testing.assert_array_equal(value_of(taken(machine), "a"), np.full(COUNT, 97.0))
+
+
 def test_what_has_gone_too_far_is_left_out() -> None:
     machine = begin(every=0, keys="a")
     step(machine, 1, "a")
