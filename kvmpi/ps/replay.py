@@ -61,7 +61,8 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             slot.begin_round()
             slot.skip_round(None)
         case entries.Partial():
-            _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry)
+            # What is added to it here later would change what is still to be sent on.
+            _set_open(shard, _slot(shard, entry), payloads, entry.cursor, entry.clients, entry, copies=keep)
         case entries.Single():
             slot, encoding = _slot(shard, entry), codec.get(entry.codec)
             wire = requests.pushed(slot, entry.rows, payloads, encoding)
@@ -139,14 +140,15 @@ def _create(shard: Shard, entry: entries.Created | entries.SlotState, value: Buf
 
 def _set_open(
     shard: Shard, slot: Slot, payloads: list[memoryview], cursor: int, clients: list[int],
-    entry: entries.Round | entries.Partial,
+    entry: entries.Round | entries.Partial, *, copies: bool = False,
 ) -> None:  # fmt: skip
-    """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor."""
+    """Make the open round hold the sum of the pushes of ``clients``, who are before the cursor, in its own memory if it
+    ``copies`` that."""
     dtype = host.ACCUMULATE[slot.dtype]
     slot.accumulator, slot.cursor, slot.contributors = None, cursor, list(clients)
     total = as_array(payloads[-1], DTYPES[dtype])
     rows = Rows(as_array(payloads[0], WIRE_ID), total.reshape(entry.rows, slot.width)) if entry.rows >= 0 else None
-    slot.add(total if rows is None else rows, dtype)
+    slot.add((total.copy() if copies else total) if rows is None else rows, dtype)
     slot.open_steps.clear()
     slot.open_spans[:] = [Span(entry.earliest, entry.latest)]
     for i, client in enumerate(clients):

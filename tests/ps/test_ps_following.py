@@ -274,3 +274,27 @@ def test_it_is_given_all_again_though_the_chain_changes_meanwhile(monkeypatch: p
         chain.after(1.1)
     assert isinstance(chain.answers.get(12), m.Ack)
     chain.have_the_same()
+
+
+def test_what_waits_to_be_sent_on_stays_as_it_is() -> None:
+    """A server that has become the head adds to the open round that it was handed, which the next has yet to get."""
+    count = 20_000  # large enough for a frame with memory of its own
+    middle = Part(FOLLOWER, 0)
+    middle.adopt(m.Chain(1, [0, 1, 2], draining=True), 1, 0.0)
+    middle.follow(at(HEAD), m.Extend(0, 1), [], 0.0)
+    handed: list[tuple[entries.Entry, list[np.ndarray]]] = [
+        (entries.Opened("sync", 2), []),
+        (entries.Joined(0, 1), []),
+        (entries.Joined(1, 1), []),
+        (entries.Created("k", 0, 1, count, [count], "float32"), [np.zeros(count, "f4")]),
+        (entries.Partial("k", 0, 1, [0]), [np.ones(count, "f4")]),
+    ]
+    for seq, (entry, arrays) in enumerate(handed, start=1):
+        frames = [memoryview(bytearray(array.tobytes())) for array in arrays]
+        middle.follow(at(HEAD), m.Log(0, 1, seq, STORE, entry), frames, 0.0)
+    middle.adopt(m.Chain(2, [1, 2]), 1, 0.0)
+    push = m.Push(1, "k", 0, 1, "none", False)
+    middle.request(STORE, 1, route(1), push, [memoryview(bytearray(np.full(count, 10.0, "f4").tobytes()))])
+    sent = {one.message.entry.__class__: one.payloads for one in middle.hear(m.Attach(0, 2, len(handed) - 1), 0.0)}
+    np.testing.assert_array_equal(sent[entries.Partial][0].view("f4"), np.ones(count, "f4"))
+    np.testing.assert_array_equal(sent[entries.Round][0].view("f4"), np.full(count, 11.0, "f4"))
