@@ -86,7 +86,9 @@ class Part:
     def _take_place(self, chain: m.Chain) -> None:
         """Look once where this server is in the chain: it is asked for with every message."""
         self.chain = chain
-        self._is_head = chain.members[:1] == [self.server] and not chain.draining
+        is_first = chain.members[:1] == [self.server]
+        self._is_head, self._drains = is_first and not chain.draining, is_first and chain.draining
+        self._has_drained = False  # as the scheduler has been told, so that another may be the head at any time
         self._line = [*chain.members, *([chain.joiner] if chain.joiner >= 0 else [])]
         after = self._line.index(self.server) + 1 if self.server in self._line else len(self._line)
         self._successor = self._line[after] if after < len(self._line) else None
@@ -96,6 +98,11 @@ class Part:
     def answers(self) -> bool:
         """Whether clients are served here."""
         return self.complete and self._is_head
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether clients are served no more here, and what is logged still comes to the server that will do so."""
+        return self.complete and self._drains and not self._has_drained
 
     @property
     def is_shared(self) -> bool:
@@ -147,7 +154,8 @@ class Part:
         """What the scheduler waits for from this server, said until it has changed the chain."""
         if self.complete and self.chain.joiner == self.server:
             return [m.CaughtUp(self.number, self.chain.version)]
-        if self.chain.draining and self.chain.members[0] == self.server and self.committed == self.seq:
+        if self._drains and self.committed == self.seq:
+            self._has_drained = True
             return [m.Drained(self.number, self.chain.version)]
         return []
 

@@ -60,8 +60,8 @@ class ServerState:
         self._heard_s: dict[tuple[int, int], float] = {}
         self._awaited_s: dict[tuple[int, int, Key, int, int], float] = {}
         self._lost: dict[int, list[m.Lost]] = {}
-        # By store and client: the last process that is known to be lost, whatever comes of it still.
-        self._ended: dict[tuple[int, int], int] = {}
+        # By store and client: the last process that is known to have ended, whatever comes of it still, and how.
+        self._ended: dict[tuple[int, int], tuple[int, str]] = {}
         self.rejected = self.requests = self.received_bytes = 0
 
     def handle(
@@ -154,8 +154,8 @@ class ServerState:
         self._lost = {}
         for lost in view.lost:
             self._lost.setdefault(lost.store, []).append(lost)
-            who = (lost.store, lost.rank)
-            self._ended[who] = max(lost.incarnation, self._ended.get(who, -1))
+            if lost.incarnation > self._ended_of(lost.store, lost.rank):
+                self._ended[lost.store, lost.rank] = lost.incarnation, lost.text
             out += self._lose(lost, now_s)
         return out
 
@@ -170,7 +170,8 @@ class ServerState:
         self._resumed, self._resumed_keys = parts, keys
 
     def _take_over(self, part: Part, now_s: float) -> list[Outgoing]:
-        """This server answers for ``part`` from now on: those who are here already are to be known there too."""
+        """This server answers for ``part`` from now on: those who are here already are to be known there too, and who
+        has said good-bye while nobody answered for it."""
         replies: list[Reply] = []
         for route, session in list(self._sessions.items()):
             hello = session.hello
@@ -179,6 +180,9 @@ class ServerState:
                 self._end(route)  # another process has taken its place where this server was not asked
             else:
                 replies += shard.join(hello.client, hello.incarnation)
+        for (store, client), (incarnation, why) in self._ended.items():
+            if store in part.shards and 0 <= client < part.shards[store].num_clients:
+                replies += part.shards[store].lose(client, why, incarnation)
         for shard in part.shards.values():
             replies += shard.go_on()
         return [*part.hold(replies, now_s), *part.drop_deserted(now_s)]
@@ -194,6 +198,10 @@ class ServerState:
         if route is not None and self._sessions[route].hello.incarnation <= lost.incarnation:
             self._end(route)
         return out
+
+    def _ended_of(self, store: int, client: int) -> int:
+        """The last process of a client that is known to have ended; -1: none is."""
+        return self._ended.get((store, client), (-1, ""))[0]
 
     def _answering(self) -> list[Part]:
         return [part for part in self.parts.values() if part.answers]
@@ -274,7 +282,7 @@ class ServerState:
         there = self._routes.get((hello.store, hello.client))
         if there is not None and self._sessions[there].hello.incarnation > hello.incarnation:
             raise ProtocolError(f"client {hello.client} has a later incarnation already")
-        if hello.incarnation <= self._ended.get((hello.store, hello.client), -1):
+        if hello.incarnation <= self._ended_of(hello.store, hello.client):
             raise ClientLostError(f"client {hello.client} was lost, and its process cannot take part any more")
         out: list[Outgoing] = []
         refusal: KVError | None = None
@@ -314,13 +322,14 @@ class ServerState:
         out: list[Outgoing] = []
         if session is not None:  # else it is said again, because the answer was lost
             store, client = session.who
-            self._ended[session.who] = session.hello.incarnation
+            how = how_it_left(message.text)
+            self._ended[session.who] = session.hello.incarnation, how
             if self.snapshots is not None:
                 self.snapshots.hear_end(store, message.done)
-            for part in self._answering():
-                if store in part.shards:
-                    out += part.hold(part.shards[store].lose(client, how_it_left(message.text)), now_s)
-                    out += part.drop_deserted(now_s)
+            for part in self.parts.values():
+                if store in part.shards and (part.answers or part.hands_over):
+                    out += part.hold(part.shards[store].lose(client, how), now_s)
+                    out += part.drop_deserted(now_s) if part.answers else []
             self._end(route)
         return [*out, Reply(route, m.Ack(message.request, 0))]
 

@@ -29,35 +29,39 @@ def at(server: int) -> bytes:
 
 
 class Chain:
-    """Servers that have one part, with one client; what passes between them is delivered in order."""
+    """Servers that have one part, with clients that each knows; what passes between them is delivered in order."""
 
-    def __init__(self, length: int = 2, mode: str = "async") -> None:
+    def __init__(
+        self, length: int = 2, mode: str = "async", num_clients: int = 1, on_client_loss: str = "fail"
+    ) -> None:
         self.now_s, self.version = 0.0, 0
-        self.servers = [ServerState(rank) for rank in range(length)]
+        self.servers = [ServerState(rank, on_client_loss) for rank in range(length)]
         self.routes = {at(rank): rank for rank in range(length)}
-        self.way: deque[tuple[int, int, Message, list[memoryview]]] = deque()
+        self.way: deque[tuple[int, Forward | Reply, list[memoryview]]] = deque()
         self.cut = False
         self.answers: dict[int, Message] = {}
         self.passed: list[str] = []
         self.is_so(list(range(length)))
-        self.ask(m.Hello(1, STORE, mode, 0, 1, 1))
+        for client in range(num_clients):
+            for rank in range(length):
+                self.ask(m.Hello(1, STORE, mode, client, num_clients, 1), server=rank, client=client)
         self.ask(m.Init(2, "k", 0, 1, COUNT, [COUNT], "float32"), whole_numbers(COUNT))
         self.ask(m.SetRule(3, 1, "sgd", optim.SGD(lr=0.5, momentum=0.5).hyperparams()))
         self.pushed = 0
 
-    def is_so(self, members: list[int]) -> None:
+    def is_so(self, members: list[int], *, draining: bool = False) -> None:
         """The scheduler says who has the part."""
         self.version += 1
-        chain = m.Chain(self.version, members)
+        chain = m.Chain(self.version, members, draining=draining)
         view = m.View(self.version, 1, [chain], [m.ServerInfo(rank, 1, "h", []) for rank in members], [])
         for rank in members:
             self._take(rank, self.servers[rank].adopt(view, self.now_s))
         self._deliver()
 
-    def ask(self, message: Any, *payloads: np.ndarray, server: int = HEAD) -> Message | None:
+    def ask(self, message: Any, *payloads: np.ndarray, server: int = HEAD, client: int = 0) -> Message | None:
         """The answer of a server, if there is one by now."""
         frames = [memoryview(bytearray(payload.tobytes())) for payload in payloads]
-        self._take(server, self.servers[server].handle(route(0), message, frames, self.now_s))
+        self._take(server, self.servers[server].handle(route(client), message, frames, self.now_s))
         self._deliver()
         return self.answers.get(message.request)
 
@@ -78,20 +82,20 @@ class Chain:
                 self.answers[one.message.request] = one.message  # type: ignore[attr-defined]
                 continue
             frames = [memoryview(bytearray(payload.tobytes())) for payload in one.payloads]
-            to = one.server if isinstance(one, Forward) else self.routes[one.route]
-            self.way.append((sender, to, one.message, frames))
+            self.way.append((sender, one, frames))
 
     def _deliver(self) -> None:
         while self.way:
-            sender, to, message, payloads = self.way.popleft()
+            sender, one, payloads = self.way.popleft()
             if self.cut:
                 continue
-            self.passed.append(type(message).__name__)
-            server = self.servers[to]
-            if sender < to:
-                self._take(to, server.handle(at(sender), message, payloads, self.now_s))
+            self.passed.append(type(one.message).__name__)
+            if isinstance(one, Forward):
+                to = one.server
+                self._take(to, self.servers[to].handle(at(sender), one.message, payloads, self.now_s))
             else:
-                self._take(to, server.hear(sender, message, self.now_s))
+                to = self.routes[one.route]
+                self._take(to, self.servers[to].hear(sender, one.message, self.now_s))
 
     def part(self, rank: int) -> Part:
         return self.servers[rank].parts[0]
@@ -298,3 +302,28 @@ def test_what_waits_to_be_sent_on_stays_as_it_is() -> None:
     sent = {one.message.entry.__class__: one.payloads for one in middle.hear(m.Attach(0, 2, len(handed) - 1), 0.0)}
     np.testing.assert_array_equal(sent[entries.Partial][0].view("f4"), np.ones(count, "f4"))
     np.testing.assert_array_equal(sent[entries.Round][0].view("f4"), np.full(count, 11.0, "f4"))
+
+
+@pytest.mark.parametrize("policy", ["fail", "wait", "shrink"])
+@pytest.mark.parametrize("told", ["both", "the old head", "the new one, when the old one has drained"])
+def test_a_good_bye_while_a_part_moves_is_known_to_its_new_head(policy: str, told: str) -> None:
+    chain = Chain(mode="sync", num_clients=2, on_client_loss=policy)
+    chain.ask(m.SetRule(1, 1, "sgd", optim.SGD(lr=0.5, momentum=0.5).hyperparams()), client=1)
+    for client in range(2):
+        chain.ask(m.Push(11, "k", 0, 1, "none", False), whole_numbers(COUNT, client), client=client)
+    chain.is_so([HEAD, FOLLOWER], draining=True)
+    if told.startswith("the new one"):
+        assert chain.servers[HEAD].reports()
+    for server in [HEAD, FOLLOWER] if told != "the old head" else [HEAD]:
+        assert isinstance(chain.ask(m.Bye(12), server=server, client=1), m.Ack)
+    chain.is_so([FOLLOWER, HEAD])
+    push = m.Push(13, "k", 0, 2, "none", False)
+    answer = chain.ask(push, whole_numbers(COUNT), server=FOLLOWER)
+    if policy == "shrink":
+        assert isinstance(answer, m.Ack)
+    else:
+        assert isinstance(answer, m.Failure)
+        assert "client 1 has closed the store" in answer.text
+    former, head = chain.part(HEAD), chain.part(FOLLOWER)
+    assert former.seq == head.committed == head.seq
+    assert "Install" not in chain.passed
