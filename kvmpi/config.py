@@ -99,7 +99,9 @@ class Config:
     window_bytes: int = _setting(
         4 * MIB, "unacknowledged bytes of one master at one server; KVMPI_SHARED_BYTES if shared memory takes them"
     )
-    retry_s: float = _setting(10.0, "seconds without any answer after which a request is sent again")
+    retry_s: float = _setting(
+        10.0, "seconds without any answer after which a request is sent again, the next time twice as many"
+    )
     max_message_bytes: int = _setting(64 * MIB, "a message with a larger frame is refused by the receiver")
     transport: str = _setting("auto", "between processes of one host; auto takes ipc there", ("auto", "tcp", "ipc"))
     shared_payloads: str = _setting(

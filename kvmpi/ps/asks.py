@@ -58,9 +58,9 @@ class Ask:
         withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
     """
 
-    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "may_be_quiet", "missing", "number", "old",
-                 "on_reply", "operation", "part", "payloads", "peer", "quiet", "reads", "sent_s", "silent_s", "used",
-                 "withheld")  # fmt: skip
+    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "left_s", "may_be_quiet", "missing", "number",
+                 "old", "on_reply", "operation", "part", "pause_s", "payloads", "peer", "quiet", "reads", "sent_s",
+                 "silent_s", "used", "withheld")  # fmt: skip
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Ask:
         self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
         self.may_be_quiet, self.quiet, self.withheld = may_be_quiet, False, withheld
         self.number = -1
-        self.sent_s: float | None = None
+        self.sent_s: float | None = None  # for the last time
+        self.left_s = self.pause_s = 0.0  # when it was sent first; the silence after which it is sent again
         self.accepted = False  # a push that is in its round, and no longer takes from its window
         self.used = False  # a push that failed, and whose step is used up nevertheless
         self.ended = False

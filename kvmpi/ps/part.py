@@ -30,10 +30,11 @@ from kvmpi.wire.entries import Key
 Buffer = npt.NDArray[Any]
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 1.0
+#: Silence of the successor after which it is sent the same again; each time twice as long, up to the other.
+_RETRY_S, _MOST_RETRY_S = 1.0, 30.0
 #: What keys, shapes, names and hyperparameters of clients are part of, and seldom enough to be looked at.
 _OF_ANY_LENGTH = {entries.Created, entries.RuleCall, entries.HyperCall, entries.Restored}
-#: Bytes of a state that are on their way to a joiner.
+#: Bytes of a state that are on their way to a joiner, and of the log that are sent again at once.
 _INSTALL_WINDOW_BYTES = 8 << 20
 
 
@@ -77,7 +78,7 @@ class Part:
         self._sent: int | None = None
         self._installs: list[_Record] = []
         self._install_sent = self._install_done = 0
-        self._last_news_s = 0.0
+        self._last_news_s, self._pause_s = 0.0, _RETRY_S
         # How many entries of a state have come, and of which: for what version of the chain, after what entry.
         self._installed, self._installed_of = 0, (-1, -1)
 
@@ -288,8 +289,13 @@ class Part:
 
     # ---- to the successor
 
+    def _note_news(self, now_s: float) -> None:
+        """The successor has more. The pause is not at once the first again: maybe the link is as slow as that."""
+        took_s, self._last_news_s = now_s - self._last_news_s, now_s
+        self._pause_s = max(_RETRY_S, self._pause_s / 2, min(self._pause_s, 2 * took_s))
+
     def _greet(self, now_s: float) -> list[Outgoing]:
-        self._last_news_s = now_s
+        self._last_news_s, self._pause_s = now_s, _RETRY_S
         return [self._forward(m.Extend(self.number, self.chain.version))]
 
     def _forward(self, message: Message, payloads: tuple[Buffer, ...] = ()) -> Forward:
@@ -302,21 +308,21 @@ class Part:
             return []
         match message:
             case m.Attach() if (self._sent is None or message.seq < 0) and not self._installs:
-                self._last_news_s = now_s
+                self._note_news(now_s)
                 kept = self._log[0].seq - 1 if self._log else self.seq
                 if message.seq < kept or message.seq > self.seq:
                     return self._begin_install()
                 self._sent = message.seq
                 return self._stream(now_s)
             case m.Installed() if self._installs and message.count > self._install_done:
-                self._last_news_s = now_s
+                self._note_news(now_s)
                 self._install_done = message.count
                 if message.count < len(self._installs):
                     return self._install()
                 self._sent, self._installs = self._installs[0].seq, []
                 return self._stream(now_s)
             case m.Committed() if message.seq > self.committed and self._sent is not None:
-                self._last_news_s = now_s
+                self._note_news(now_s)
                 return self._commit(min(message.seq, self.seq))
         return []
 
@@ -328,11 +334,22 @@ class Part:
             self._last_news_s = now_s  # an answer is due from now on
         first = self._sent - self._log[0].seq + 1 if self._log else 0
         self._sent = self.seq
-        version = self.chain.version
-        return [
-            self._forward(m.Log(self.number, version, record.seq, record.store, record.entry), record.payloads)
-            for record in itertools.islice(self._log, first, None)
-        ]
+        return [self._forward_log(record) for record in itertools.islice(self._log, first, None)]
+
+    def _forward_log(self, record: _Record) -> Forward:
+        message = m.Log(self.number, self.chain.version, record.seq, record.store, record.entry)
+        return self._forward(message, record.payloads)
+
+    def _stream_again(self) -> list[Outgoing]:
+        """Send what may be lost once more, as much as a window takes: a slow link may still be carrying all of it."""
+        out: list[Outgoing] = []
+        on_way = 0
+        for record in self._log:
+            on_way += _nbytes(record)
+            if record.seq > (self._sent or 0) or (out and on_way > _INSTALL_WINDOW_BYTES):
+                break
+            out.append(self._forward_log(record))
+        return out
 
     def _begin_install(self) -> list[Outgoing]:
         """The successor needs everything: the state as it is now, and then the log from here on."""
@@ -363,22 +380,24 @@ class Part:
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Say again what the successor may not have heard."""
-        if self._successor is None or now_s - self._last_news_s < _RETRY_S:
+        if self._successor is None or now_s - self._last_news_s < self._pause_s:
             return []
         if self._installs:
-            self._last_news_s = now_s
+            self._note_silence(now_s)
             self._install_sent = self._install_done
             return self._install()
         if self._sent is None:
             return self._greet(now_s) if self.complete else []
         if self.committed < self.seq:
-            self._last_news_s = now_s
+            self._note_silence(now_s)
             if not self._log or self._log[0].seq > self.committed + 1:
                 self._sent = None  # it was given all itself since: the successor has to say what it has
                 return self._greet(now_s)
-            self._sent = self.committed
-            return self._stream(now_s)
+            return [*self._stream_again(), *self._stream(now_s)]
         return []
+
+    def _note_silence(self, now_s: float) -> None:
+        self._last_news_s, self._pause_s = now_s, min(2 * self._pause_s, _MOST_RETRY_S)
 
     # ---- from the server before
 

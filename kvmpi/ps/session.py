@@ -30,6 +30,8 @@ Outgoing = tuple[int, Message, Sequence[Buffer]]
 
 #: After this part of an operation's time without an answer a request is repeated, to learn whom it waits for.
 _RETRY_FRACTION = 0.25
+#: Nor does the silence after which it is repeated become longer than so many times the first one.
+_MOST_PAUSES = 32
 _FOR_EVER_S = 1e12
 _FIRST = 1 << 62
 #: The window of quiet pushes, as a part of that of payloads: for large ones a word costs little beside the rest,
@@ -54,6 +56,9 @@ class ClientSession:
         # What has left and is not answered, and what of the windows it takes.
         self._outstanding: dict[int, Ask] = {}
         self._in_flight: dict[tuple[int, bool | None], int] = {}
+        # By peer: when what has been heard of had left, of that the latest, and when that was.
+        self._heard: dict[int, tuple[float, float]] = {}
+        self._now_s = 0.0  # as far as it has been told
         # To be sent once more, each only once however long there is nobody to send it to.
         self._repeats: dict[int, Ask] = {}
         self._unfinished: dict[int, Operation] = {}
@@ -126,6 +131,7 @@ class ClientSession:
 
     def sendable(self, now_s: float) -> Iterator[Outgoing]:
         """What may leave now: (peer, message, payloads)."""
+        self._now_s = now_s
         words, self._words = self._words, []
         yield from words
         repeats, self._repeats = self._repeats, {}
@@ -146,11 +152,15 @@ class ClientSession:
                 if not self._can_send(ask) or not self._take_room(ask):
                     break
                 heapq.heappop(queue)
-                self._outstanding[ask.number] = ask
-                ask.sent_s = now_s
+                self._leave(ask, now_s)
                 if (outgoing := self._emit(ask)) is not None:
                     yield outgoing
             self._ready.pop(where, None)
+
+    def _leave(self, ask: Ask, now_s: float) -> None:
+        self._outstanding[ask.number] = ask
+        ask.sent_s = ask.left_s = now_s
+        ask.pause_s = ask.operation.retry_s
 
     def _take_room(self, ask: Ask) -> bool:
         """Take what ``ask`` needs from its window, if there is so much."""
@@ -182,7 +192,7 @@ class ClientSession:
             self._in_flight[ask.window] = in_flight + ask.cost_bytes
             queue.remove(entry)
             heapq.heapify(queue)
-            self._outstanding[ask.number], ask.sent_s = ask, waiting.sent_s
+            self._leave(ask, self._now_s)
             self._repeats[ask.number] = ask
 
     def _emit(self, ask: Ask) -> Outgoing | None:
@@ -232,6 +242,8 @@ class ClientSession:
                 self._end(ask, rebuild(message.error, message.text))
             case m.Waiting():
                 ask.missing, ask.silent_s = message.clients, message.silent_s
+                if ask.accepted or ask.reads:
+                    ask.pause_s = ask.operation.retry_s  # there is no answer yet that a slow link could be carrying
                 if ask.withheld is not None and self._hello is not None and self._hello[_CLIENT] in message.clients:
                     self._send_again(ask)
                     (ask.payloads, ask.cost_bytes), ask.withheld = ask.withheld, None
@@ -241,6 +253,7 @@ class ClientSession:
                 self._astray.append(ask)
             case m.Accepted():
                 if not ask.accepted:
+                    self._note_heard(ask)
                     self._release(ask)
                     ask.accepted = True
                     if not self._replicas:  # else it may have to be sent again
@@ -266,16 +279,31 @@ class ClientSession:
         ]
 
     def tick(self, now_s: float) -> None:
-        """Repeat what has waited long without an answer; end what has passed its deadline."""
+        """Repeat what has waited long without an answer, after ever longer pauses: what looks lost may wait for a slow
+        link, behind its own repetitions. End what has passed its deadline."""
+        self._now_s = now_s
         astray, self._astray = self._astray, []
         for ask in astray:
             self._send_again(ask)
         for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
             self._cancel(operation, KVTimeoutError(_explain(operation, self._greeted)))
         for ask in self._outstanding.values():
-            if ask.sent_s is not None and now_s - ask.sent_s > ask.operation.retry_s:
+            if ask.sent_s is not None and now_s - self._silent_since(ask, ask.sent_s) > ask.pause_s:
                 ask.sent_s = now_s
                 self._repeats[ask.number] = ask
+                if ask.cost_bytes:  # mere words take no room on a slow link
+                    ask.pause_s = min(2 * ask.pause_s, _most_pause_s(ask.operation))
+
+    def _note_heard(self, ask: Ask) -> None:
+        """Its peer has taken it in, which it does once: others do not wait for ever for the sake of those before."""
+        if ask.left_s >= self._heard.get(ask.peer, (0.0, 0.0))[0]:
+            self._heard[ask.peer] = ask.left_s, self._now_s
+
+    def _silent_since(self, ask: Ask, sent_s: float) -> float:
+        """Since when there should have been an answer: as long as there are some to what has left before, a slow link
+        may still be carrying ``ask``, and would carry it once more for nothing."""
+        left_s, heard_s = self._heard.get(ask.peer, (0.0, 0.0))
+        return max(sent_s, heard_s) if left_s <= ask.left_s else sent_s
 
     # ---- who answers
 
@@ -344,7 +372,7 @@ class ClientSession:
             return
         if ask.accepted and not self._replicas:
             # What was in the round has moved with it, and its memory may be another's by now.
-            ask.peer = self._heads[ask.part][0]
+            ask.peer, ask.pause_s = self._heads[ask.part][0], ask.operation.retry_s
             self._repeats[ask.number] = ask
             return
         del self._outstanding[ask.number]
@@ -401,6 +429,7 @@ class ClientSession:
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation
+        self._note_heard(ask)
         if not ask.accepted or self._replicas:
             self._count_accepted(operation)
         if error is None and ask.kind is m.Hello and ask.peer not in self._lost_peers:
@@ -440,6 +469,10 @@ class ClientSession:
         operation.unaccepted -= 1
         if operation.unaccepted == 0 and operation.on_accepted is not None:
             operation.on_accepted()
+
+
+def _most_pause_s(operation: Operation) -> float:
+    return min(_RETRY_FRACTION * operation.timeout_s, _MOST_PAUSES * operation.retry_s)
 
 
 def _nothing(_: KVError | None) -> None:

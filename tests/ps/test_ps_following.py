@@ -327,3 +327,30 @@ def test_a_good_bye_while_a_part_moves_is_known_to_its_new_head(policy: str, tol
     former, head = chain.part(HEAD), chain.part(FOLLOWER)
     assert former.seq == head.committed == head.seq
     assert "Install" not in chain.passed
+
+
+def test_a_silent_follower_is_sent_the_same_again_ever_more_seldom_and_no_more_than_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first copies may still be on their way over a slow link."""
+    monkeypatch.setattr(part, "_INSTALL_WINDOW_BYTES", 2 * 4 * COUNT)
+    chain = Chain()
+    chain.cut = True
+    for number in range(7):
+        request = m.Init(100 + number, f"key {number}", 0, 1, COUNT, [COUNT], "float32")
+        assert chain.ask(request, whole_numbers(COUNT, number)) is None
+    ticks = [(0.1 * tick, chain.part(HEAD).tick(0.1 * tick)) for tick in range(1000)]
+    first = chain.part(HEAD).committed + 1
+    for _, sent in (repeated := [(at_s, sent) for at_s, sent in ticks if sent]):
+        assert [one.message.seq for one in sent] == [first, first + 1]  # type: ignore[attr-defined]
+    np.testing.assert_allclose([at_s for at_s, _ in repeated], [1, 3, 7, 15, 31, 61, 91], atol=0.5)
+
+    chain.now_s, chain.cut = 100.0, False
+    for _ in range(40):
+        chain.after(1.0)
+    chain.have_the_same()
+    assert len(chain.answers) == 3 + 7
+    assert chain.part(HEAD).tick(200.0) == []
+    chain.cut, chain.now_s = True, 300.0
+    assert chain.push() is None
+    assert chain.part(HEAD).tick(305.0), "it has been quick since, and is sent the same again soon"
