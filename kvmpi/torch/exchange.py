@@ -261,20 +261,17 @@ class Exchange:
                 "exchange it now would sum again what has been summed: set it before that pass, or let gradients be "
                 "averaged"
             )
-        if self.fresh and (self._weights is not None or not self._average):
-            known = None if index is None else self._bucket_of.get(index)
-            adds_up = index is None or (known is not None and self._tensors[index].grad is known.grads.get(index))
-            if self._weights is not None or adds_up:
-                or_else = ""
-                if self._weights is not None:
-                    or_else = (
-                        ", or let them leave in step(), with push='step'. A checkpoint inside the model with "
-                        "use_reentrant=True makes a backward of its own: use_reentrant=False does not"
-                    )
-                raise ConfigError(
-                    "a second backward before optimizer.step(), when the gradients of the first have left for the "
-                    f"store: do all but the last of them inside 'with optimizer.no_sync():'{or_else}"
+        if self.fresh and (self._weights is not None or (not self._average and (index is None or self._shows_some))):
+            or_else = ""
+            if self._weights is not None:
+                or_else = (
+                    ", or let them leave in step(), with push='step'. A checkpoint inside the model with "
+                    "use_reentrant=True makes a backward of its own: use_reentrant=False does not"
                 )
+            raise ConfigError(
+                "a second backward before optimizer.step(), when the gradients of the first have left for the "
+                f"store: do all but the last of them inside 'with optimizer.no_sync():'{or_else}"
+            )
         self._before_pass()
         if self._plans is not None and self._planned_for != self._plans.look():
             self._plan()
@@ -453,6 +450,14 @@ class Exchange:
     def _by_hand(self) -> list[int]:
         """What had no gradient on any worker in the last pass, and has one now."""
         return [i for i in self._unused if self._tensors[i].grad is not None]
+
+    @property
+    def _shows_some(self) -> bool:
+        """Whether any parameter shows the gradient that has come back, be it one that this backward has added to."""
+        return any(
+            (grad := self._tensors[i].grad) is not None and grad is bucket.grads.get(i)
+            for i, bucket in self._bucket_of.items()
+        )
 
     @property
     def complete(self) -> bool:

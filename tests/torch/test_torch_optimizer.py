@@ -227,6 +227,20 @@ def test_what_a_closure_sets_by_hand_is_exchanged(kv: kvmpi.KVStore) -> None:
     assert len(seen) == 1
 
 
+def test_sums_are_not_summed_again_by_a_backward_of_other_layers(kv: kvmpi.KVStore) -> None:
+    layers = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(2)])
+    optimizer = DistributedOptimizer(torch.optim.SGD(layers.parameters()), kv, layers, average=False)
+    layers[0](torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ConfigError, match=r"a second backward.*inside 'with optimizer\.no_sync"):
+        layers[1](torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad()
+    layers[0](torch.ones(1, 4)).sum().backward()
+    layers[0].zero_grad()  # then there is nothing to add to
+    layers[1].zero_grad()
+    layers[1](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
 def test_gradients_are_there_when_backward_returns_and_zero_grad_lets_go_of_them(kv: kvmpi.KVStore) -> None:
     model = mlp()
     optimizer = DistributedOptimizer(sgd(model), kv, model)
