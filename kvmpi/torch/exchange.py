@@ -143,6 +143,7 @@ class Exchange:
             self._planners = kv if weights is None else kv.client
             self._order_key = next_key(self._planners)
             self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
+        self._listen_to_all()
         self._plans = Plans(kv, params, weights, bucket_bytes)
         self._plan()
 
@@ -175,9 +176,17 @@ class Exchange:
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
-        for i in self._bucket_of:
-            if i not in self._hooks:
-                self._hooks[i] = self._tensors[i].register_post_accumulate_grad_hook(self._hook(i))
+
+    def _listen_to_all(self) -> None:
+        """Put hooks on parameters, also on those that are frozen: where all others are one day, these begin a pass."""
+        for i, tensor in enumerate(self._tensors):
+            frozen = not tensor.requires_grad
+            if frozen and (tensor.is_inference() or not (tensor.is_floating_point() or tensor.is_complex())):
+                continue  # what can never be trained
+            tensor.requires_grad_(True)  # for a moment: torch takes no hooks for others, and keeps them
+            self._hooks[i] = tensor.register_post_accumulate_grad_hook(self._hook(i))
+            if frozen:
+                tensor.requires_grad_(False)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         @not_compiled

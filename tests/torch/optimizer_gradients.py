@@ -104,6 +104,13 @@ def graphs_that_change(kv: kvmpi.KVStore) -> None:
 
 def frozen_in_turn(kv: kvmpi.KVStore) -> None:
     """Keys and memory do not grow with the number of times, and gradients of what is frozen stay what they are."""
+
+    def last_alone(seed: int) -> nn.Module:
+        model = mlp(seed)
+        model[:4].requires_grad_(False)
+        return model
+
+    same_in_all(kv, loops.other_layers_in_turn, make=last_alone)
     made, empty = [], kv.empty
 
     def counted(*arguments: Any, **options: Any) -> Any:

@@ -372,6 +372,19 @@ def freezing(which: Callable[[int], Any], steps: int = 12, set_to_none: bool = T
     return loop
 
 
+def other_layers_in_turn(model: Any, optimizer: Any, shards: Shards) -> list[float]:
+    """All that was trained is frozen, and what was frozen is trained; gradients are clipped as those of all."""
+    norms = []
+    for step in range(STEPS):
+        for layer in (0, 2, 4):
+            model[layer].requires_grad_(layer == (4, 0, 2)[step % 3])
+        optimizer.zero_grad()
+        loss_of(model, shards(step)).backward()
+        norms.append(round(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), 10))
+        optimizer.step()
+    return norms
+
+
 def one_in_turn(step: int) -> tuple[int, ...]:
     return (0, 2, 4) if step % 2 else (2, 4)
 
