@@ -351,6 +351,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
 
         def evaluate() -> Any:
+            self._exchange.called()
             result = closure()
             if not self._exchange.complete:
                 self._exchange.finish()

@@ -110,6 +110,7 @@ class Exchange:
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
         self._are_sums = False  # and no backward pass has added to them since, or the loop begun anew with them
+        self._in_closure = False  # a closure was called since, and has made no pass yet
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
@@ -264,13 +265,13 @@ class Exchange:
             self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
-        if self.fresh and index is None and self._by_hand and not self._average:
+        new = self._by_hand if index is None and self._are_sums and not self._average else []
+        if new and (self._shows_some or (self.fresh and not self._in_closure)):
             raise ConfigError(
-                f"the gradient of {self._params.names[self._by_hand[0]]} was set after the backward pass, and to "
-                "exchange it now would sum again what has been summed: set it before that pass, or let gradients be "
-                "averaged"
+                f"the gradient of {self._params.names[new[0]]} was set after the backward pass, and to exchange it now "
+                "would sum again what has been summed of others: set it before that pass, or let gradients be averaged"
             )
-        if self.fresh and (self._weights is not None or (not self._average and (index is None or self._shows_some))):
+        if self.fresh and (self._weights is not None or (not self._average and self._shows_some)):
             or_else = ""
             if self._weights is not None:
                 or_else = (
@@ -418,6 +419,7 @@ class Exchange:
                         self._note_filled(i)
             self._send([*self._held, *self._progress.finish()])
             self._open, self.fresh, self._are_sums = False, True, self._weights is None
+            self._in_closure = False
             self._listen()
             if self.norms is not None:
                 self.norms.start()
@@ -455,24 +457,41 @@ class Exchange:
                     "is made; or let gradients leave when the pass is over, with overlap=False"
                 )
 
-    @property
-    def _by_hand(self) -> list[int]:
-        """What had no gradient on any worker in the last pass, and has one now."""
-        return [i for i in self._unused if self._tensors[i].grad is not None]
+    def _came_back(self, index: int) -> torch.Tensor | None:
+        bucket = self._bucket_of.get(index)
+        return None if bucket is None else bucket.grads.get(index)
 
     @property
     def _shows_some(self) -> bool:
         """Whether any parameter shows the gradient that has come back, be it one that this backward has added to."""
-        return any(
-            (grad := self._tensors[i].grad) is not None and grad is bucket.grads.get(i)
-            for i, bucket in self._bucket_of.items()
-        )
+        return any(p.grad is not None and p.grad is self._came_back(i) for i, p in enumerate(self._tensors))
+
+    @property
+    def _replaced(self) -> list[int]:
+        """What shows another gradient than the one that has come back."""
+        return [
+            i
+            for i, p in enumerate(self._tensors)
+            if p.requires_grad and p.grad is not None and p.grad is not self._came_back(i)
+        ]
+
+    @property
+    def _by_hand(self) -> list[int]:
+        """What shows a gradient that was not exchanged."""
+        if not self.fresh or self._in_closure:
+            return self._replaced
+        # Between a pass and the step a loop puts others in the place of what came back, as to clip: those are to stay.
+        return [i for i in self._unused if self._tensors[i].grad is not None]
 
     @property
     def complete(self) -> bool:
         """Whether everything is exchanged that is there. All workers are in the same place, so it is so for all."""
         # To sum sums once more, for a second step with the same gradients, would not leave them what they are.
         return (self.fresh or (self._are_sums and not self._average)) and not self._by_hand
+
+    def called(self) -> None:
+        """A closure is about to compute gradients: without a pass, those that are others then are to be exchanged."""
+        self._in_closure = self.fresh and not self._replaced
 
     def summed_value(self, value: torch.Tensor) -> torch.Tensor:
         """A number of this worker's, summed and scaled as gradients are that come back. Collective over all workers.
@@ -491,7 +510,8 @@ class Exchange:
 
     def stepped(self) -> None:
         """The loop has made a step."""
-        self._steps, self._zeroed, self.fresh = self._steps + 1, 0, False
+        self._steps, self._zeroed = self._steps + 1, 0
+        self.fresh = self._in_closure = False
 
     def zeroed(self) -> None:
         """The loop begins anew with its gradients."""

@@ -39,7 +39,7 @@ def every_loop(kv: kvmpi.KVStore) -> None:
     for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
                  loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures,
                  loops.scaled, loops.checkpointed(False), loops.checkpointed(True), loops.set_by_hand,
-                 loops.one_has_failed):  # fmt: skip
+                 loops.all_by_hand, loops.one_has_failed):  # fmt: skip
         same_in_all(kv, loop)
     same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True, overlap=False)
 
@@ -385,9 +385,11 @@ def sums(kv: kvmpi.KVStore) -> None:
 
     plain, model = mlp(0), _Mine(*mlp(kv.rank))
     optimizer = DistributedOptimizer(scaled_sgd(model), kv, model, average=False)
-    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)])
-    plain_steps(plain, scaled_sgd(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
-    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+    for loop in (plain_steps, loops.all_by_hand):
+        loop(model, optimizer, lambda step: [shard(step, kv.rank)])
+        loop(plain, scaled_sgd(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+        assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12, loop.__name__
+    optimizer.zero_grad()
     loss_of(model, [shard(0, kv.rank)]).backward()
     expect(ConfigError, "a second backward", lambda: loss_of(model, [shard(0, kv.rank)]).backward())
     optimizer.zero_grad()
@@ -542,7 +544,8 @@ def line_searches(kv: kvmpi.KVStore) -> None:
     def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
 
-    same_in_all(kv, loops.closures, optimizer=lbfgs, tolerance=1e-6)
+    for loop in (loops.closures, loops.closures_by_hand):
+        same_in_all(kv, loop, optimizer=lbfgs, tolerance=1e-6)
 
 
 def graphs_that_are_there_before(kv: kvmpi.KVStore) -> None:

@@ -268,6 +268,28 @@ def set_by_hand(model: Any, optimizer: Any, shards: Shards) -> None:
         optimizer.step()
 
 
+def all_by_hand(model: Any, optimizer: Any, shards: Shards) -> None:
+    """Without a backward pass, and nothing is zeroed."""
+    params = [*model.parameters()]
+    for step in range(STEPS):
+        for p, grad in zip(params, torch.autograd.grad(loss_of(model, shards(step)), params), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+
+def closures_by_hand(model: Any, optimizer: Any, shards: Shards) -> None:
+    params = [*model.parameters()]
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            loss = loss_of(model, shards(step))
+            for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                p.grad = grad
+            return loss.detach()
+
+        optimizer.step(torch.enable_grad()(closure))
+
+
 def one_has_failed(model: Any, optimizer: Any, shards: Shards) -> None:
     """A worker's backward fails at the loss, its program goes on, and steps with what the others have."""
 

@@ -209,22 +209,61 @@ def test_after_the_store_is_closed_a_backward_says_so(kv: kvmpi.KVStore) -> None
         loss_of(model, [shard(0, 0)]).backward()
 
 
-def test_what_a_closure_sets_by_hand_is_exchanged(kv: kvmpi.KVStore) -> None:
-    model = mlp()
-    optimizer = DistributedOptimizer(sgd(model), kv, model)
+def by_hand(model: nn.Module, loss: torch.Tensor) -> None:
+    """Gradients without a backward pass."""
+    params = [*model.parameters()]
+    for parameter, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        parameter.grad = grad
 
-    def closure() -> torch.Tensor:
-        loss = loss_of(model, [shard(0, 0)])
-        for parameter, grad in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
-            parameter.grad = grad
-        assert not optimizer._exchange.fresh
-        return loss.detach()
 
-    seen = []
+def exchanges_of(optimizer: Any) -> list[None]:
+    """One element for each exchange from here on."""
+    seen = list[None]()
     finish = optimizer._exchange.finish
-    optimizer._exchange.finish = lambda: seen.append(finish())  # type: ignore[method-assign]
-    optimizer.step(closure)
-    assert len(seen) == 1
+    optimizer._exchange.finish = lambda: seen.append(finish())
+    return seen
+
+
+def test_what_a_closure_sets_by_hand_is_exchanged(kv: kvmpi.KVStore) -> None:
+    """As often as it is called, and only if it has set something."""
+    model = mlp()
+    for average in (True, False):
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), kv, model, average=average)
+        called, seen = [], exchanges_of(optimizer)
+
+        def closure(called: list[None] = called, optimizer: Any = optimizer) -> torch.Tensor:
+            called.append(None)
+            by_hand(model, loss := loss_of(model, [shard(0, 0)]))
+            return loss.detach()
+
+        for _ in range(2):
+            optimizer.step(closure)
+        assert len(seen) == len(called) == 6
+        optimizer.step(lambda: torch.tensor(0.0))
+        optimizer.detach()
+
+
+def test_gradients_set_by_hand_are_summed_in_every_step(kv: kvmpi.KVStore) -> None:
+    """And once: a second step with the same ones is with their sums. Some of both cannot be told apart."""
+    model = mlp()
+    optimizer = DistributedOptimizer(sgd(model), kv, model, average=False)
+    seen = exchanges_of(optimizer)
+    for step in range(3):
+        by_hand(model, loss_of(model, [shard(step, 0)]))
+        for _ in range(2):
+            optimizer.step()
+        assert len(seen) == step + 1
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(ConfigError, match=r"gradient of 0\.weight was set after.*others"):
+        optimizer.step()
+    # What a loop makes of sums before the step is what it steps with.
+    optimizer.zero_grad()
+    loss_of(model, [shard(3, 0)]).backward()
+    seen.clear()
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+    optimizer.step(lambda: None)
+    assert not seen
 
 
 def test_sums_are_not_summed_again_by_a_backward_of_other_layers(kv: kvmpi.KVStore) -> None:
