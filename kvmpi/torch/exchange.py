@@ -98,8 +98,9 @@ class Exchange:
         #: What hooks take their gradients out of, if there is nothing else to do for them.
         self._listening: dict[int, set[int]] = {}
         self._seen: list[int] = []  # the order of the first pass
-        self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has zeroed gradients
+        self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has begun anew
         self._paused = self._open = self._has_backward = False
+        self._begun = False  # something was done, in this step, since gradients were zeroed
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
         self._left_as: list[tuple[Bucket, dict[int, int]]] = []  # their gradients, where a backward pass goes on
@@ -246,7 +247,7 @@ class Exchange:
         # Entering no_grad is a third of what a hook takes, and only a backward that makes a graph needs it.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self._paused:
-                self.fresh = self._are_sums = False
+                self._begun, self.fresh, self._are_sums = True, False, False
                 return
             if not self._open:
                 self._begin(index)
@@ -292,7 +293,7 @@ class Exchange:
         self._sent, self._held, self._flying, self._left_as = [], [], [], []
         self.release()
         self._taken.clear()
-        self._open, self._has_backward = True, index is not None
+        self._open, self._has_backward, self._begun = True, index is not None, True
         for i in self._bucket_of:
             if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
                 self._leave(self._progress.arrive(i))
@@ -511,11 +512,13 @@ class Exchange:
     def stepped(self) -> None:
         """The loop has made a step."""
         self._steps, self._zeroed = self._steps + 1, 0
-        self.fresh = self._in_closure = False
+        self.fresh = self._in_closure = self._begun = False
 
     def zeroed(self) -> None:
         """The loop begins anew with its gradients."""
-        self._zeroed, self.fresh, self._are_sums = self._zeroed + 1, False, False
+        # Who zeroes what is zero already, as at the end of a step and before the next, has left nothing out.
+        self._zeroed += self._begun
+        self._begun = self.fresh = self._are_sums = False
 
     def _check_place(self, count: float, steps: float, zeroed: float) -> None:
         """Raise if the workers whose backward this is are not all at the same place of their loops.

@@ -481,12 +481,28 @@ def summed_with_other_passes(kv: kvmpi.KVStore) -> None:
         optimizer.zero_grad()
         expect(KVError, "in step 4, were summed", lambda: loss_of(model, [shard(3, kv.rank)]).backward())
     optimizer.synchronize()
-    # A worker that zeroes once more has left out a pass.
+    # A worker that zeroes gradients before a step has left out a pass, if it has made any.
+    for paused in (True, False):
+        model = mlp(0)
+        optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+        if paused and kv.rank == 0:
+            with optimizer.no_sync():
+                loss_of(model, [shard(1, 0)]).backward()
+        elif not paused:
+            loss_of(model, [shard(1, kv.rank)]).backward()
+        if kv.rank == 0:
+            optimizer.zero_grad()
+        expect(KVError, "synchronize(broken=True)", lambda: loss_of(model, [shard(2, kv.rank)]).backward())  # noqa: B023
+    # To zero what is there already is nothing.
     model = mlp(0)
     optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
-    for _ in range(1 + (kv.rank == 0)):
-        optimizer.zero_grad()
-    expect(KVError, "synchronize(broken=True)", lambda: loss_of(model, [shard(2, kv.rank)]).backward())
+    for step in range(2):
+        for _ in range(1 + (kv.rank == 0)):
+            optimizer.zero_grad()
+        loss_of(model, [shard(step, kv.rank)]).backward()
+        optimizer.step()
+        for _ in range(kv.rank):
+            optimizer.zero_grad()
     # Who has no batch, and only steps, need not have zeroed anything.
     model = mlp(0)
     optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
