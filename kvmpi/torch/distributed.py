@@ -323,7 +323,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the weights. What no backward has exchanged is exchanged now: all workers step equally often.
 
         In asynchronous stores, the workers of a client.
+
+        Raises:
+            KVError: another ``DistributedOptimizer`` was made for one of the parameters since.
         """
+        self._exchange.check_own()
         if not self._update_on_kvstore:
             if closure is None and not self._exchange.complete:
                 self._exchange.finish()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.engine import Work
@@ -29,6 +31,8 @@ _PLACES = 61
 #: All that have hooks on parameters, which the garbage collector does not look into: those whose stores are closed
 #: would keep models and gradients for ever, and fail where a model is trained with another store.
 _hooked: set[Exchange] = set()
+#: By parameter: what exchanges its gradients, the last that was made.
+_exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
@@ -95,6 +99,7 @@ class Exchange:
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
         self._hooks: dict[int, Any] = {}
+        self._taken_over: str | None = None  # the parameter that another one was made for
         #: What hooks take their gradients out of, if there is nothing else to do for them.
         self._listening: dict[int, set[int]] = {}
         self._seen: list[int] = []  # the order of the first pass
@@ -156,6 +161,19 @@ class Exchange:
         self._hooks.clear()
         _hooked.discard(self)
 
+    def _give_way(self, tensor: torch.Tensor) -> None:
+        """Another one exchanges the gradients of ``tensor`` from now on, and nothing is left for this one."""
+        self._taken_over = next(n for n, p in zip(self._params.names, self._tensors, strict=True) if p is tensor)
+        self.close()
+
+    def check_own(self) -> None:
+        """Raise if another optimizer exchanges these gradients, so that this one would do it a second time."""
+        if self._taken_over is not None:
+            raise KVError(
+                f"another DistributedOptimizer was made for {self._taken_over} since, and exchanges its gradients: of "
+                "several for one parameter only the last can be used; detach() the others, and make them anew"
+            )
+
     @property
     def order(self) -> list[int]:
         """In which gradients come, as far as that is known."""
@@ -185,6 +203,10 @@ class Exchange:
             frozen = not tensor.requires_grad
             if frozen and (tensor.is_inference() or not (tensor.is_floating_point() or tensor.is_complex())):
                 continue  # what can never be trained
+            other = _exchanges.get(tensor, lambda: None)()
+            if other is not None and other in _hooked:  # else its optimizer has let go of it
+                other._give_way(tensor)
+            _exchanges[tensor] = weakref.ref(self)
             tensor.requires_grad_(True)  # for a moment: torch takes no hooks for others, and keeps them
             self._hooks[i] = tensor.register_post_accumulate_grad_hook(self._hook(i))
             if frozen:

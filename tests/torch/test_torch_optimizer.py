@@ -280,6 +280,24 @@ def test_sums_are_not_summed_again_by_a_backward_of_other_layers(kv: kvmpi.KVSto
     optimizer.step()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_of_two_for_one_parameter_the_last_exchanges(kv: kvmpi.KVStore, overlap: bool) -> None:
+    """Both would sum the same memory."""
+    model = mlp()
+    first = DistributedOptimizer(sgd(model), kv, model, overlap=overlap)
+    head = DistributedOptimizer(torch.optim.SGD(model[4].parameters()), kv, overlap=overlap)
+    last = DistributedOptimizer(sgd(model), kv, model, overlap=overlap)
+    loss_of(model, [shard(0, 0)]).backward()
+    assert [each._exchange.fresh for each in (first, head, last)] == [False, False, True]
+    last.step()
+    for each, name in ((first, r"4\.weight"), (head, "parameter 0")):
+        with pytest.raises(KVError, match=rf"another DistributedOptimizer was made for {name} .*detach"):
+            each.step()
+        each.detach()
+    loss_of(model, [shard(1, 0)]).backward()
+    assert last._exchange.fresh
+
+
 def test_gradients_are_there_when_backward_returns_and_zero_grad_lets_go_of_them(kv: kvmpi.KVStore) -> None:
     model = mlp()
     optimizer = DistributedOptimizer(sgd(model), kv, model)
