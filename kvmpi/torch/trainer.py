@@ -77,6 +77,7 @@ class Trainer:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._torch = optimizer
             self._check_covers(optimizer)
+            self._covered = _sizes(optimizer)
         else:
             self._rule = optim.from_any(optimizer)
             if self._rule.averages:
@@ -214,7 +215,7 @@ class Trainer:
         pushed, and every ``p.grad`` stays as it is; the first time a ``UserWarning`` says so, since it is often a short
         last batch that nobody wanted.
         """
-        self._check_batch(batch_size)
+        self._check(batch_size)
         if self._update_on_kvstore:
             self._remote_step(batch_size)
         else:
@@ -227,7 +228,7 @@ class Trainer:
         Weights stay as they are. The store is told of the optimizer and of learning rates that have changed, as
         ``step`` would tell it: clients make the same calls in the same order, also one that repeats its own.
         """
-        self._check_batch(batch_size)
+        self._check(batch_size)
         if self._update_on_kvstore:
             assert self._kv is not None
             self._rule_in_force(self._kv, batch_size)
@@ -240,6 +241,7 @@ class Trainer:
         are all. A sum over ``batch_size`` samples has that many times the norm of their mean. Where the store updates
         and the client has several workers, ``kv.client`` gets keys, with memory for the weights once more.
         """
+        self._check()
         if not self._update_on_kvstore:
             self._sum_gradients(self._kv, range(len(self._params)))
         else:
@@ -255,7 +257,7 @@ class Trainer:
         out, as after an overflow, has not stepped: in an asynchronous store nobody minds, in a synchronous one of
         several clients all must do so together (``kv.any``).
         """
-        self._check_batch(batch_size)
+        self._check(batch_size)
         if self._update_on_kvstore:
             if not self._is_summed:
                 raise ConfigError(
@@ -275,9 +277,15 @@ class Trainer:
             client.init(list(self._client_keys), self._params.data)
         return self._client_keys
 
-    def _check_batch(self, batch_size: float) -> None:
+    def _check(self, batch_size: float = 1.0) -> None:
+        """Raise if this call, or what has become of the optimizer since the last one, makes no sense."""
         if not batch_size > 0:
             raise ConfigError(f"batch_size={batch_size}: expected the number of samples of all workers, above 0")
+        if self._torch is None:
+            return
+        if (sizes := _sizes(self._torch)) != self._covered:
+            self._check_covers(self._torch)
+            self._covered = sizes
 
     def _local_step(self) -> None:
         assert self._torch is not None
@@ -503,6 +511,11 @@ class Trainer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._owned and self._kv is not None:
             self._kv.__exit__(kind, error, trace)
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Of parameter groups, to see later whether there are new parameters."""
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

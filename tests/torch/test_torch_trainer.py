@@ -324,6 +324,29 @@ def test_the_second_half_of_a_step_needs_the_first() -> None:
             trainer.step(0)
 
 
+@pytest.mark.parametrize("update", [True, False])
+def test_parameters_that_the_optimizer_gets_later_are_an_error(update: bool) -> None:
+    model, other = make_model(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[2].requires_grad_(False)
+    with Trainer(model.parameters(), optimizer, "mpi", update) as trainer:
+        backward(model, 0)
+        trainer.step(BATCH)
+        before = model[2].weight.detach().clone()
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": model[2].parameters()})  # those that the trainer has
+        backward(model, 1)
+        trainer.step(BATCH)
+        assert not torch.equal(model[2].weight, before)
+        optimizer.add_param_group({"params": other.parameters()})
+        for call in (
+            lambda: trainer.step(BATCH), lambda: trainer.skip(BATCH), trainer.allreduce_grads,
+            lambda: trainer.update(BATCH),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match="2 parameters that the trainer was not given"):
+                call()
+
+
 @pytest.mark.parametrize(("store", "update"), [
     ("mpi", True), ("mpi", False), ("dist_sync", True), ("dist_sync", False), ("dist_async", True),
 ])  # fmt: skip
