@@ -49,7 +49,9 @@ class Config:
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
     # What users may set.
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
-    heartbeat_s: float = _setting(1.0, "seconds between two heartbeats of a server or a master")
+    heartbeat_s: float = _setting(
+        1.0, "seconds between two heartbeats of a server or a master; at most half of KVMPI_HEARTBEAT_TIMEOUT_S"
+    )  # fmt: skip
     heartbeat_timeout_s: float = _setting(20.0, "seconds of silence after which a peer counts as dead")
     report_s: float = _setting(
         1.0, "seconds between two reports of a worker or a server to the scheduler, for kvmpi top, the dashboard, the "
@@ -149,6 +151,11 @@ class Config:
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s", "handshake_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
+        if self.heartbeat_s > self.heartbeat_timeout_s / 2:  # everybody would count as dead between two of them
+            raise ConfigError(
+                f"KVMPI_HEARTBEAT_S={self.heartbeat_s}: must be at most half of "
+                f"KVMPI_HEARTBEAT_TIMEOUT_S={self.heartbeat_timeout_s}"
+            )
         counts = ("engine_threads", "num_workers", "num_clients", "timeline_spans")
         for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:

@@ -16,6 +16,7 @@ MISTAKES = [
     ("TIMEOUT_S=0", "must be positive"),
     ("TIMEOUT_S=nan", "expected seconds"),
     ("HEARTBEAT_S=inf", "expected seconds"),
+    ("HEARTBEAT_S=2 HEARTBEAT_TIMEOUT_S=3", "at most half of KVMPI_HEARTBEAT_TIMEOUT_S=3.0"),
     ("RETRY_S=-1", "must be positive"),
     ("STALL_S=-1", "must not be negative"),
     ("REPORT_S=-0.5", "0 turns reports off"),
