@@ -49,11 +49,16 @@ _TCP, _IPC = b"t", b"i"
 _log = logging.getLogger(__name__)
 
 
+def _milliseconds(seconds: float) -> int:
+    """As libzmq takes them: 32 bits, and 0 would be for ever."""
+    return min((1 << 31) - 1, max(1, int(1000 * seconds)))
+
+
 def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool) -> zmq.Socket[Any]:
     opened: zmq.Socket[Any] = context.socket(kind)
     opened.linger = _LINGER_MS
     opened.maxmsgsize = max_message_bytes
-    opened.handshake_ivl = max(1, int(1000 * context.config.handshake_s))
+    opened.handshake_ivl = _milliseconds(context.config.handshake_s)
     # The window of the session bounds what is in flight; a second limit here could only drop or block.
     opened.sndhwm = 0
     opened.rcvhwm = 0
@@ -338,8 +343,8 @@ class Connection:
         self._partner: Partner | None = None
         self._socket = _open(context, zmq.DEALER, max_message_bytes, tcp=endpoint.startswith("tcp://"))
         if silence_s is not None and endpoint.startswith("tcp://"):
-            self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = max(1, int(500 * silence_s))
-            self._socket.connect_timeout = max(1, int(1000 * silence_s))
+            self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = _milliseconds(silence_s / 2)
+            self._socket.connect_timeout = _milliseconds(silence_s)
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
         try:

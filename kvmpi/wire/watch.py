@@ -16,6 +16,8 @@ S = TypeVar("S", bound=Source)
 
 #: Where the system has no epoll, nobody can stand in.
 _IN = getattr(select, "EPOLLIN", 0)
+#: Systems count a wait in milliseconds of 32 bits.
+_LONGEST_S = 1e6
 
 
 class Watch(Generic[S]):
@@ -57,6 +59,7 @@ class Watch(Generic[S]):
 
     def wait(self, timeout_s: float) -> list[S]:
         """Sleep until something has come or the waker says so, at most ``timeout_s``; where, maybe twice."""
+        timeout_s = min(timeout_s, _LONGEST_S)
         if not _IN:
             found = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
             return [self._sources[descriptor] for descriptor, _ in found if descriptor in self._sources]

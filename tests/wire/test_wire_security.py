@@ -17,7 +17,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvmpi.config import Config
+from kvmpi.config import MOST_SECONDS, Config
 from kvmpi.errors import AuthenticationError, ConfigError
 from kvmpi.wire import Connection, Context, Listener, Readiness, encode, handshake, new_context
 from kvmpi.wire import messages as m
@@ -383,6 +383,14 @@ GREETINGS: dict[str, bytes] = {
     "CURVE, a large frame": SIGNATURE + b"\3\0CURVE" + bytes(47) + b"\2" + (1 << 40).to_bytes(8, "big"),
     "noise": np.random.default_rng(3).bytes(5000),
 }
+
+
+def test_times_may_be_as_long_as_settings_allow(member: NewContext) -> None:
+    """libzmq counts milliseconds in 32 bits."""
+    context = member("A", handshake_s=MOST_SECONDS)
+    listener = Listener(context, LIMIT)
+    listener.bind_tcp("127.0.0.1")
+    is_served(listener, Connection(context, listener.endpoints[0], LIMIT, silence_s=MOST_SECONDS))
 
 
 @pytest.mark.parametrize("name", GREETINGS)

@@ -47,6 +47,11 @@ def seconds(call: Any) -> tuple[float, Any]:
     return time.monotonic() - start_s, found
 
 
+def test_a_wait_may_be_longer_than_the_system_counts(waker: Waker, pipe: Pipe) -> None:
+    os.write(pipe.write, b"x")
+    assert Watch(waker, [pipe]).wait(4e9) == [pipe]
+
+
 def test_news_go_to_whoever_waits_at_the_time(waker: Waker, pipe: Pipe) -> None:
     watch = Watch(waker, [pipe])
     os.write(pipe.write, b"x")
