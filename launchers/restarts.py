@@ -42,7 +42,7 @@ class Restarts:
 
     def advice(self, label: str, status: int) -> str:
         """How others could have gone on without ``label``, which has ended the job; empty if that was its own error."""
-        killed = status > 128 and status != 128 + signal.SIGINT  # which was somebody's wish
+        killed = 0 < status - 128 < signal.NSIG and status != 128 + signal.SIGINT  # which was somebody's wish
         if label.split()[0] not in ("worker", "client") or not killed or self.on_client_loss != "fail":
             return ""
         return (

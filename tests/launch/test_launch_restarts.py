@@ -53,6 +53,14 @@ def test_what_a_job_bears(label, returncode, settings, expected):
     assert Restarts(**{"most": 3, "replicas": 0, **settings}).bears(label, returncode) is expected
 
 
+@pytest.mark.parametrize(("status", "expected"), [
+    (128 + signal.SIGKILL, True), (128 + signal.SIGRTMAX, True), (128 + signal.SIGINT, False), (1, False),
+    (255, False),  # sys.exit(-1), and an ssh that cannot connect
+])  # fmt: skip
+def test_who_was_killed_is_told_how_to_survive_it(status, expected):
+    assert bool(Restarts(0, 0).advice("worker 1", status)) is expected
+
+
 @pytest.mark.parametrize(("options", "victim"), [
     ("-n 1 -s 1", -1), ("-n 2 -c 2 -s 1", -1), ("-n 1 -s 2 --replicas 1", 0), ("-n 1 -s 2 --replicas 1", 1),
 ])  # fmt: skip
