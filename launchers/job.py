@@ -370,16 +370,17 @@ def _client(
     env = {"KVMPI_CLIENT_RANK": str(client_rank), **({SHARE: share} if share else {})}
     hosts = None if places is None else places.layout.clients[client_rank]
     host = places.elsewhere(hosts[0].name) if places is not None and hosts is not None else ""
+    words = program.command(runner=(RANK_MAIN,))
     if len(workers) == 1:
         env.update({"KVMPI_ROLE": "worker", "KVMPI_RANK": str(workers[0])})
         if not host:  # elsewhere, whoever starts it does this
             share_cores(env, cores)
             if THREADS in whole:
                 env.pop(THREADS, None)
-        return Process("worker", workers[0], program.command(), env, workers, client_rank, host)
+        return Process("worker", workers[0], words, env, workers, client_rank, host)
     # KVMPI_ROLE and KVMPI_RANK are set by rank_exec, so that each stands in the environment of one process only.
     first = (sys.executable, "-I", "-S", RANK_EXEC, str(workers[0]), str(client_rank))
-    words = hidden(program.command(runner=(RANK_MAIN,)))
+    words = hidden(words)
     if places is not None and isinstance(places.reach, Jsrun):
         folders = [whole["KVMPI_JOB_DIR"], *dict.fromkeys(filter(None, map(mpi_env.get, _BACKING)))]
         command = (*places.reach.ranks(len(workers)), *first, *folders, "--", *words)

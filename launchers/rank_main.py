@@ -1,18 +1,24 @@
-"""Runs a Python program as one rank of an MPI job such that an error in it ends the job instead of hanging it.
+"""Runs a Python program as a worker such that an error in it ends the job instead of hanging it.
 
     python rank_main.py (FILE | -m MODULE) [ARG...]
 
-At exit mpi4py calls MPI_Finalize, which waits for all ranks: a rank that has raised would wait for its peers, and
-they for it. So an error sets mpi4py's abort status, as ``python -m mpi4py.run`` does; beyond that, the launcher is
+Exit handlers are told how the program has ended, which Python does not do for ``sys.exit``: a store that is closed in
+good order would not be a client that is lost.
+
+At exit mpi4py calls MPI_Finalize, which waits for all ranks of a client: one that has raised would wait for its peers,
+and they for it. So an error sets mpi4py's abort status, as ``python -m mpi4py.run`` does; beyond that, the launcher is
 told which rank it was, and the traceback starts in the user's program instead of in here.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
+import pkgutil
 import runpy
 import sys
-from types import TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
 
 STARTED_AS = os.getpid()
 
@@ -30,7 +36,7 @@ def main() -> None:
         if is_module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            _run_file(sys.argv[0])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
@@ -47,20 +53,37 @@ def main() -> None:
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
+def _run_file(name: str) -> None:
+    """As Python does it: the program is ``__main__`` until the process ends, also for its threads and exit handlers."""
+    if name.endswith(".pyc") or pkgutil.get_importer(name) is not None:  # an archive
+        runpy.run_path(name, run_name="__main__")
+        return
+    loader = SourceFileLoader("__main__", os.path.abspath(name))
+    code = loader.source_to_code(loader.get_data(loader.path), loader.path)
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    vars(program).update(__builtins__=builtins, __file__=loader.path, __cached__=None, __loader__=loader)
+    exec(code, vars(program))
+
+
 def _users_part(traceback: TracebackType | None) -> TracebackType | None:
-    """``traceback`` without its first frames, those of this file and of runpy; all of it if nothing else is there."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    rest = traceback
-    while rest is not None and rest.tb_frame.f_code.co_filename in ours:
-        rest = rest.tb_next
-    return rest or traceback
+    """``traceback`` without its first frames, those of who runs the program."""
+    ours = {
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap>",
+        "<frozen importlib._bootstrap_external>",
+    }
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _failed(status: int) -> None:
     if status == 0 or os.getpid() != STARTED_AS:  # a child that the program has forked ends through here too
         return
     module = sys.modules.get("mpi4py.MPI")
-    if module is not None:
+    if module is not None and module.Is_initialized() and not module.Is_finalized() and module.COMM_WORLD.size > 1:
         module._set_abort_status(status)  # takes effect at exit, after the program's own exit handlers
     folder, client, rank = (os.environ.get(f"KVMPI_{name}", "") for name in ("JOB_DIR", "CLIENT_RANK", "RANK"))
     try:

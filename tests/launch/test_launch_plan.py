@@ -53,7 +53,7 @@ def test_start_order_is_scheduler_servers_clients():
 
 def test_clients_of_one_worker_need_no_mpi():
     workers = plan(3, 3, mpi=None).of_role("worker")
-    assert [worker.command for worker in workers] == [(sys.executable, "train.py", "--lr", "0.1")] * 3
+    assert [worker.command for worker in workers] == [(sys.executable, job.RANK_MAIN, "train.py", "--lr", "0.1")] * 3
     assert [worker.env["KVMPI_RANK"] for worker in workers] == ["0", "1", "2"]
     assert [worker.env["KVMPI_CLIENT_RANK"] for worker in workers] == ["0", "1", "2"]
 
@@ -188,7 +188,8 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
     text = capfd.readouterr().out
     assert "# 2 workers in 2 clients, 1 servers" in text
     assert f"KVMPI_ROLE=server KVMPI_RANK=0 {sys.executable} -m kvmpi.ps server" in text
-    assert f"KVMPI_CLIENT_RANK=1 KVMPI_ROLE=worker KVMPI_RANK=1 {sys.executable} train.py --lr 'a b' -n 9" in text
+    runs = f"{sys.executable} {job.RANK_MAIN} train.py --lr 'a b' -n 9"
+    assert f"KVMPI_CLIENT_RANK=1 KVMPI_ROLE=worker KVMPI_RANK=1 {runs}" in text
     assert os.listdir() == ["train.py"]
 
 

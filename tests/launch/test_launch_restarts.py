@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -189,6 +190,8 @@ with store if sys.argv[1] == "with" else contextlib.nullcontext():
     for step in range(store.resumed_step, 6):
         if store.rank == 1 and step == 3 and not os.path.exists("failed"):
             open("failed", "w").close()
+            if sys.argv[1] == "exit":
+                sys.exit("bad data")
             raise ValueError("bad data")
         store.pushpull("w", np.full(5, step, "f4"), out)
         store.barrier()
@@ -197,8 +200,9 @@ store.close()
 """
 
 
-@pytest.mark.parametrize("how", ["with", "without"])
-@pytest.mark.parametrize("policy", ["wait", "shrink", "fail"])
+@pytest.mark.parametrize(("policy", "how"), [
+    *itertools.product(["wait", "shrink", "fail"], ["with", "without"]), ("wait", "exit"),
+])  # fmt: skip
 def test_the_others_learn_at_once_of_a_client_whose_program_fails(launch, write, policy, how):
     """Not when it has been silent for long; and who closes a store because of an error has not left in good order."""
     settings = {"KVMPI_ON_CLIENT_LOSS": policy, "KVMPI_HEARTBEAT_TIMEOUT_S": "100"}
@@ -207,7 +211,7 @@ def test_the_others_learn_at_once_of_a_client_whose_program_fails(launch, write,
     program = write("failing.py", FAILING)
     job = launch(*layout, *restart, program, how, env=settings, whole=True)
     assert (job.finish(60.0) == 0) is (policy != "fail"), job.stderr
-    assert "ValueError: bad data" in job.stderr
+    assert ("] bad data" if how == "exit" else "ValueError: bad data") in job.stderr
     assert "KVTimeoutError" not in job.stderr
     assert policy == "fail" or "ClientLostError" not in job.stderr
     last = {"wait": ["end 0 15", "end 1 15", "end 2 15"], "shrink": ["end 0 10", "end 2 10"], "fail": []}[policy]
