@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvmpi.config import Config, client_bounds, env_name
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import mpirun
+from kvmpi.launchers import module_main, mpirun
 from kvmpi.launchers.cores import SHARE, THREADS, share_cores, threads
 from kvmpi.launchers.hosts import Host, Layout
 from kvmpi.launchers.jsrun import Jsrun
@@ -91,8 +91,8 @@ class Process:
 class RoleCommands:
     """How the roles other than workers are started. Tests put stand-ins here."""
 
-    scheduler: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "scheduler")
-    server: tuple[str, ...] = (sys.executable, "-m", "kvmpi.ps", "server")
+    scheduler: tuple[str, ...] = module_main.command("kvmpi.ps", "scheduler")
+    server: tuple[str, ...] = module_main.command("kvmpi.ps", "server")
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def _client(
     agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
     if places is not None and isinstance(places.reach, BatchReach) and places.reach.resources[host].hosts > 1:
         told = (mpi.kind, mpi.path, str(len(workers)), places.network, ",".join(exported), agent)
-        started = (sys.executable, "-m", "kvmpi.launchers.client_exec", *told, "--")
+        started = module_main.command("kvmpi.launchers.client_exec", *told, "--")
     elif places is None or hosts is None or len(hosts) == 1:
         started, spans = mpi.command(len(workers), local=local or places is not None), not local and places is None
     else:

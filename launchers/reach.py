@@ -8,11 +8,11 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvmpi.errors import ConfigError
+from kvmpi.launchers import module_main
 from kvmpi.launchers.batch import SYSTEMS, Resources
 
 CANCEL_S = 20.0  # for a batch system to take note
@@ -154,7 +154,7 @@ def blaunch() -> Reach:
 def batch(system: str, folder: str, resources: Mapping[str, Resources]) -> Reach:
     """For a batch system, from outside of its allocations."""
     _require({"slurm": "sbatch", "lsf": "bsub"}[system])
-    return BatchReach(system, (sys.executable, "-m", "kvmpi.launchers.batch_exec"), {}, folder, resources)
+    return BatchReach(system, module_main.command("kvmpi.launchers.batch_exec"), {}, folder, resources)
 
 
 def _require(name: str) -> None:

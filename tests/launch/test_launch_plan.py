@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
     assert command.main(["-n", "2", "-c", "2", "-s", "1", "--dry-run", "train.py", "--lr", "a b", "-n", "9"]) == 0
     text = capfd.readouterr().out
     assert "# 2 workers in 2 clients, 1 servers" in text
-    assert f"KVMPI_ROLE=server KVMPI_RANK=0 {sys.executable} -m kvmpi.ps server" in text
+    assert f"KVMPI_ROLE=server KVMPI_RANK=0 {' '.join(job.RoleCommands().server)}" in text
     runs = f"{sys.executable} {job.RANK_MAIN} train.py --lr 'a b' -n 9"
     assert f"KVMPI_CLIENT_RANK=1 KVMPI_ROLE=worker KVMPI_RANK=1 {runs}" in text
     assert os.listdir() == ["train.py"]
@@ -344,3 +345,19 @@ def test_snapshots_go_where_the_job_was_resumed_from_unless_told_otherwise():
 def test_snapshots_that_make_no_sense(servers, said, expected):
     with pytest.raises(ConfigError, match=expected):
         plan(1, 1, servers, snapshots=job.Snapshots(**said))
+
+
+def test_roles_take_nothing_from_the_current_folder_that_is_found_elsewhere(tmp_path):
+    """It is searched all the same, for what ``--import`` names."""
+    for name in ("random", "types", "zmq"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('not this one')")
+    (tmp_path / "only_here.py").write_text("import sys; print(sys.argv[1:])")
+    commands = job.RoleCommands()
+    for command_line in (commands.scheduler, commands.server):
+        assert command_line[-3:-1] == ("-m", "kvmpi.ps"), "so it is to be found among processes"
+        words = [*command_line[:-1], "waldo"]
+        ended = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=60)
+        assert ended.stderr == "usage: python -m kvmpi.ps scheduler|server\n"
+    words = [*command_line[:-2], "only_here", "waldo"]
+    ended = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=60)
+    assert ended.stdout == "['waldo']\n", ended.stderr
