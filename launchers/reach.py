@@ -119,8 +119,11 @@ def ssh(words: str) -> Reach:
         ConfigError: there is no such program.
     """
     split = shlex.split(words)
-    if not split or shutil.which(split[0]) is None:
+    found = shutil.which(split[0]) if split else None
+    if found is None:
         raise ConfigError(f"remote shell {words!r} was not found; name one with --remote-shell")
+    if not os.path.isabs(found):  # who starts it may be in another folder
+        split[0] = os.path.abspath(found)
     if split[0].rpartition("/")[2] == "ssh":
         split += ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
     return Reach("ssh", tuple(split))

@@ -361,3 +361,11 @@ def test_roles_take_nothing_from_the_current_folder_that_is_found_elsewhere(tmp_
     words = [*command_line[:-2], "only_here", "waldo"]
     ended = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=60)
     assert ended.stdout == "['waldo']\n", ended.stderr
+
+
+def test_a_remote_shell_of_the_current_folder_is_found_from_any_other(tmp_path, monkeypatch):
+    (tmp_path / "shell").write_text("#!/bin/sh\n")
+    (tmp_path / "shell").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert reach.ssh("./shell -x").words == (str(tmp_path / "shell"), "-x")
+    assert reach.ssh("sh").words == ("sh",)
