@@ -14,6 +14,7 @@ from pathlib import Path
 
 TAIL_LINES = 20
 _FRAME = re.compile(rb'( *)File "([^"]+)", line \d+')
+_LOG = re.compile(r"(scheduler|(server|worker|client)-\d+)\.log(\.1)?")
 MAX_LINE_BYTES = 8 << 20  # a longer line is shown in pieces, so that no program can fill the launcher's memory
 PROGRESS_INTERVAL_S = 1.0  # how often a line that is redrawn with '\r' is shown
 WRITE_BYTES = 4096  # PIPE_BUF: what poll() reports as writable takes this much without blocking
@@ -105,7 +106,8 @@ class Output:
     """Writes lines to our standard output and error, and to a file for each process.
 
     Args:
-        log_dir: folder for ``worker-3.log`` and the like; created if missing; empty for none.
+        log_dir: folder for ``worker-3.log`` and the like; created if missing; empty for none. Those of a job before
+            are ``worker-3.log.1`` from then on.
         interrupted: asked while a write cannot go on; true gives up on it (the terminal may be stopped for good).
     """
 
@@ -114,6 +116,7 @@ class Output:
         self._log_dir = Path(log_dir) if log_dir else None
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            _set_aside(self._log_dir)
         self._logs: dict[str, FileIO] = {}
         self._interrupted = interrupted
         self._closed: set[int] = set()
@@ -193,6 +196,17 @@ class Output:
                         f"kvmpi run: standard output: {error.strerror}; the job goes on, and what it prints is lost"
                     )
                 return
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep the logs of the job before: one may look for why it has failed when the next one runs already."""
+    found = [path for path in folder.iterdir() if _LOG.fullmatch(path.name) and path.is_file()]
+    newest = [path for path in found if path.suffix == ".log"]
+    if newest:
+        for path in set(found) - set(newest):
+            path.unlink()
+    for path in newest:
+        path.rename(f"{path}.1")
 
 
 def _wants_colour(fd: int, environ: Mapping[str, str]) -> bool:

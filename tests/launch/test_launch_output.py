@@ -92,3 +92,16 @@ def test_who_stops_reading_a_plan_gets_no_traceback():
         plan.stdout.close()
         assert plan.stderr.read() == ""
     assert plan.returncode == 128 + signal.SIGPIPE
+
+
+def test_the_logs_of_the_job_before_are_kept(tmp_path):
+    (tmp_path / "mine.log").write_text("not a log of kvmpi's")
+    for job, ranks in (("first", 3), ("second", 2), ("third", 1)):
+        logs = output.Output({}, str(tmp_path), lambda: False)
+        for rank in range(ranks):
+            logs.open_log(f"worker {rank}")
+            logs.lines(f"worker {rank}", 1, [job.encode()])
+        logs.close()
+    found = {path.name: path.read_text().strip() for path in tmp_path.iterdir()}
+    old = {"worker-0.log.1": "second", "worker-1.log.1": "second"}
+    assert found == {"worker-0.log": "third", **old, "mine.log": "not a log of kvmpi's"}
