@@ -12,11 +12,14 @@ told which rank it was, and the traceback starts in the user's program instead o
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import os
 import pkgutil
 import runpy
 import sys
+import threading
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
@@ -25,6 +28,16 @@ STARTED_AS = os.getpid()
 
 def main() -> None:
     """See the top of this file."""
+    try:
+        _run()
+    except SystemExit as error:
+        _leave_if_forked(error.code)
+        raise
+    _leave_if_forked(None)
+
+
+def _run() -> None:
+    """Run the program; what it ends with, if not in good order, is a ``SystemExit``."""
     del sys.argv[0]
     isolated = sys.flags.isolated or getattr(sys.flags, "safe_path", False)
     is_module = sys.argv[0] == "-m"
@@ -77,6 +90,21 @@ def _users_part(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     return traceback
+
+
+def _leave_if_forked(code: object) -> None:
+    """End a child that the program has forked from one that speaks MPI: in there MPI's own end would wait for ever."""
+    if os.getpid() == STARTED_AS or "mpi4py.MPI" not in sys.modules:
+        return
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    vars(threading)["_shutdown"]()  # waits for its threads, as Python does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 def _failed(status: int) -> None:

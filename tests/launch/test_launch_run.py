@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -336,18 +337,30 @@ while True:
 
 
 @needs_mpi
-def test_a_forked_child_of_a_rank_does_not_speak_for_it(launch, write):
+def test_a_forked_child_of_a_rank_ends_for_itself(launch, write):
+    """It is not taken for the rank, and does not wait for the others, as MPI's end does."""
     text = """
-import atexit, os, sys
+import atexit, os, sys, threading, time
 from mpi4py import MPI
-if os.fork() == 0:
-    atexit.register(os._exit, 5)
-    sys.exit(5)
-os.wait()
+statuses = []
+for how in ("exit", "raise", "end"):
+    if (pid := os.fork()) == 0:
+        atexit.register(print, "handler", how)
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread", how))).start()
+        if how == "exit":
+            sys.exit(5)
+        if how == "raise":
+            raise ValueError
+        break
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    print("statuses", *statuses)
 """
-    program = write("forks.py", text)
-    job = launch("-n", "2", program)
+    job = launch("-n", "2", write("forks.py", text))
     assert job.finish() == 0, job.stderr
+    said = Counter(line.partition("] ")[2] for line in job.stdout.splitlines() if line.startswith("[worker"))
+    children = [f"{what} {how}" for what in ("handler", "thread") for how in ("exit", "raise", "end")]
+    assert said == dict.fromkeys(["statuses 5 1 0", *children], 2)
 
 
 def test_a_stray_grandchild_does_not_outlive_the_job(launch, write):
