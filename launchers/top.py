@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         cards = find_jobs(folders())
         if args.list:
-            print("\n".join(map(_line, cards)) if cards else "no job is running here")
+            print("\n".join(map(_line, cards)) if cards else _none())
             return 0
         card = choose(cards, args.job)
         if args.stacks:
@@ -94,7 +94,7 @@ def choose(cards: Sequence[Picture], wanted: str, command: str = "top") -> Pictu
         ConfigError: there is none, or there are several.
     """
     if not cards:
-        raise ConfigError("no job of yours is running on this host; jobs are seen where 'kvmpi run' was called")
+        raise ConfigError(_none())
     matching = [card for card in cards if card["job"].startswith(wanted)]
     if len(matching) == 1:
         return matching[0]
@@ -102,6 +102,11 @@ def choose(cards: Sequence[Picture], wanted: str, command: str = "top") -> Pictu
     if not matching:
         raise ConfigError(f"no job {wanted!r} here; there are\n{listed}")
     raise ConfigError(f"several jobs run here; name one, as in kvmpi {command} {cards[0]['job'][:6]}\n{listed}")
+
+
+def _none() -> str:
+    where = " or ".join(map(str, folders()))
+    return f"no running job of yours has a folder in {where}; call this on the host of 'kvmpi run', with its TMPDIR"
 
 
 def ask_for_stacks(card: Picture) -> None:

@@ -296,14 +296,15 @@ def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:
     assert not list(job.jobs.iterdir())
 
 
-def test_which_job_is_meant(tmp_path: Path) -> None:
+def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def card(name: str, **fields: Any) -> None:
         folder = tmp_path / f"kvmpi-{name}"
         folder.mkdir(mode=fields.pop("mode", 0o700))
         job = {"job": name, "program": ["train.py"], "started_s": time.time(), "pid": os.getpid(), **fields}
         (folder / CARD).write_text(json.dumps({"workers": 1, "clients": 1, "servers": 0, **job}))
 
-    with pytest.raises(ConfigError, match="no job of yours"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"no running job of yours has a folder in {tmp_path} or /tmp"):
         top.choose(top.find_jobs([tmp_path]), "")
     card("aa11", started_s=time.time() - 60)
     card("bad1", mode=0o755)  # anybody could have written it
