@@ -241,7 +241,7 @@ class ServerDaemon(Daemon):
 
         Raises:
             ConfigError: an address cannot be had, or a module of ``--import`` cannot be imported.
-            ServerLostError: the scheduler has declared this server lost.
+            ServerLostError: the scheduler has declared this server lost, or it lacks what a replica may have.
             ProtocolError: the scheduler, or the next server of a chain, speaks another version.
         """
         for module in filter(None, self._config.imports.split(",")):

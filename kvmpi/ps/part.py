@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvmpi.errors import ProtocolError
 from kvmpi.ps import replay
 from kvmpi.ps.reply import Forward, Outgoing, Reply
+from kvmpi.ps.rounds import is_of_this_server, parted
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Empty, new_buffer
 from kvmpi.ps.snapshots import PartCopy, ServerSnapshots, restore
@@ -105,6 +106,12 @@ class Part:
         """Whether clients are served no more here, and what is logged still comes to the server that will do so."""
         return self.complete and self._drains and not self._has_drained
 
+    def _is_backed(self) -> bool:
+        """Whether a member of the chain after this one has all up to some entry of the log: not if it is being given
+        everything still, nor if it has not said so since the chain has changed."""
+        is_first = self.chain.members[:1] == [self.server] and len(self.chain.members) > 1
+        return is_first and self._sent is not None and not self._installs
+
     @property
     def is_shared(self) -> bool:
         """Whether other servers have the part too, one of which may be made its head without this one's knowing."""
@@ -181,6 +188,7 @@ class Part:
             self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
         )
         shard.rounds.acknowledges = self.replicas > 0
+        shard.rounds.is_backed = self._is_backed
         shard.empty = self.empty
         if store in self.shards:
             shard.inherit(self.shards[store])
@@ -250,9 +258,20 @@ class Part:
 
         Raises:
             KVError: it is invalid.
+            ServerLostError: a change is in the log that this server cannot make, and others can.
         """
-        if not isinstance(message, m.Push) or self._successor is None:
-            return self.shards[store].handle(client, route, message, payloads)
+        before = self.seq
+        try:
+            if not isinstance(message, m.Push) or self._successor is None:
+                return self.shards[store].handle(client, route, message, payloads)
+            return self._push(store, client, route, message, payloads)
+        except Exception as error:
+            if self.seq > before and self._is_backed() and is_of_this_server(error):
+                raise parted(self.server, error) from error
+            raise
+
+    def _push(self, store: int, client: int, route: bytes, message: m.Push, payloads: list[memoryview]) -> list[Reply]:
+        """A push that other servers are to be told of."""
         where = (store, client, message.key, message.chunk)
         if self._under_way.get(where, 0) > self.committed:
             slot = self.shards[store].slots.get((message.key, message.chunk))

@@ -13,6 +13,7 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, requests
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
+from kvmpi.ps.rounds import is_of_this_server
 from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
@@ -53,7 +54,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             clients = list(range(shard.num_clients)) if entry.clients is None else entry.clients
             _set_open(shard, slot, payloads, shard.num_clients, clients, entry)
             shard.rounds.end_round(slot, keep=keep)
-            if slot.failed is not None and _is_of_this_server(slot.failed):
+            if slot.failed is not None and is_of_this_server(slot.failed):
                 raise slot.failed
         case entries.Skipped():
             slot = _slot(shard, entry)
@@ -69,7 +70,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             try:
                 answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype))
             except Exception as error:
-                if _is_of_this_server(error):
+                if is_of_this_server(error):
                     raise
                 return  # as at the head, whose client was told
             slot.note_single(entry.client, entry.step, answer, fused=entry.fused)
@@ -85,11 +86,6 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             _restore_slot(shard, entry, payloads, keep=keep)
         case _:
             raise ProtocolError(f"a {type(entry).__name__} is no change of a shard")
-
-
-def _is_of_this_server(error: Exception) -> bool:
-    """Whether a rule wants something that the server before this one may have had. All else fails on both."""
-    return isinstance(error.__cause__ or error, (MemoryError, OSError))
 
 
 def dump(shard: Shard) -> list[Record]:

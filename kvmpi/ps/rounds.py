@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.errors import ClientLostError, ProtocolError
+from kvmpi.errors import ClientLostError, ProtocolError, ServerLostError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
-from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure, name_and_text
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
 from kvmpi.trace import timeline
@@ -25,6 +25,19 @@ Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
 
 def nothing(_: Slot) -> None:
     """What is called where nobody wants to know."""
+
+
+def is_of_this_server(error: Exception) -> bool:
+    """Whether an update wants something that another server may have. All else fails on all of them."""
+    return isinstance(error.__cause__ or error, (MemoryError, OSError))
+
+
+def parted(server: int, error: Exception) -> ServerLostError:
+    """Why a server ends that cannot make a change which the servers after it make by its log."""
+    return ServerLostError(
+        f"server {server} ends, so that another goes on in its place, which has what this one lacks for a change: "
+        f"{name_and_text(error)[1]}"
+    )
 
 
 def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
@@ -48,6 +61,7 @@ class Rounds:
         log: called with every change before it is made; whether the payloads' memory must stay as it is.
     Attributes:
         acknowledges: a push is done when its round is over, not when it is in it.
+        is_backed: tells whether another server makes all changes too, and could go on in this one's place.
         before_update, on_update: called when a chunk is about to have another value, and when it has.
     """
 
@@ -57,6 +71,7 @@ class Rounds:
         self._server, self._store, self._num_clients = server, store, num_clients
         self._discipline, self._clients, self._log = discipline, clients, log
         self.acknowledges = False
+        self.is_backed: Callable[[], bool] = lambda: False
         self.before_update: Callable[[Slot], None] = nothing
         self.on_update: Callable[[Slot], None] = nothing
 
@@ -156,6 +171,8 @@ class Rounds:
             entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
             start_ns = timeline.now() if timeline.on else 0
             self.end_round(slot, keep=self._log(entry, frames(total)))
+            if slot.failed is not None and self.is_backed() and is_of_this_server(slot.failed):
+                raise parted(self._server, slot.failed) from slot.failed
             if start_ns:
                 self.span("update", start_ns, slot, total, slot.rounds)
         self.on_update(slot)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.ps.membership import how_it_left
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
@@ -67,7 +67,11 @@ class ServerState:
     def handle(
         self, route: bytes, message: Message | ProtocolError, payloads: list[memoryview], now_s: float = 0.0
     ) -> Sequence[Outgoing]:
-        """What to send because of one message. Never raises: what is wrong with it goes back to whoever sent it."""
+        """What to send because of one message. What is wrong with it goes back to whoever sent it.
+
+        Raises:
+            ServerLostError: others are to go on in this server's place, as may ``adopt``.
+        """
         self.requests += 1
         for payload in payloads:
             self.received_bytes += payload.nbytes
@@ -87,6 +91,8 @@ class ServerState:
                 case m.Bye():
                     return self._bye(route, message, now_s)
             raise ProtocolError(f"server {self.rank}: a {type(message).__name__} is no request to a server")
+        except ServerLostError:
+            raise
         except Exception as error:
             refusal = self._refuse(route, message, error)
             # Two that answer each other's errors would never stop.
@@ -220,6 +226,8 @@ class ServerState:
             replies = part.request(store, client, route, message, payloads)
             if replies and isinstance(waiting := replies[-1].message, m.Waiting):
                 waiting.silent_s = self._silent_s(store, waiting.clients, now_s)
+        except ServerLostError:
+            raise
         except Exception as error:  # it may have changed the state before, and that is to be passed on all the same
             replies = [self._refuse(route, message, error)]
         return part.hold(replies, now_s)

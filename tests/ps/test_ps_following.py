@@ -12,6 +12,7 @@ import pytest
 from ps_helpers import STORE, route, whole_numbers
 
 from kvmpi import optim
+from kvmpi.errors import ServerLostError
 from kvmpi.ps import part, replay
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Forward, Reply
@@ -221,6 +222,36 @@ def test_who_lacks_memory_for_an_update_is_given_all_again(monkeypatch: pytest.M
         chain.have_the_same()
     assert failed
     assert "Install" in chain.passed
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_head_that_lacks_memory_for_an_update_ends_if_another_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, mode: str, length: int
+) -> None:
+    """The update is in its log, and so others make it."""
+    chain, other = Chain(length, mode), Chain(length, mode)
+    real = Slot._apply
+
+    def update(self: Slot, *arguments: Any, **options: Any) -> Any:
+        if self is chain.part(HEAD).shards[STORE].slots["k", 0] and chain.pushed == 2:
+            raise MemoryError("no memory for a state of this length")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Slot, "_apply", update)
+    assert isinstance(chain.push(), m.Ack)
+    if length == 1:
+        assert chain.push() is not None, "nobody else is there"
+        return
+    with pytest.raises(ServerLostError, match=r"server 0 ends.*no memory for a state of this length"):
+        chain.push()
+    chain.is_so([FOLLOWER])
+    chain.pushed -= 1  # which its client has no answer to
+    for _ in range(2):
+        assert isinstance(chain.push(server=FOLLOWER), m.Ack)
+    for _ in range(3):
+        other.push()
+    assert chain._state_of(FOLLOWER) == other._state_of(HEAD)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
