@@ -56,6 +56,8 @@ class SnapshotBook:
         # Of which all parts are written, and the manifest is still to be.
         self._whole: set[int] = set()
         self._dropped: list[int] = []
+        # Still ahead, and nothing that servers say of them counts any more.
+        self._withdrawn: set[int] = set()
         self._stale: list[int] = []
         self.missed = 0
         self._closed = False
@@ -87,15 +89,33 @@ class SnapshotBook:
             return None
         if math.isinf(self._due_s):
             self._due_s = now_s + self._seconds
+        if now_s < self._due_s:
+            return None
         # Nothing new since the last one, or the last one is still ahead.
-        if now_s < self._due_s or max(self._rounds.values()) <= self._newest:
+        if max(self._rounds.values()) <= self._newest and not self._withdraw():
             return None
         self._due_s = now_s + self._seconds
         return self._announce()
 
+    def _withdraw(self) -> bool:
+        """Whether the last number is given up for a nearer one: it is far ahead, since servers have become slower."""
+        furthest = max(self._rounds.values())
+        limit = furthest + 2 * self._margin * self._stride
+        far = {self._newest, *(number for number in self._pending if number > limit)}
+        there = max([furthest, *(self._pending.keys() - far), *self._whole, *self.complete])
+        if self._newest <= limit or there >= self._newest:
+            return False
+        self._withdrawn = {number for number in self._withdrawn if number > furthest} | far
+        self._dropped += sorted(far)
+        self._pending = {number: pending for number, pending in self._pending.items() if number not in far}
+        self.missed, self._newest = self._newest, there
+        return True
+
     def _announce(self) -> int:
         """A number a bit beyond all that is known, which every server can reach."""
         self._newest = max(self._newest, *self._rounds.values()) + self._margin * self._stride
+        while self._newest in self._withdrawn:
+            self._newest += 1
         self._open(self._newest)
         return self._newest
 
@@ -108,6 +128,8 @@ class SnapshotBook:
     def hear(self, message: m.SnapshotNews) -> tuple[int | None, Manifest | None]:
         """A server's news: the snapshot that all are to take because of it, and the one that is complete now."""
         number = message.number
+        if number in self._withdrawn:
+            return None, None
         if message.stage == "begun":
             if number <= self._newest:
                 return None, None

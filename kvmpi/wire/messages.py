@@ -453,7 +453,8 @@ class Drained(Message, tag="drained"):
 class TakeSnapshot(Message, tag="takesnapshot"):
     """The scheduler to a server: snapshot ``number`` is to be taken, of a synchronous chunk when it is that far.
 
-    ``missed``: another one that is given up, so that what was copied for it is of no use.
+    ``missed``: another one that is given up, so that what was copied for it is of no use. If that is the larger number,
+    all that are larger than ``number`` are given up.
     """
 
     number: int

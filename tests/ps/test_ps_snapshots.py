@@ -576,6 +576,41 @@ def test_by_time_the_number_is_ahead_of_all_servers() -> None:
     assert book.tick(99.0) is None
 
 
+def test_by_time_a_job_that_slows_down_is_not_without_snapshots() -> None:
+    """The number that was chosen at the pace of before may be hours ahead."""
+    book, done, steps = SnapshotBook(1, seconds=60.0), 0, dict[int, list[int]]()
+    for second in range(0, 400, 5):
+        done += 2500 if second < 62 else 5
+        book.heartbeat(0, done)
+        if (number := book.tick(float(second))) is not None:
+            steps[second] = [number, done]
+        for number, _ in list(steps.values()):
+            if number <= done and number not in book.complete and book.hear(written(number, 0))[1] is not None:
+                book.committed(number)
+    assert [second for second in steps if second > 60] == [120, 180, 240, 300, 360]
+    assert all(0 < number - then <= 20 for second, (number, then) in steps.items() if second > 60)
+    assert book.complete == [steps[second][0] for second in (300, 360)]
+    assert steps[60][0] in book.take_stale(), "servers may have written a part of it"
+    for stage in ("begun", "dropped", "missed"):
+        assert book.hear(begun(steps[60][0], stage)) == (None, None), "what comes late"
+    assert book.tick(420.0) == done + 10
+
+
+def test_a_server_goes_back_to_a_nearer_snapshot() -> None:
+    machine = begin(every=0, keys="a")
+    snapshots(machine).begin(5000)
+    for _ in range(2):  # a word that comes twice changes nothing
+        snapshots(machine).begin(2, 5000)
+    step(machine, 1, "a")
+    step(machine, 2, "a")
+    assert news(machine) == [(5000, "begun"), (2, "begun")]
+    taking = taken(machine)
+    assert taking.number == 2
+    snapshots(machine).written(taking, [])
+    snapshots(machine).begin(4, 5000)
+    assert news(machine) == [(2, "written"), (4, "begun")]
+
+
 def test_hyperparameters_by_key_stay(tmp_path: Path) -> None:
     """A key's own without a choice, and those of the choice where there is one, with the state that was there."""
     rule = optim.SGD(lr=1.0, momentum=0.5).for_keys([4], lr=3.0)
