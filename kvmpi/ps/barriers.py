@@ -191,7 +191,7 @@ class Barriers:
         come = {rank: arrival for rank, arrival in self.waiting.items() if rank not in later}
         self.waiting = {rank: arrival for rank, arrival in self.waiting.items() if rank in later}
         failed = next(((a.error, f"client {rank}: {a.text}") for rank, a in sorted(come.items()) if a.error), ("", ""))
-        first = min(come, default=0) if 0 in self.dead else 0
+        first = min(come, default=0)  # client 0, but where it is lost, or has joined, or skips this one
         outcome = (*failed, first, any(arrival.yes for arrival in come.values()))
         if any(outcome):
             self.outcomes[self.done] = outcome

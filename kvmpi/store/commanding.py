@@ -69,9 +69,22 @@ class Commanding(KVStore):
             if self._ps is not None:
                 self._ps.barrier(call.deadline, failure).wait()
             return
-        first = ["0"]
-        self._command(lambda ps: ps.barrier(call.deadline, None, first), call, result=first).wait()
-        self._first = int(first[0])
+        first, said, heard = ["0"], [str(int(self._did))], [""]
+
+        def hear(_: Work) -> None:
+            assert self._ps is not None
+            # Who makes calls once more that all have made before does not know what they have said.
+            is_done = said == ["1"] or first == ["-1"] or self._ps.is_behind
+            heard[0] = f"{first[0]} {int(is_done)}"
+
+        def meet(ps: PsClient) -> Work:
+            work = ps.barrier(call.deadline, None, first, said)
+            work.add_done_callback(hear)
+            return work
+
+        self._command(meet, call, result=heard).wait()
+        now_first, is_done = heard[0].split()
+        self._first, self._is_done = int(now_first), is_done == "1"
 
     def _any_client(self, condition: bool, call: Invocation) -> bool:
         said = [str(int(condition))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
@@ -45,19 +46,34 @@ class Saving(Meeting):
             found = self._enter(call, prepare, lambda found: [state.entry for state, _ in found])
             self._settle(call.deadline)
 
-        def put() -> None:
+        def put(call: Invocation) -> None:
             for state, vector in found:
                 self._assign(state, vector, call)
 
-        with self._meeting("assign"):  # nor what they have written
-            self._together("assign", put)
+        # Nor what they have written.
+        self._by_one("assign", lambda call: self._together("assign", lambda: put(call)))
 
     _first = 0  # the client that does it, as all of them know since they have met last
+    _did = False  # whether this worker has done it, as it says when they meet the next time
+    _is_done = True  # whether anybody has said so
 
     @property
     def _is_first(self) -> bool:
         """Whether this worker does what one has to do for all: worker 0, as long as the others need not do without."""
         return self.client_rank == self._first and self.mpi_rank == 0
+
+    def _by_one(self, op: str, run: Callable[[Invocation], None]) -> None:
+        """Run on every worker what one of them does for all, and meet; again with the next, if that one has been lost
+        before it could say that it is done."""
+        self._is_done = False
+        while not self._is_done:
+            self._is_done = True  # where no clients meet
+            try:
+                with self._meeting(op) as call:
+                    run(call)
+                    self._did = self._is_first
+            finally:
+                self._did = False
 
     def save(self, path: Any) -> None:
         """Write values, optimizer state and clock to one file, atomically. Collective; worker 0 writes.
@@ -66,8 +82,9 @@ class Saving(Meeting):
         is refused. While it is written the file beside it, ``.kvmpi-NAME-...``, may be seen, and after a ``kill -9``
         until the next save to that name.
 
-        Where others go on without client 0, and it is gone, the first worker of the lowest client that is left does.
-        A process that was started again, whose program comes to it once more, writes nothing: the file is there.
+        Where others go on without client 0, and it is gone or lost while it writes, the first worker of the lowest
+        client that is left does. A process that was started again, whose program comes to it once more, writes nothing:
+        the file is there.
 
         Raises:
             KVError: it could not be written, on every worker; what was there before is unchanged.
@@ -104,15 +121,15 @@ class Saving(Meeting):
             name = self._enter(call, prepare, details=lambda name: [name, with_values])
             self._settle(call.deadline)
 
-        def write() -> None:
+        def write(call: Invocation) -> None:
             if not self._is_first:
                 return
             states = sorted(self._keys.values(), key=lambda state: state.index)
             saved = [self._dump(state, call.deadline) for state in states]
             checkpoint.write(name, self._type, self._clock, self._rule, saved, with_values=with_values)
 
-        with self._meeting("save"):  # when save returns, the file is there for the workers of every client
-            self._together("save", write)
+        # When save returns, the file is there for the workers of every client.
+        self._by_one("save", lambda call: self._together("save", lambda: write(call)))
 
     def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
@@ -131,8 +148,7 @@ class Saving(Meeting):
                 lambda _: [_file(path), with_values],
             )
             self._settle(call.deadline)
-        with self._meeting("load") as call:
-            self._put(found, with_values, call.deadline)
+        self._by_one("load", lambda call: self._put(found, with_values, call.deadline))
 
     def _put(self, found: checkpoint.Checkpoint, with_values: bool, deadline: Deadline) -> None:
         """Make the store what a file says that all workers have read."""

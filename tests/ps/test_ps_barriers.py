@@ -146,6 +146,33 @@ def test_those_at_a_barrier_agree_on_who_does_what_one_has_to_do() -> None:
     assert come(3, 2) == {2: 2}, "another scheduler knows it"
 
 
+@pytest.mark.parametrize("why", ["has joined", "goes on behind it", "is back, and has not entered"])
+def test_who_does_not_come_to_a_barrier_is_not_to_do_what_one_has_to_do_for_all(why: str) -> None:
+    barriers = Barriers(3, "shrink" if why.startswith("is back") else "wait", lambda: None)
+
+    def come(client: int, ordinal: int, step: int, *, yes: bool = False) -> list[tuple[int, bool]]:
+        message = m.Barrier(ordinal, ordinal, step, yes=yes)
+        replies = barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        return [(r.message.first, r.message.yes) for r in replies if isinstance(r.message, m.Ack)]
+
+    assert come(0, 1, 4) == come(1, 1, 4) == []
+    assert come(2, 1, 4) == [(0, False)] * 3
+    if why == "has joined":
+        barriers.finish(0)
+    else:
+        barriers.lose(0, "was lost: no heartbeat")
+        del barriers.dead[0]  # the scheduler does so when another process of it is here
+        barriers.bring_back(0)
+    assert come(1, 2, 4) == []
+    found = come(2, 2, 4)
+    if why == "goes on behind it":
+        assert found == []
+        found = [(r.message.first, r.message.yes) for r in barriers.enter(0, 4) if isinstance(r.message, m.Ack)]
+    assert found == [(1, False)] * 2
+    assert come(1, 3, 4, yes=True) == []
+    assert come(2, 3, 4) == [(1, True)] * 2
+
+
 def test_who_comes_to_a_barrier_behind_which_others_have_met_again_does_nothing_for_all() -> None:
     """The first process of client 0 ended behind barrier 2, where others wait at the third for what it has to do."""
     barriers, replies = Barriers(2, "wait", lambda: None), []

@@ -159,3 +159,16 @@ def test_those_who_go_on_without_client_0_save_and_load(tmp_path, options, store
     done = run_job(options, PROGRAMS / "first_left.py", store, tmp_path, settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all there") == left, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ["save", "assign", "load"])
+@pytest.mark.parametrize(("options", "on_client_loss", "left"), [
+    ("-n 2 -c 2 -s 1 --restart 1", "wait", 2), ("-n 3 -c 3 -s 2", "shrink", 2),
+])  # fmt: skip
+def test_what_client_0_was_lost_in_the_middle_of_is_done_when_the_call_returns(
+    tmp_path, options, on_client_loss, left, what
+):
+    settings = {"on_client_loss": on_client_loss, "heartbeat_timeout_s": 2, "heartbeat_s": 0.2, "timeout_s": 30}
+    done = run_job(options, PROGRAMS / "lost_halfway.py", what, tmp_path, settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done all the same") == left, done.stdout + done.stderr
