@@ -50,6 +50,7 @@ class Commanding(KVStore):
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
         def prepare() -> codec.Codec:
+            self._settle(call.deadline)
             chosen = codec.of(params)
             _check_fit(self._rule, chosen)
             return chosen

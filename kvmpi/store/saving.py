@@ -39,6 +39,7 @@ class Saving(Meeting):
         """
 
         def prepare() -> list[tuple[KeyState, Vector]]:
+            self._settle(call.deadline)
             found = [(self._match(group, "assign"), group.arrays[0]) for group in groups(key, value, "assign")]
             return [(state, arrays.read(array)) for state, array in found]
 

@@ -88,9 +88,13 @@ for odd in (0, n - 1):  # a disk that is bad on one host
 for odd in (0, n - 1):
     size = COUNT + (r == odd)
     expect("assign", lambda size=size: kv.assign("w", np.ones(size, "f4")), ShapeMismatchError, f"worker {odd}", COUNT)
-    if r == odd:  # something that it had started
-        kv._engine.push(lambda: [][1], writes=[kv._engine.variable("odd")], lane="cpu", name="odd")
-    expect("barrier", kv.barrier, IndexError if r == odd else KVError, "list index out of range")
+    calls = {"barrier": kv.barrier, "assign": lambda: kv.assign("w", np.ones(COUNT, "f4"))}
+    if name != "mpi":
+        calls["compression"] = lambda: kv.set_gradient_compression({"type": "fp16"})
+    for label, call in calls.items():
+        if r == odd:  # something that it had started
+            kv._engine.push(lambda: [][1], writes=[kv._engine.variable("odd")], lane="cpu", name="odd")
+        expect(label, call, IndexError if r == odd else KVError, "list index out of range")
     if name != "mpi":
         kind = {"type": "3bit" if r == odd else "fp16"}
         expect("compression", lambda kind=kind: kv.set_gradient_compression(kind), UnsupportedError, "3bit")
