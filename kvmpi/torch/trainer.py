@@ -97,6 +97,8 @@ class Trainer:
             if self._kv is not None:
                 if self._update_on_kvstore:
                     self._params.check_memory()
+                    if self._torch is not None:
+                        self._torch.register_state_dict_pre_hook(_warning_once())
                 self._params.create_in(self._kv)
         except BaseException:
             self.close()
@@ -286,6 +288,12 @@ class Trainer:
         if (sizes := _sizes(self._torch)) != self._covered:
             self._check_covers(self._torch)
             self._covered = sizes
+        if self._update_on_kvstore and has_stepped(self._torch.state.values()):
+            raise ConfigError(
+                "the torch optimizer has got a state (load_state_dict), but the store updates weights, and keeps its "
+                "own: read a file of trainer.save_states with trainer.load_states. Or load it before Trainer(...), and "
+                "let the torch optimizer step, with update_on_kvstore=False"
+            )
 
     def _local_step(self) -> None:
         assert self._torch is not None
@@ -433,7 +441,8 @@ class Trainer:
     def save_states(self, path: Any) -> None:
         """Write the optimizer's state (not the weights) to one file, with the learning rate of the next step.
 
-        Collective; worker 0 writes.
+        Collective; worker 0 writes. Where the store updates, ``state_dict`` of the torch optimizer has no state, and a
+        ``UserWarning`` says so; to load a state there (``load_state_dict``) is an error in the next step.
 
         Raises:
             KVError: worker 0 could not write it; on all workers. What was there before is unchanged.
@@ -511,6 +520,21 @@ class Trainer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._owned and self._kv is not None:
             self._kv.__exit__(kind, error, trace)
+
+
+def _warning_once() -> Callable[[torch.optim.Optimizer], None]:
+    """What an optimizer calls before it makes a ``state_dict`` in which there is no state."""
+    warned = list[bool]()
+
+    def hook(_: torch.optim.Optimizer) -> None:
+        if not warned:
+            warned.append(True)
+            warn(
+                "state_dict: the store updates weights, and has the state of the optimizer; write that with "
+                "trainer.save_states(path), on all workers",
+            )
+
+    return hook
 
 
 def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:

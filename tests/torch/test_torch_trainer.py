@@ -486,6 +486,30 @@ def test_after_a_load_the_store_does_what_the_optimizer_says(front: str, load: s
         assert [step(), step()] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_where_the_store_updates_the_torch_optimizer_has_no_state(halves: bool) -> None:
+    """Neither to write, nor to be read later."""
+    model = make_model()
+    saved = OPTIMIZERS["nesterov"](plain := [*make_model().parameters()])
+    for p in plain:
+        p.grad = torch.ones_like(p)
+    saved.step()
+    optimizer = OPTIMIZERS["nesterov"](model.parameters())
+    with Trainer(model.parameters(), optimizer, "mpi", True) as trainer:
+        backward(model, 0)
+        trainer.step(BATCH)
+        with pytest.warns(UserWarning, match=r"write that with trainer\.save_states") as caught:
+            optimizer.state_dict()
+        assert [w.filename for w in caught] == [__file__]
+        optimizer.load_state_dict(optimizer.state_dict())  # options alone; and once is enough
+        trainer.step(BATCH)
+        optimizer.load_state_dict(saved.state_dict())
+        calls = (trainer.allreduce_grads,) if halves else (lambda: trainer.step(BATCH), lambda: trainer.skip(BATCH))
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"trainer\.load_states.*before Trainer"):
+                call()
+
+
 def test_states_that_cannot_be_written_leave_the_old_file(tmp_path: Path) -> None:
     trainer = trainer_for(make_model(), None)
     with pytest.raises(kvmpi.KVError, match="save_states"):
