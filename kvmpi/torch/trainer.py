@@ -250,7 +250,7 @@ class Trainer:
             assert self._kv is not None
             if self._kv.mpi_size > 1:
                 self._sum_gradients(self._kv.client, self._keys_in(self._kv.client))
-            self._is_summed = True
+        self._is_summed = True
 
     def update(self, batch_size: float) -> None:
         """The second half of ``step``: divide gradients by ``batch_size`` and update all weights.
@@ -260,16 +260,16 @@ class Trainer:
         several clients all must do so together (``kv.any``).
         """
         self._check(batch_size)
+        if not self._is_summed:
+            raise ConfigError(
+                "update() without allreduce_grads() before it: call that first, or step() in place of both"
+            )
         if self._update_on_kvstore:
-            if not self._is_summed:
-                raise ConfigError(
-                    "update() without allreduce_grads() before it: call that first, or step() in place of both"
-                )
             self._remote_step(batch_size, reduced=True)
-            self._is_summed = False
-            return
-        self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
-        self._local_step()
+        else:
+            self._scale([p.grad for p in self._params.tensors if p.grad is not None], 1.0 / batch_size)
+            self._local_step()
+        self._is_summed = False
 
     def _keys_in(self, client: KVStore) -> Sequence[int]:
         """Keys of the store inside the client, one for each parameter."""

@@ -313,8 +313,9 @@ def test_a_store_takes_one_trainer() -> None:
                 second()
 
 
-def test_the_second_half_of_a_step_needs_the_first() -> None:
-    with trainer_for(model := make_model(), "mpi") as trainer:
+@pytest.mark.parametrize("update", [True, False])
+def test_the_second_half_of_a_step_needs_the_first(update: bool) -> None:
+    with trainer_for(model := make_model(), "mpi", update) as trainer:
         backward(model, 0)
         trainer.allreduce_grads()
         trainer.update(BATCH)
