@@ -16,7 +16,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_size, entries, single
+from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_dtypes, check_size, entries, single
 from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
@@ -173,6 +173,7 @@ class Reductions(GroupBase):
         def prepare() -> Plan:
             pairs = []
             for output, source in zip(outputs, inputs, strict=True):
+                check_dtypes([output, source])
                 check_size("input", source.numel(), self.size() * output.numel())
                 pairs.append((numbers(output, op, reads=False), numbers(source, op), source))
 
@@ -208,6 +209,7 @@ class Reductions(GroupBase):
 
         def prepare() -> Plan:
             self._check_row("input", sources, output.numel())
+            check_dtypes([output, *sources])
             flat, parts = numbers(output, op, reads=False), [numbers(source, op) for source in sources]
 
             def run(deadline: Deadline, label: str) -> None:

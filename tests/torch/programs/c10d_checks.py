@@ -328,6 +328,12 @@ def mistakes(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
     with raises(DTypeMismatchError, "integers"):
         dist.all_reduce(torch.ones(3), ReduceOp.BXOR)
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        with raises(DTypeMismatchError, "different dtypes"):
+            dist.reduce_scatter_tensor(torch.empty(2, dtype=torch.int32), torch.ones(2 * size), op)
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))  # torch itself looks at lists
+    with raises(DTypeMismatchError, "different dtypes"):
+        group.reduce_scatter([torch.empty(2, dtype=torch.int32)], [[torch.ones(2)] * size])
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     same(tensor, torch.full((3,), float(size)), "after mistakes")
