@@ -20,6 +20,7 @@ from kvmpi.horovod.handles import Handle
 from kvmpi.horovod.operations import Average, Operation, Sum, chosen, start_allreduce
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.buckets import Progress, plan
+from kvmpi.torch.gradients import keep_apart
 from kvmpi.warning import warn
 
 #: What has to be done before gradients are looked at or changed.
@@ -121,6 +122,7 @@ class _Reduction:
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._handles: list[Handle] = []
         self._left_as: list[tuple[int, torch.Tensor, int]] = []  # gradients that are on their way, and their versions
+        self._under_way: set[int] = set()  # where gradients begin that are reduced in place
         self.steps_synchronize, self.synchronized = True, False
         #: What somebody has put over the optimizer's own ``step`` before, and the optimizer that it refers to.
         self.patched_step: Any = None
@@ -213,6 +215,8 @@ class _Reduction:
         bucket = [index for index in bucket if self._params[index].requires_grad]
         if not bucket:
             return
+        self._check_apart(bucket)
+        keep_apart([self._params[index] for index in bucket])
         gradients = []
         for index in bucket:
             param = self._params[index]
@@ -228,9 +232,22 @@ class _Reduction:
         op, before, after = self._op, 1.0, 1.0
         if self._predivide != 1.0:
             op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
+        self._under_way.update(grad.data_ptr() for grad in gradients if grad.numel())
         self._left_as += [(index, grad, grad._version) for index, grad in zip(bucket, gradients, strict=True)]
         title = f"gradients from {self._name(bucket[0])} on"
         self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
+
+    def _check_apart(self, bucket: Sequence[int]) -> None:
+        """Raise if a gradient is the same memory as one that is being reduced there."""
+        if self._compression is not Compression.none or self._predivide != 1.0:
+            return  # what travels is a copy
+        for index in bucket:
+            grad = self._params[index].grad
+            if grad is not None and grad.layout is torch.strided and grad.data_ptr() in self._under_way:
+                raise KVError(
+                    f"the gradient of {self._name(index)} shares its memory with another that is on its way to other "
+                    "ranks: give it memory of its own, with param.register_hook(torch.clone)"
+                )
 
     def _check_unchanged(self) -> None:
         """Raise if somebody has written to gradients on their way, or put others in their place, on this rank alone."""
@@ -257,8 +274,10 @@ class _Reduction:
 
     def synchronize(self) -> None:
         if not self._alone:
+            launched = {index for index, _, _ in self._left_as}
             self._check_unchanged()
             self._check_own()
+            keep_apart(param for index, param in enumerate(self._params) if index not in launched)
             for number in self._progress.finish():
                 self._launch(self._buckets[number])
             trained = self._trained()
@@ -269,6 +288,7 @@ class _Reduction:
                 for bucket in self._buckets:
                     self._launch([index for index in bucket if id(trained[index]) not in before])
             self._left_as.clear()
+            self._under_way.clear()
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.wait()

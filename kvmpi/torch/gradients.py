@@ -21,6 +21,22 @@ def may_be_direct(tensor: torch.Tensor, *, between_hosts: bool = False) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= least
 
 
+def keep_apart(tensors: Iterable[torch.Tensor], taken: set[int] | None = None) -> None:
+    """Give each parameter a gradient of its own, to be changed in place: of ``a + b`` autograd makes one for both.
+
+    Args:
+        taken: where other gradients begin; those of these are added.
+    """
+    taken = set() if taken is None else taken
+    for tensor in tensors:
+        grad = tensor.grad
+        if grad is None or grad.layout is not torch.strided or not grad.data_ptr():
+            continue
+        if grad.data_ptr() in taken:
+            tensor.grad = grad = grad.clone()
+        taken.add(grad.data_ptr())
+
+
 class Bucket:
     """Gradients that travel together: slices of one block of memory for each dtype and device.
 

@@ -15,6 +15,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
+from kvmpi.torch.gradients import keep_apart
 from kvmpi.torch.kinds import GradientKinds, no_rows
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
 from kvmpi.torch.rules import has_stepped, keys_of_groups
@@ -301,6 +302,7 @@ class Trainer:
 
     def _sum_gradients(self, kv: KVStore | None, keys: Sequence[int], scale: float = 1.0) -> None:
         """Gradients become their sum over the workers of ``kv``, times ``scale``."""
+        keep_apart(self._params.tensors)
         if kv is None:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return

@@ -406,6 +406,23 @@ def test_sparse_gradients_come_back_sparse_to_an_optimizer_that_wants_them() -> 
     assert (weight.weight.detach() != before).any(1).tolist() == [False, True, False, False, True, False]
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("store", "update"), [(None, None), ("mpi", False), ("mpi", True), ("dist_sync", False)])
+def test_gradients_that_share_memory_are_divided_once(store: str | None, update: bool | None, halves: bool) -> None:
+    """As autograd makes them of a sum."""
+    both = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    with Trainer(both, torch.optim.SGD(both, lr=1.0), store, update) as trainer:
+        ((both[0].unsqueeze(0) + both[1].unsqueeze(0)) * torch.ones(2, 3)).sum().backward()
+        assert both[0].grad.data_ptr() == both[1].grad.data_ptr(), "the test is to be of one memory"
+        if halves:
+            trainer.allreduce_grads()
+            trainer.update(2)
+        else:
+            trainer.step(2)
+    for p in both:
+        assert torch.equal(p, torch.full_like(p, -1.0)), p
+
+
 def test_who_creates_a_store_closes_it() -> None:
     with trainer_for(make_model(), "dist_sync") as trainer:
         mine = trainer.kvstore

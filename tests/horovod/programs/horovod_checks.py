@@ -10,7 +10,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from horovod_optimizers import changing, close, compiled, hooked, optimizers, raises, schedulers
+from horovod_optimizers import changing, close, compiled, hooked, optimizers, raises, schedulers, sharing
 
 import kvmpi.horovod as hvd
 from kvmpi.errors import (
@@ -310,6 +310,7 @@ def main() -> None:
         objects,
         optimizers,
         changing,
+        sharing,
         schedulers,
         hooked,
         compiled,

@@ -253,6 +253,37 @@ def changing(rank: int, size: int) -> None:
                 first.step()
 
 
+def sharing(rank: int, size: int) -> None:
+    """Autograd makes one gradient for two parameters that are added: it is reduced for each of them."""
+
+    def backward(a: nn.Parameter, b: nn.Parameter) -> None:
+        ((a.unsqueeze(0) + b.unsqueeze(0)) * (1.0 + rank)).sum().backward()
+
+    def two(count: int) -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(count, dtype=torch.float64)) for _ in range(2)]
+
+    backward(*(plain := two(3)))
+    assert plain[0].grad.data_ptr() == plain[1].grad.data_ptr(), "the check is to be of one memory"
+    for count, at_the_end in ((3, False), (3, True), (20, True)):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both := two(count), lr=1.0), op=hvd.Sum)
+        if at_the_end:
+            optimizer.set_backward_passes_per_step(2)
+        backward(*both)
+        optimizer.step()
+        for p in both:
+            close(p, torch.full((count,), -sum(1.0 + r for r in range(size))), f"{count} elements")
+    if size > 1:  # one leaves by itself, while the other is still to come
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both := two(20), lr=1.0))
+        with raises(KVError, "shares its memory with another that is on its way"):
+            backward(*both)
+        for p in (both := two(20)):
+            p.register_hook(torch.clone)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both, lr=1.0), op=hvd.Sum)
+        backward(*both)
+        optimizer.step()
+        close(both[0], both[1], "as the message says")
+
+
 def schedulers(rank: int, size: int) -> None:
     """Made before or after the optimizer is distributed; torch warns if it thinks that there was no step."""
     alone = model().double()
