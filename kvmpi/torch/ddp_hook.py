@@ -36,7 +36,9 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     bucket first comes; DDP forms new buckets after its first step, and the old keys stay. Several hooks of a store, for
     several models, are made in the same order by all workers: the second has keys that begin with ``prefix`` and a 2.
 
-    When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process.
+    When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process. Sparse
+    ones, of ``Embedding(sparse=True)``, are an error: DDP's process group exchanges those, without this hook, and so
+    does ``kvmpi.torch.Trainer``, without DDP.
 
     Args:
         kv: a synchronous store without an optimizer: it sums, and DDP's optimizer steps in every worker. A store that
