@@ -530,6 +530,9 @@ def _whom(operation: Operation, greeted: Collection[int]) -> list[str]:
             reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; check that process")
         elif all(ask.sent_s is None for ask in asks):
             reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
+        elif any(ask.kind is m.Register for ask in asks):  # who joins is answered when all servers are there
+            reasons.append(f"no answer from {name}: it still waits for servers (see what it says), is stopped or "
+                           "cannot be reached; check it and the servers")  # fmt: skip
         else:
             reasons.append(f"no answer from {name}; check that process")
     return reasons
