@@ -161,6 +161,7 @@ class Runner:
         if process.role == "client":
             self._fifo(f"client-{process.rank}.status", Stream(process.label, 0))
             for rank in process.workers:
+                self._codes.pop(f"worker {rank}", None)
                 self._open_output(f"worker {rank}")
                 self._fifo(f"worker-{rank}.out", Stream(f"worker {rank}", 1, process.label))
                 self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
@@ -337,6 +338,8 @@ class Runner:
         code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
         failure = Failure.of(f"worker {words[1]}", code)
         raised = words[0] == "raised"
+        if not raised:
+            self._codes[failure.label] = code
         lost = raised and self._has_lost_a_peer(failure.label)
         if self._inquest.hear(client, failure, code, time.monotonic(), raised=raised, has_lost_a_peer=lost):
             self._blame(failure)
@@ -504,9 +507,17 @@ class Runner:
         self._output.say(text)
         for line in tail:
             self._output.say("    " + line.decode(errors="surrogateescape"))
+        if gone := self._gone_before(failure.label):
+            self._output.say(f"kvmpi run: worker {', '.join(map(str, gone))} had ended in good order before that")
         others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
         if others and (advice := self._restarts.advice(failure.label, failure.status)):
             self._output.say(f"kvmpi run: {advice}")
+
+    def _gone_before(self, label: str) -> list[int]:
+        """Ranks below the same mpirun as the rank ``label``: MPI begins and ends with all of them, or waits."""
+        clients = [client.workers for client in self._job.of_role("client")]
+        mates = next((ranks for ranks in clients if label in [f"worker {rank}" for rank in ranks]), ())
+        return [rank for rank in mates if self._codes.get(f"worker {rank}") == 0]
 
     def _drain(self) -> None:
         """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""

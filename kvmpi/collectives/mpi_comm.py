@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -122,19 +123,26 @@ def _library() -> tuple[Any, threading.Lock | None]:
 def _all_ranks_of_the_client_begin_MPI() -> Any:
     """Import mpi4py's ``MPI``, which waits in C for all ranks: also for one that has ended in good order before.
 
-    In a job of the launcher the wait is limited. Python cannot do so, which does not run meanwhile; what ends the
-    process then shows the name of this function.
+    Python cannot limit that wait, since it does not run meanwhile. What ends the process then shows the names of
+    functions, so one of them says what has happened.
     """
     config = Config.from_env()
-    if not config.job_id:
-        from mpi4py import MPI
-
-        return MPI
+    others = f"the other workers of client {config.client_rank}" if config.job_id else "the others"
+    text = (
+        f"{f'worker {config.rank}' if config.job_id else 'this rank'} waits here for {others}: one of them has ended, "
+        "or has not come so far in KVMPI_TIMEOUT_S"
+    )
+    begin = FunctionType(_begin_MPI.__code__.replace(co_name=text), globals())
     faulthandler.dump_traceback_later(config.timeout_s, exit=True, file=2)
     try:
-        from mpi4py import MPI
+        return begin()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _begin_MPI() -> Any:
+    from mpi4py import MPI
+
     return MPI
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from jobs import run_job, wait_for
 
+from kvmpi.launchers import mpirun
 from kvmpi.launchers.watchdog import is_held
 
 PROGRAM = Path(__file__).parent / "programs" / "one_fails.py"
@@ -31,7 +32,21 @@ def test_who_has_failed_is_named_and_not_who_has_lost_it(how: str, status: int, 
 def test_a_rank_that_ends_before_mpi_begins_is_not_waited_for_for_ever() -> None:
     job = run_job("-n 2", PROGRAM, "mpi", "early", settings={"timeout_s": 3})
     assert job.returncode, job.stderr
-    assert "all_ranks_of_the_client_begin_MPI" in job.stderr, job.stderr
+    assert "worker 0 waits here for the other workers of client 0: one of them has ended" in job.stderr, job.stderr
+    assert "kvmpi run: worker 1 had ended in good order before that" in job.stderr, job.stderr
+
+
+def test_nor_is_it_under_a_plain_mpirun(tmp_path: Path) -> None:
+    mpi = mpirun.find(mpirun.clean(os.environ), 2)
+    env = {
+        **mpirun.clean(os.environ),
+        **mpi.env(str(tmp_path), "", crowded=True, one_host=True),
+        "KVMPI_TIMEOUT_S": "3",
+    }
+    words = [*mpi.command(2, local=True), sys.executable, str(PROGRAM), "mpi", "early"]
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode, ended.stderr
+    assert "this rank waits here for the others: one of them has ended" in ended.stderr, ended.stderr
 
 
 def test_a_job_inside_a_job_writes_nothing_over_it(tmp_path: Path) -> None:
