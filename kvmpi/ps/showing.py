@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -15,6 +15,22 @@ from kvmpi.trace.board import Board, Picture
 
 #: A picture is written as long as that was touched within this time.
 _INTEREST_S = 5.0
+
+
+@contextmanager
+def _port(what: str, host: str, port: int, setting: str) -> Iterator[None]:
+    """An OSError in here is that the port cannot be had.
+
+    Raises:
+        ConfigError: in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot listen on {host}:{port}: {error.strerror}; set {setting} to another port, or to 0, which "
+            "lets the system choose, or KVMPI_METRICS_HOST to an address of this host"
+        ) from None
 
 
 class Showing:
@@ -40,9 +56,6 @@ class Showing:
                 self._serve_metrics(config, index, who, say)
             if config.dashboard_port >= 0 and index == 0 and say is not None:
                 self._serve_dashboard(config, say)
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"{who}: port for metrics or the dashboard on {config.metrics_host}: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -51,14 +64,16 @@ class Showing:
         from kvmpi.trace.prometheus import serve
 
         port = config.metrics_port + index if config.metrics_port else 0
-        url, close = serve(self._board, config.metrics_host, port)
+        with _port(f"{who} for Prometheus", config.metrics_host, port, "KVMPI_METRICS_PORT"):
+            url, close = serve(self._board, config.metrics_host, port)
         self._closers.append(close)
         say(f"metrics of {who} for Prometheus: {url}")
 
     def _serve_dashboard(self, config: Config, say: Callable[[str], None]) -> None:
         from kvmpi.trace.dashboard import serve
 
-        url, close = serve(self._board, config.metrics_host, config.dashboard_port)
+        with _port("the web page", config.metrics_host, config.dashboard_port, "KVMPI_DASHBOARD_PORT (--dashboard)"):
+            url, close = serve(self._board, config.metrics_host, config.dashboard_port)
         self._closers.append(close)
         say(f"dashboard: {url}")
 

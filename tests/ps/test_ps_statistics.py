@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import sys
 from typing import Any
 
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_strategies import of_kind
 
-from kvmpi.errors import ProtocolError
+from kvmpi.config import Config
+from kvmpi.errors import ConfigError, ProtocolError
 from kvmpi.ps.curve import Curve, mean
 from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.showing import Showing
 from kvmpi.ps.statistics import Statistics
 from kvmpi.wire import messages as m
 
@@ -162,3 +165,17 @@ def test_the_mean_of_curves_is_over_whoever_is_there() -> None:
     behind = mean([[(float(x), 0.0) for x in range(101)], [(float(x), 1.0) for x in range(100)]])
     assert behind[-1] == (99.0, 0.5)
     assert mean([[(float(x), 0.0) for x in range(101)], [(0.0, 1.0), (50.0, 1.0)]])[-1] == (100.0, 0.0)
+
+
+@pytest.mark.parametrize(("name", "index", "who", "needs"), [
+    ("metrics_port", 0, "the scheduler for Prometheus", "prometheus_client"),
+    ("metrics_port", 2, "server 1 for Prometheus", "prometheus_client"), ("dashboard_port", 0, "the web page", "json"),
+])  # fmt: skip
+def test_a_port_that_is_taken_is_named_with_its_setting(name: str, index: int, who: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            Showing(Config(**{name: port - index}), lambda _: {}, index, print)
+    for part in (f"{who} cannot listen on 127.0.0.1:{port}: Address already in use", f"set KVMPI_{name.upper()}"):
+        assert part in str(caught.value)
