@@ -205,7 +205,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
 
     described = plan("JOB_ID", "JOB_DIR", "SHM_DIR").describe()  # also finds every mistake before anything exists
     if args.dry_run:
-        print(described)
+        sys.stdout.buffer.write(os.fsencode(described + "\n"))  # words as they are given to processes
         return 0
     _open_files(100 + 8 * (args.workers + args.servers))  # pipes and FIFOs of all that start at once
     timeline = Timeline.of(args.timeline or environ.get("KVMPI_TIMELINE", ""))

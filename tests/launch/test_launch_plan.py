@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -192,6 +193,14 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
     runs = f"{sys.executable} {job.RANK_MAIN} train.py --lr 'a b' -n 9"
     assert f"KVMPI_CLIENT_RANK=1 KVMPI_ROLE=worker KVMPI_RANK=1 {runs}" in text
     assert os.listdir() == ["train.py"]
+
+
+def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("trän\udcff.py").touch()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert command.main(["--dry-run", "trän\udcff.py"]) == 0
+    assert "trän".encode() + b"\xff.py" in sys.stdout.buffer.getvalue()
 
 
 @pytest.mark.parametrize(
