@@ -290,8 +290,8 @@ class ServerSnapshots:
         return self._done.get(shard.store, 0) >= step
 
     def begin(self, number: int, missed: int = 0) -> None:
-        """Snapshot ``number`` is due, here or on another server; ``missed`` will not be completed, nor, if that is ahead
-        of ``number``, will anything else that is."""
+        """Snapshot ``number`` is due, here or on another server; ``missed`` will not be completed, nor, if that is
+        ahead of ``number``, will anything else that is."""
         goes_back = number < missed <= self._newest
         if (current := self._copying) is not None and (
             current.number == missed or (goes_back and current.number > number)

@@ -128,6 +128,7 @@ CALLS: dict[str, Callable[[KVStore], object]] = {
     "set_hyperparams": lambda kv: kv.set_hyperparams(lr=0.25),
     "set_optimizer": lambda kv: kv.set_optimizer(optim.SGD(lr=0.25)),
     "set_updater": lambda kv: kv.set_updater(lambda key, pushed, stored: np.add(stored, pushed, out=stored)),
+    "assign": lambda kv: kv.assign("w", np.full(4, 5.0)),
     "broadcast": lambda kv: kv.broadcast("new", np.ones(4), np.zeros(4)),
     "client": lambda kv: kv.client,
     "barrier": lambda kv: kv.barrier(),
