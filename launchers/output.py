@@ -54,30 +54,38 @@ class LineSplitter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pending = b""  # what follows the last '\n' or '\r'
+        self._pending = bytearray()  # what follows the last '\n' or '\r'
         self._draft = b""  # the last text that a '\r' has ended, while its line goes on
         self._shown_early = False  # the draft of this line has been shown
         self._shown_s = clock()
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The lines that ``chunk`` completes."""
-        *whole, rest = (self._pending + chunk).split(b"\n")
-        lines = []
+        lines: list[bytes] = []
+        whole, rest = self._cut(chunk)
         for line in whole:
             text = self._redraw(line) or self._draft
             if text or not self._shown_early:
                 lines.append(text)
             self._draft, self._shown_early = b"", False
-        self._pending = self._redraw(rest)
+        self._pending += self._redraw(rest)
         if self._draft and self._clock() - self._shown_s >= PROGRESS_INTERVAL_S:
             lines.append(self._draft)
             self._draft, self._shown_early = b"", True
         if len(self._pending) > MAX_LINE_BYTES:
-            lines.append(self._pending)
-            self._pending = b""
+            lines.append(bytes(self._pending))
+            self._pending.clear()
         if lines:
             self._shown_s = self._clock()
         return lines
+
+    def _cut(self, chunk: bytes) -> tuple[list[bytes], bytes]:
+        """The texts that a line's end follows, and the rest. What is pending is looked at only where that ends."""
+        if b"\n" not in chunk and b"\r" not in chunk:
+            return [], chunk
+        *whole, rest = (bytes(self._pending) + chunk).split(b"\n")
+        self._pending.clear()
+        return whole, rest
 
     def _redraw(self, text: bytes) -> bytes:
         """Keep the newest draft in ``text``; what follows it."""
@@ -87,8 +95,8 @@ class LineSplitter:
 
     def close(self) -> list[bytes]:
         """What is left when the stream has ended."""
-        left = self._pending or self._draft
-        self._pending = self._draft = b""
+        left = bytes(self._pending) or self._draft
+        self._pending, self._draft = bytearray(), b""
         return [left] if left else []
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(written, shown, piece_bytes
     for start in range(0, len(written), piece_bytes):
         lines += splitter.feed(written[start : start + piece_bytes])
     assert lines + splitter.close() == shown
+
+
+def test_of_a_line_in_many_pieces_each_is_looked_at_once():
+    """Looking at all of it again for each piece would take minutes."""
+    splitter, pieces, started_s = LineSplitter(Clock()), 100_000, time.process_time()
+    for _ in range(pieces):
+        assert splitter.feed(b"x" * 50) == []
+    assert splitter.feed(b"\n") == [b"x" * 50 * pieces]
+    assert time.process_time() - started_s < 10
 
 
 def test_a_progress_bar_is_shown_now_and_then():
