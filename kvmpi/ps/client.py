@@ -16,7 +16,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import KVError, KVTimeoutError, ProtocolError
+from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
@@ -66,7 +66,8 @@ class PsClient(Participant):
     started when the one before it on that key is done; different keys run side by side.
 
     A push that fails is not counted: the next push of the key is taken as its repetition, and servers that had it
-    already add nothing. So a caller who tries again contributes once, and rounds of other clients stay in step.
+    already add nothing. So a caller who tries again contributes once, and rounds of other clients stay in step. Only
+    one that is kept (see ``Turn``) goes on when its Work has ended because of its deadline, and the next waits for it.
     """
 
     def __init__(
@@ -314,19 +315,31 @@ class PsClient(Participant):
 
         asks += (entry := self._entry())
 
+        is_late = False
+
+        def goes_on() -> bool:
+            # The program does not make it again: it counts, and what has not left yet is still to.
+            nonlocal is_late
+            if is_late := turn.kept:
+                layout.pushing, layout.steps = False, step
+            return is_late
+
         def count(error: KVError | None) -> None:
-            layout.pushing = False
+            if not is_late:
+                layout.pushing = False
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
-            late = isinstance(error, KVTimeoutError) and turn.kept
-            if used := error is None or late or any(ask.used for ask in asks):
-                layout.steps = step
+            if used := error is None or is_late or any(ask.used for ask in asks):
+                layout.steps = max(layout.steps, step)
             if layout.feedback is not None:
                 layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
             self._steps.end(layout.track, turn, used=used)
 
         label, nbytes = self._label(op, key, step), sum(piece.sent_bytes for piece in pieces)
-        return self._start(label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted)
+        return self._start(
+            label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted, goes_on=goes_on,
+            behind=layout.pushes,
+        )  # fmt: skip
 
     # ---- rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmpi.ps import placement
+from kvmpi.ps.asks import Operation
 from kvmpi.ps.chains import part_of
 from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.row_chunks import RowChunks
@@ -25,7 +26,8 @@ class KeyLayout:
     steps: int = 0
     track: Track = field(default_factory=Track)
     seen_version: int = 0
-    pushing: bool = False
+    pushing: bool = False  # somebody waits for the last push
+    pushes: list[Operation] = field(default_factory=list)  # that one, and those before it for which nobody waits
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
     feedback: Feedback | None = None  # with a codec that keeps what it does not send

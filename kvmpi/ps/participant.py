@@ -277,8 +277,15 @@ class Participant(ABC):
     def _start(
         self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
         settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
+        goes_on: Callable[[], bool] | None = None, behind: list[Operation] | None = None,
     ) -> Work:  # fmt: skip
-        """Submit ``asks``. ``settle`` runs before anyone learns of the end: a waiter may go on to the next step."""
+        """Submit ``asks``.
+
+        Args:
+            settle: runs before anyone learns of the end: a waiter may go on to the next step.
+            goes_on: asked when the time is over, of which the waiter learns: whether the requests go on all the same.
+            behind: operations that are under way, behind which this one takes its place.
+        """
         work = Work(label)
         started_s = time.perf_counter()
         spans = Spans(self._store, self._client, asks, self.clock, nbytes) if timeline.on and phase else None
@@ -286,14 +293,27 @@ class Participant(ABC):
             on_accepted = spans.then(on_accepted)
 
         def on_done(error: KVError | None) -> None:
+            if behind is not None and operation in behind:
+                behind.remove(operation)
             if settle is not None:
                 settle(error)
             if phase:
                 self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
             if spans is not None and asks:
                 spans.end(phase, self._staleness(asks[0].fields[0]))
+            if not work.done():
+                work.finish(error)
+
+        def on_late(error: KVError) -> bool:
+            if goes_on is None or not goes_on():
+                return False
             work.finish(error)
+            return True
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        self._link.submit(Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted), asks, priority)
+        before = next(reversed([*behind]), None) if behind else None  # they end in another thread
+        operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, before)
+        if behind is not None:
+            behind.append(operation)
+        self._link.submit(operation, asks, priority)
         return work

@@ -102,8 +102,17 @@ class ClientSession:
         if why is not None:
             self._cancel(operation, _lost_error(operation, why))
             return
+        before, operation.after = operation.after, None
+        if before is not None and not before.finished:
+            before.followers.append(operation)
+            for ask in asks:
+                self._aim(ask)
+            return
+        self._begin(operation)
+
+    def _begin(self, operation: Operation) -> None:
         greets = False
-        for ask in asks:
+        for ask in operation.asks:
             self._enqueue(ask)
             if ask.kind is m.Hello:
                 self._hello, greets = ask.fields, True
@@ -113,9 +122,12 @@ class ClientSession:
         if greets:
             self._greet_strangers()
 
-    def _enqueue(self, ask: Ask) -> None:
+    def _aim(self, ask: Ask) -> None:
         if ask.part >= 0:
             ask.peer = self._heads[ask.part][0] if ask.part < len(self._heads) else NOWHERE
+
+    def _enqueue(self, ask: Ask) -> None:
+        self._aim(ask)
         where = ask.where
         heapq.heappush(self._queues.setdefault(where, []), (-ask.operation.priority, ask.number, ask))
         self._ready[where] = None
@@ -275,7 +287,7 @@ class ClientSession:
         return [
             Wait(("operation", id(op)), op.expires_s - op.timeout_s, op.label, "; ".join(_whom(op, self._greeted)[:4]))
             for op in list(self._unfinished.values())
-            if op.timeout_s < _FOR_EVER_S / 2
+            if op.timeout_s < _FOR_EVER_S / 2 and not op.is_late
         ]
 
     def tick(self, now_s: float) -> None:
@@ -285,14 +297,23 @@ class ClientSession:
         astray, self._astray = self._astray, []
         for ask in astray:
             self._send_again(ask)
-        for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s]:
-            self._cancel(operation, KVTimeoutError(_explain(operation, self._greeted)))
+        for operation in [op for op in self._unfinished.values() if now_s >= op.expires_s and not op.is_late]:
+            self._expire(operation)
         for ask in self._outstanding.values():
             if ask.sent_s is not None and now_s - self._silent_since(ask, ask.sent_s) > ask.pause_s:
                 ask.sent_s = now_s
                 self._repeats[ask.number] = ask
                 if ask.cost_bytes:  # mere words take no room on a slow link
                     ask.pause_s = min(2 * ask.pause_s, _most_pause_s(ask.operation))
+
+    def _expire(self, operation: Operation) -> None:
+        error = KVTimeoutError(_explain(operation, self._greeted))
+        if operation.on_late is None or not operation.on_late(operation.error or error):
+            self._cancel(operation, error)
+            return
+        operation.is_late, operation.on_late = True, None
+        for ask in operation.asks:
+            ask.on_reply = None  # where it would put a value is somebody else's by now
 
     def _note_heard(self, ask: Ask) -> None:
         """Its peer has taken it in, which it does once: others do not wait for ever for the sake of those before."""
@@ -462,7 +483,11 @@ class ClientSession:
             operation.unaccepted = min(operation.unaccepted, 1)
             self._count_accepted(operation)
             # Its requests know it: their arrays are not to wait for the collector of cycles.
-            operation.asks, operation.on_done, operation.on_accepted = (), _nothing, None
+            operation.asks, operation.on_done, operation.on_accepted, operation.on_late = (), _nothing, None, None
+            followers, operation.followers = operation.followers, []
+            for follower in followers:
+                if not follower.finished:
+                    self._begin(follower)
 
     @staticmethod
     def _count_accepted(operation: Operation) -> None:

@@ -108,7 +108,7 @@ class Turn:
         at: the same as servers keep it: negative if the push begins that step.
         begun: whether it has been sent.
         kept: the program's call has returned, and it does not make the push again: if nobody answers in time, all the
-            same it is one.
+            same it is one, and goes on until it has come. Its memory stays unchanged until then.
         span: the steps that it may belong to, for snapshots.
     """
 

@@ -226,7 +226,7 @@ class DistStore(Commanding):
         local = nothing() if lent is not None else summed or self._sum_op([part], call)
         answer = self._read_ahead(state, call)
         if answer is not None:
-            accepted = self._push_ahead(state, lent, answer, call)
+            accepted = self._push_ahead(state, lent, answer, call, kept=not waits or lent is None)
             return accepted if waits and lent is not None else local
 
         ends_with_it = self._ps is not None and (call.async_op or (waits and lent is not None))
@@ -240,18 +240,27 @@ class DistStore(Commanding):
         # The caller's arrays are free once the sum is in the key's own buffer.
         return work if ends_with_it else local
 
-    def _push_ahead(self, state: KeyState, lent: Buffer | None, answer: Answer, call: Invocation) -> Work:
-        """Push on the master: send, and let the round's value land; done when the servers have what was lent."""
+    def _push_ahead(
+        self, state: KeyState, lent: Buffer | None, answer: Answer, call: Invocation, *, kept: bool
+    ) -> Work:
+        """Push on the master: send, and let the round's value land; done when the servers have what was lent. Until
+        then it is not ``kept`` where the caller waits for that, and may change what it has lent if it fails."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
 
         def ask(ps: PsClient, turn: Turn) -> Work:
-            turn.kept = True
-            value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accepted.finish)
+            turn.kept = kept
+
+            def accept() -> None:
+                turn.kept = True
+                if not accepted.done():
+                    accepted.finish()
+
+            value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accept)
             return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted, turn)
 
-        def end(_: Work) -> None:
+        def end(work: Work) -> None:
             if not accepted.done():  # nothing was lent, or it was never sent
-                accepted.finish()
+                accepted.finish(None if kept else work.error())
 
         answer.work = self._push_op(state, ask, call, writes=[state.sent])
         answer.work.add_done_callback(end)

@@ -12,6 +12,7 @@ from simulation.network import Faults, Network, Program
 
 from kvmpi import optim
 from kvmpi.config import Config
+from kvmpi.errors import KVTimeoutError
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.landing import Landing
 
@@ -219,3 +220,33 @@ def test_elastic_averaging_without_rounds_conserves_the_sum_of_all(block: int) -
             fired[name] += network.faults.fired.get(name, 0)
     assert fired["kill"] == 10
     assert fired["drop"] > 100
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_push_that_is_kept_is_made_though_its_time_is_over(mode: str) -> None:
+    """Its call has returned, and no other is made in its place: those that follow wait until it has come."""
+    network = Network(1, Faults())
+    config = Config(num_servers=1, chunk_bytes=16, window_bytes=32, retry_s=0.7)
+    cluster = Cluster(config, network, mode)
+    out = np.empty(KEYS[4], "f4")
+
+    def program() -> Program:
+        ps = cluster.client(0, 1)
+        yield from joined(ps, cluster, 0, optim.Test(lr=-1.0))
+        network.stopped["server 0.1"] = network.now_s + 5.0
+        for step in (1, 2, 3):
+            turn = ps.next_pushes([4])[4]
+            turn.kept = True
+            value = pushed(4, 0, step)
+            work = ps.push(4, value, cluster.deadline(1.0), turn=turn)
+            yield [network.pause(1.5)]
+            assert isinstance(work.error(), KVTimeoutError)
+        turn = ps.next_pushes([4])[4]
+        given_up = ps.push(4, pushed(4, 0, 7), cluster.deadline(0.1), turn=turn)  # the program makes it again
+        yield [network.pause(0.3)]
+        assert isinstance(given_up.error(), KVTimeoutError)
+        yield [ps.push(4, pushed(4, 0, 4), cluster.deadline())]
+        yield [ps.pull(4, out, cluster.deadline())]
+
+    network.run({"client 0": program()}, 60.0)
+    np.testing.assert_array_equal(out, _sum_up_to(4, 1, 4))

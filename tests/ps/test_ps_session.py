@@ -597,6 +597,41 @@ def test_a_deadline_frees_the_window_and_what_was_queued_never_leaves() -> None:
     assert "no answer from server 0" in str(bench.ended["slow"])
 
 
+def test_requests_that_go_on_behind_their_deadline_all_leave_and_hold_back_those_behind_them() -> None:
+    bench, late, taken = Bench(10), list[KVError](), list[Message]()
+
+    def start(label: str, *asks: Ask, after: Operation | None = None, timeout_s: float = 100.0) -> Operation:
+        def on_done(error: KVError | None) -> None:
+            assert label not in bench.ended
+            bench.ended[label] = error
+
+        operation = Operation(label, timeout_s, bench.now_s, on_done, None, lambda e: not late.append(e), after)
+        bench.session.submit(operation, asks)
+        return operation
+
+    asks = [push(0, 10, i, on_reply=lambda message, payloads: taken.append(message)) for i in range(3)]
+    first = start("first", *asks, timeout_s=5.0)
+    (message,) = bench.flush()
+    bench.after(6.0)
+    assert [type(error) for error in late] == [KVTimeoutError]
+    assert bench.ended == {}
+    second = start("second", push(0, 10, "second"), after=first, timeout_s=5.0)
+    start("third", push(0, 10, "third"), after=second)
+    bench.after(6.0)
+    assert len(late) == 2
+    assert "first" not in bench.ended
+    assert len(bench.session.waits()) == 1, "somebody waits for the third only"
+    sent = [message]
+    for key in (0, 1, 2, "second", "third"):
+        assert keys(sent) == [key]
+        bench.answer(sent[0])
+        sent = bench.flush()
+    assert bench.ended == {"first": None, "second": None, "third": None}
+    assert not taken, "where it would have put an answer may be somebody else's"
+    assert set(bench.session._in_flight.values()) == {0}
+    assert bench.session.idle
+
+
 def test_a_request_that_could_not_leave_says_so() -> None:
     bench = Bench(10)
     bench.start("first", push(0, 10))

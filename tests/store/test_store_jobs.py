@@ -204,3 +204,8 @@ def test_clients_that_keep_to_their_windows_are_answered(job, tmp_path, settings
 def test_a_pull_that_nobody_answers_in_time_is_made_again(job, options):
     done = job(options, PROGRAMS / "late.py")
     assert done.stdout.count("late right") == 2
+
+
+def test_a_large_push_that_was_over_before_it_had_left_is_made(job):
+    done = job("-n 2 -c 2 -s 1", PROGRAMS / "late_large.py", transport="tcp")
+    assert done.stdout.count("late right") == 2
