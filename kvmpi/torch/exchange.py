@@ -122,6 +122,7 @@ class Exchange:
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
         self._taken: set[int] = set()  # addresses of direct gradients of this pass
+        self._gone: set[int] = set()  # and of those that have left
         self._unused: list[int] = []  # what no worker had in the last pass, where gradients come back
         self._value_key: int | None = None
         self._order = buckets.complete_order((), len(self._tensors))
@@ -315,6 +316,7 @@ class Exchange:
         self._sent, self._held, self._flying, self._left_as = [], [], [], []
         self.release()
         self._taken.clear()
+        self._gone.clear()
         self._open, self._has_backward, self._begun = True, index is not None, True
         for i in self._bucket_of:
             if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
@@ -337,6 +339,7 @@ class Exchange:
         grads: list[torch.Tensor] = []
         for i in bucket.direct:
             self._params.check_dense(i)
+            self._check_apart(i)
             self._used[i] = 1.0 if bucket.find(i, self._taken, hidden=not self._trained[i]) else 0.0
         for i in bucket.copied:
             tensor, place = self._tensors[i], bucket.place(i)
@@ -368,6 +371,16 @@ class Exchange:
             torch._foreach_copy_(places, grads)
             if self._prescale != 1.0:
                 torch._foreach_mul_(places, self._prescale)
+
+    def _check_apart(self, index: int) -> None:
+        """Raise if a gradient is the same memory as one that is being summed there, too late for a copy."""
+        grad = self._tensors[index].grad
+        if self._trained[index] and grad is not None and grad.data_ptr() in self._gone:
+            raise ConfigError(
+                f"the gradient of {self._params.names[index]} shares its memory with another that is on its way to "
+                "other workers, as of parameters that are added: give it memory of its own, with "
+                "parameter.register_hook(torch.clone), or let gradients leave when the pass is over, with overlap=False"
+            )
 
     def release(self) -> None:
         """Give back the memory in which autograd has made gradients.
@@ -407,6 +420,7 @@ class Exchange:
         for bucket in [self._buckets[number] for number in numbers]:
             keys += [*bucket.keys, *(self._keys[i] for i in bucket.direct)]
             arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
+            self._gone.update(bucket.arrays[i].data_ptr() for i in bucket.direct)
         if len(self._buckets) - 1 in numbers:
             place = (1.0, self._steps % _PLACES, self._zeroed % _PLACES) if self._has_backward else (0.0,) * 3
             self._all_used.copy_(torch.tensor([*self._used, *place]))

@@ -229,6 +229,18 @@ def gradients_that_others_hold(kv: kvmpi.KVStore) -> None:
             assert torch.equal(p.grad, torch.full_like(p, sum(value + rank for rank in range(kv.num_workers)))), p.grad
         assert torch.equal(gaps, torch.full_like(gaps, 2.0 + kv.rank))
         optimizer.detach()
+    for a, b in ((0, 1), (1, 0)):  # of one the other leaves first, when it is still to come
+        held = [nn.Parameter(torch.zeros(7, 5, dtype=torch.float64)) for _ in range(2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(held), kv, bucket_bytes=1, overlap=True)
+        loss = ((held[a].unsqueeze(0) + held[b].unsqueeze(0)) * (1.0 + kv.rank)).sum()
+        if a == 0:
+            expect(ConfigError, "shares its memory with another", loss.backward)
+            optimizer._exchange.close()  # nor can the rest of the pass be made good
+        else:
+            loss.backward()
+            mean = sum(1.0 + rank for rank in range(kv.num_workers)) / kv.num_workers
+            assert all(torch.equal(p.grad, torch.full_like(p, mean)) for p in held)
+            optimizer.detach()
 
 
 def nothing_leaves_without_sync(kv: kvmpi.KVStore) -> None:
