@@ -8,6 +8,9 @@ import functools
 import sys
 from importlib.machinery import PathFinder
 
+#: Whoever looks for the program's own frames passes over those of torch, and so over these.
+__name__ = "torch.startup"
+
 
 def is_loaded():
     """Whether somebody has asked for the compiler: from then on everything is as torch has made it."""
