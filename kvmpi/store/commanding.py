@@ -72,16 +72,13 @@ class Commanding(KVStore):
             return
         first, said, heard = ["0"], [str(int(self._did))], [""]
 
-        def hear(_: Work) -> None:
-            assert self._ps is not None
-            # Who makes calls once more that all have made before does not know what they have said.
-            is_done = said == ["1"] or first == ["-1"] or self._ps.is_behind
-            heard[0] = f"{first[0]} {int(is_done)}"
-
         def meet(ps: PsClient) -> Work:
-            work = ps.barrier(call.deadline, None, first, said)
-            work.add_done_callback(hear)
-            return work
+            def hear() -> None:
+                # Who makes calls once more that all have made before does not know what they have said.
+                is_done = said == ["1"] or first == ["-1"] or ps.is_behind
+                heard[0] = f"{first[0]} {int(is_done)}"
+
+            return _then(ps.barrier(call.deadline, None, first, said), hear)
 
         self._command(meet, call, result=heard).wait()
         now_first, is_done = heard[0].split()
@@ -104,14 +101,27 @@ class Commanding(KVStore):
 
         def ask(ps: PsClient) -> Work:
             work, dead = ps.dead_clients(timeout_s, call.deadline)
-            work.add_done_callback(lambda _: result.__setitem__(0, str(len(dead))))
-            return work
+            return _then(work, lambda: result.__setitem__(0, str(len(dead))))
 
         self._command(ask, call, result=result).wait()
         return int(result[0])
 
     def _imbalance(self) -> float:
         return 1.0 if self._ps is None else self._ps.imbalance()
+
+
+def _then(work: Work, run: Callable[[], None]) -> Work:
+    """``work`` and ``run`` after it: who waits for ``work`` itself may go on before its callbacks have been called."""
+    both = Work(work.name)
+
+    def end(_: Work) -> None:
+        try:
+            run()
+        finally:
+            both.finish(work.error())
+
+    work.add_done_callback(end)
+    return both
 
 
 def _check_fit(rule: optim.Rule | None, chosen: codec.Codec) -> None:
