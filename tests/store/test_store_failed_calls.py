@@ -17,7 +17,7 @@ from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, KVTimeoutError
-from kvmpi.store import core, replicated
+from kvmpi.store import commanding, core, replicated
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import JoinedWork
 from kvmpi.store.replicated import ReplicatedStore
@@ -64,6 +64,22 @@ def test_a_wait_whose_time_is_over_says_so_although_something_has_failed() -> No
     second.finish()
     with pytest.raises(ZeroDivisionError):
         both.wait(0.01)
+
+
+@pytest.mark.parametrize("error", [None, KVError("planted")])
+def test_who_waits_for_a_meeting_finds_what_it_has_said(error: KVError | None) -> None:
+    """Those who wait for the work alone are woken before its callbacks have been called."""
+    met, known = Work("meeting"), []
+
+    def hear() -> None:
+        time.sleep(0.05)
+        known.append("said")
+
+    both = commanding._then(met, hear)
+    threading.Thread(target=met.finish, args=(error,)).start()
+    assert both.wait_done(TIMEOUT_S)
+    assert known == ["said"]
+    assert both.error() is error
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
