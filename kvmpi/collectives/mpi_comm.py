@@ -105,7 +105,7 @@ def _library() -> tuple[Any, threading.Lock | None]:
             from mpi4py import MPI
         else:
             _expect_computing_receivers()
-            MPI = _all_ranks_of_the_client_begin_MPI()
+            MPI = _load_mpi()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"a client of several workers needs MPI, which is not available here ({error}); "
@@ -120,11 +120,11 @@ def _library() -> tuple[Any, threading.Lock | None]:
     return MPI, None if level >= MPI.THREAD_MULTIPLE else _serial
 
 
-def _all_ranks_of_the_client_begin_MPI() -> Any:
+def _load_mpi() -> Any:
     """Import mpi4py's ``MPI``, which waits in C for all ranks: also for one that has ended in good order before.
 
     Python cannot limit that wait, since it does not run meanwhile. What ends the process then shows the names of
-    functions, so one of them says what has happened.
+    functions, so one gets a name that says what has happened.
     """
     config = Config.from_env()
     others = f"the other workers of client {config.client_rank}" if config.job_id else "the others"
@@ -132,7 +132,7 @@ def _all_ranks_of_the_client_begin_MPI() -> Any:
         f"{f'worker {config.rank}' if config.job_id else 'this rank'} waits here for {others}: one of them has ended, "
         "or has not come so far in KVMPI_TIMEOUT_S"
     )
-    begin = FunctionType(_begin_MPI.__code__.replace(co_name=text), globals())
+    begin = FunctionType(_import_mpi.__code__.replace(co_name=text), globals())
     faulthandler.dump_traceback_later(config.timeout_s, exit=True, file=2)
     try:
         return begin()
@@ -140,7 +140,7 @@ def _all_ranks_of_the_client_begin_MPI() -> Any:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _begin_MPI() -> Any:
+def _import_mpi() -> Any:
     from mpi4py import MPI
 
     return MPI

@@ -122,7 +122,6 @@ class _Reduction:
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._handles: list[Handle] = []
         self._left_as: list[tuple[int, torch.Tensor, int]] = []  # gradients that are on their way, and their versions
-        self._under_way: set[int] = set()  # where gradients begin that are reduced in place
         self.steps_synchronize, self.synchronized = True, False
         #: What somebody has put over the optimizer's own ``step`` before, and the optimizer that it refers to.
         self.patched_step: Any = None
@@ -232,7 +231,6 @@ class _Reduction:
         op, before, after = self._op, 1.0, 1.0
         if self._predivide != 1.0:
             op, before, after = Sum, 1.0 / self._predivide, self._predivide / basics.size()
-        self._under_way.update(grad.data_ptr() for grad in gradients if grad.numel())
         self._left_as += [(index, grad, grad._version) for index, grad in zip(bucket, gradients, strict=True)]
         title = f"gradients from {self._name(bucket[0])} on"
         self._handles.append(start_allreduce(gradients, True, title, None, op, before, after, None, self._compression))
@@ -241,9 +239,10 @@ class _Reduction:
         """Raise if a gradient is the same memory as one that is being reduced there."""
         if self._compression is not Compression.none or self._predivide != 1.0:
             return  # what travels is a copy
+        under_way = {grad.data_ptr() for _, grad, _ in self._left_as if grad.numel()}
         for index in bucket:
             grad = self._params[index].grad
-            if grad is not None and grad.layout is torch.strided and grad.data_ptr() in self._under_way:
+            if grad is not None and grad.layout is torch.strided and grad.data_ptr() in under_way:
                 raise KVError(
                     f"the gradient of {self._name(index)} shares its memory with another that is on its way to other "
                     "ranks: give it memory of its own, with param.register_hook(torch.clone)"
@@ -288,7 +287,6 @@ class _Reduction:
                 for bucket in self._buckets:
                     self._launch([index for index in bucket if id(trained[index]) not in before])
             self._left_as.clear()
-            self._under_way.clear()
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.wait()

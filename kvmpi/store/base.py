@@ -120,13 +120,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         self._create(self._enter_init(call, key, value), call)
 
     def _enter_init(
-        self, call: Invocation, key: Any, value: Any, *, settles: bool = False
+        self, call: Invocation, key: Any, value: Any, *, settled: bool = False
     ) -> list[tuple[Group, Vector]]:
         """``_enter`` for new keys: what each of them begins with."""
 
         def prepare() -> list[tuple[Group, Vector]]:
-            if settles:
-                self._settle(call.deadline)
             found = groups(key, value, "init")
             if isinstance(key, list | tuple) and len(found) != len(key):
                 twice = sorted({repr(k) for k in key if list(key).count(k) > 1})
@@ -144,7 +142,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         def entries(found: list[tuple[Group, Vector]]) -> list[Entry]:
             return [Entry(group.key, arrays.shape_of(group.arrays[0]), vector.dtype) for group, vector in found]
 
-        return self._enter(call, prepare, entries)
+        return (self._enter_settled if settled else self._enter)(call, prepare, entries)
 
     def _create(self, found: Sequence[tuple[Group, Vector]], call: Invocation) -> None:
         """Make keys that all workers of the client have agreed on; returns when they can be read."""
@@ -270,8 +268,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """``init``, then ``pull`` into ``out``: worker 0's value everywhere. Collective over all workers."""
         call = self._call("init")
         with self._meeting("broadcast"):  # before others wait for a value that its client cannot give
-            found = self._enter_init(call, key, value, settles=True)
-            self._settle(call.deadline)
+            found = self._enter_init(call, key, value, settled=True)
         # In an asynchronous store a fast worker's first push would otherwise overtake a slow one's pull.
         with self._meeting("broadcast"):
             self._create(found, call)
@@ -305,14 +302,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             UnsupportedError: a torch optimizer, or an option of it, that has no equivalent.
         """
         call = self._call("set_optimizer")
-
-        def prepare() -> optim.Rule:
-            self._settle(call.deadline)
-            return optim.from_any(optimizer)
-
-        rule = self._enter(
-            call, prepare, lambda rule: [Entry(repr(rule))], lambda rule: [rule.name, rule.hyperparams()]
-        )
+        rule = self._enter_settled(
+            call, lambda: optim.from_any(optimizer), lambda rule: [Entry(repr(rule))],
+            lambda rule: [rule.name, rule.hyperparams()],
+        )  # fmt: skip
         self._start_set_rule(rule, call).wait()
         self._rule, self._num_rules = rule, self._num_rules + 1
 
@@ -327,7 +320,6 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("set_hyperparams")
 
         def prepare() -> optim.Rule:
-            self._settle(call.deadline)
             if self._rule is None:
                 raise ConfigError("set_hyperparams: there is no optimizer yet; call kv.set_optimizer first")
             return self._rule.with_hyperparams(**hyperparams)
@@ -336,8 +328,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             now = rule.hyperparams()
             return {name: now[name] for name in hyperparams}
 
-        rule = self._enter(call, prepare, lambda rule: [Entry(repr(rule))], changed)
-        self._settle(call.deadline)
+        rule = self._enter_settled(call, prepare, lambda rule: [Entry(repr(rule))], changed)
         self._start_set_hyperparams(rule, hyperparams, call).wait()
         self._rule = rule
 

@@ -40,7 +40,6 @@ class Commanding(KVStore):
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         _check_fit(rule, self._codec)
-        self._settle(call.deadline)
         return self._command(lambda ps: ps.set_rule(rule, call.deadline), call)
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
@@ -50,14 +49,14 @@ class Commanding(KVStore):
 
     def set_gradient_compression(self, params: dict[str, Any]) -> None:
         def prepare() -> codec.Codec:
-            self._settle(call.deadline)
             chosen = codec.of(params)
             _check_fit(self._rule, chosen)
             return chosen
 
         with self._meeting("set_gradient_compression") as call:
-            chosen = self._enter(call, prepare, lambda chosen: [Entry(chosen.text)], lambda chosen: chosen.params())
-            self._settle(call.deadline)
+            chosen = self._enter_settled(
+                call, prepare, lambda chosen: [Entry(chosen.text)], lambda chosen: chosen.params()
+            )
         self._codec = chosen
         if self._ps is not None:
             self._ps.set_codec(chosen)

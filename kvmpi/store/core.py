@@ -238,6 +238,20 @@ class StoreCore:
             raise failure
         return prepared
 
+    def _enter_settled(
+        self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: (),
+        details: Callable[[T], Any] = lambda _: None,
+    ) -> T:  # fmt: skip
+        """``_enter`` when all that was started before is done. What has failed on one worker is an error on all."""
+
+        def settle_and_prepare() -> T:
+            self._settle(call.deadline)
+            return prepare()
+
+        prepared = self._enter(call, settle_and_prepare, entries, details)
+        self._settle(call.deadline)  # the agreement
+        return prepared
+
     def _agree(self, signature: Call, call: Invocation) -> None:
         """Agree with the other workers of the client on a call."""
         if timeline.on:

@@ -40,8 +40,7 @@ class Meeting(StoreCore):
         call = self._call("barrier")
         try:
             with self._meeting("barrier", call):
-                self._enter(call, lambda: self._settle(call.deadline))
-                self._settle(call.deadline)
+                self._enter_settled(call, lambda: None)
         finally:
             self._recorder.blocked(time.perf_counter() - call.started_s)
 
@@ -85,14 +84,7 @@ class Meeting(StoreCore):
 
     def _together(self, op: str, run: Callable[[], None]) -> None:
         """Run something on every worker; if it fails on one of this client's, all of them raise."""
-        call = self._call(op)
-
-        def prepare() -> None:
-            self._settle(call.deadline)  # here: an error of one worker must be all workers'
-            run()
-
-        self._enter(call, prepare)
-        self._settle(call.deadline)
+        self._enter_settled(self._call(op), run)
 
     @contextmanager
     def _meeting(self, op: str, call: Invocation | None = None) -> Iterator[Invocation]:

@@ -70,9 +70,7 @@ class ReplicatedStore(Repeating, KVStore):
     def set_updater(self, fn: Updater) -> None:
         if not callable(fn):
             raise ConfigError(f"set_updater({fn!r}): expected a function fn(key, pushed, stored)")
-        call = self._call("set_updater")
-        self._enter(call, lambda: self._settle(call.deadline))
-        self._settle(call.deadline)
+        self._enter_settled(self._call("set_updater"), lambda: None)
         self._update_by(None, fn)
 
     def _call_updater(self, key: int | str, pushed: Any, stored: Any) -> None:

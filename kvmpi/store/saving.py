@@ -39,13 +39,11 @@ class Saving(Meeting):
         """
 
         def prepare() -> list[tuple[KeyState, Vector]]:
-            self._settle(call.deadline)
             found = [(self._match(group, "assign"), group.arrays[0]) for group in groups(key, value, "assign")]
             return [(state, arrays.read(array)) for state, array in found]
 
         with self._meeting("assign") as call:  # nobody reads or pushes what others have yet to write
-            found = self._enter(call, prepare, lambda found: [state.entry for state, _ in found])
-            self._settle(call.deadline)
+            found = self._enter_settled(call, prepare, lambda found: [state.entry for state, _ in found])
 
         def put(call: Invocation) -> None:
             for state, vector in found:
@@ -114,13 +112,8 @@ class Saving(Meeting):
         self._load(path, with_values=False)
 
     def _save(self, path: Any, *, with_values: bool) -> None:
-        def prepare() -> str:
-            self._settle(call.deadline)
-            return _file(path)
-
         with self._meeting("save") as call:
-            name = self._enter(call, prepare, details=lambda name: [name, with_values])
-            self._settle(call.deadline)
+            name = self._enter_settled(call, lambda: _file(path), details=lambda name: [name, with_values])
 
         def write(call: Invocation) -> None:
             if not self._is_first:
@@ -134,7 +127,6 @@ class Saving(Meeting):
 
     def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
-            self._settle(call.deadline)
             found = checkpoint.read(_file(path), self._keys, with_values=with_values)
             self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
             for saved in found.keys:
@@ -142,13 +134,12 @@ class Saving(Meeting):
             return found
 
         with self._meeting("load") as call:  # nothing is changed before every worker of every client has read it
-            found = self._enter(
+            found = self._enter_settled(
                 call,
                 prepare,
                 lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys],
                 lambda _: [_file(path), with_values],
             )
-            self._settle(call.deadline)
         self._by_one("load", lambda call: self._put(found, with_values, call.deadline))
 
     def _put(self, found: checkpoint.Checkpoint, with_values: bool, deadline: Deadline) -> None:
