@@ -255,8 +255,8 @@ class _Reduction:
             for index, grad, version in self._left_as
             if self._params[index].grad is not grad or grad._version != version
         ]
-        self._left_as.clear()
         if changed:
+            self._left_as.clear()
             raise KVError(
                 f"the gradient of {self._name(changed[0])} was changed after loss.backward() (clipped, added to, "
                 f"unscaled, replaced), on its way to other ranks: {_FIRST}"

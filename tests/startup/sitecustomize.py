@@ -8,8 +8,10 @@ import functools
 import sys
 from importlib.machinery import PathFinder
 
-#: Whoever looks for the program's own frames passes over those of torch, and so over these.
-__name__ = "torch.startup"
+#: Whoever looks for the program's own frames passes over those of torch, and so over these. The compiler imports it.
+_NAME = "torch.startup"
+sys.modules[_NAME] = sys.modules[__name__]
+__name__ = _NAME
 
 
 def is_loaded():

@@ -276,6 +276,11 @@ def sharing(rank: int, size: int) -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both := two(20), lr=1.0))
         with raises(KVError, "shares its memory with another that is on its way"):
             backward(*both)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both := two(20), lr=1.0))
+        both[1].sum().backward()  # the last ones leave first
+        both[0].grad = both[1].grad
+        with raises(KVError, "shares its memory with another that is on its way"):
+            optimizer.step()
         for p in (both := two(20)):
             p.register_hook(torch.clone)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both, lr=1.0), op=hvd.Sum)
