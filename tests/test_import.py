@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from jobs import HANGS_S
 
 import kvmpi
 from kvmpi import cli
@@ -34,5 +35,5 @@ def test_the_command_says_its_version(capsys):
 
 
 def test_importing_starts_nothing_and_needs_nothing_optional():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr

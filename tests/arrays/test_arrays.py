@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import HANGS_S
 
 from kvmpi import arrays
 from kvmpi.errors import DTypeMismatchError, UnsupportedError
@@ -310,7 +311,7 @@ def test_neither_torch_nor_cupy_is_imported() -> None:
         "import sys, numpy; from kvmpi import arrays; a = numpy.zeros(3); arrays.write(a, arrays.read(a).buffer);"
         "arrays.empty((2,), 'float32'); arrays.is_array([1]); print({'torch', 'cupy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S, check=True)
     assert done.stdout.strip() == "set()"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import HANGS_S
 from kernel_helpers import device_count
 
 from kvmpi.benchmarks import device_rows, devices
@@ -219,7 +220,7 @@ def test_a_picture(card, tmp_path):
 def test_nothing_imports_cupy_before_it_is_needed(tmp_path):
     (tmp_path / "cupy.py").write_text("raise AssertionError")
     command = [sys.executable, "-c", "import kvmpi.benchmarks.devices"]
-    subprocess.run(command, cwd=tmp_path, timeout=240, check=True)
+    subprocess.run(command, cwd=tmp_path, timeout=HANGS_S, check=True)
 
 
 @pytest.mark.gpu

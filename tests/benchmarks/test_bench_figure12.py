@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.benchmarks import figure12, lab_jobs, lab_report
 from kvmpi.benchmarks.lab_jobs import Measured, Scenario
@@ -99,7 +100,7 @@ def test_a_tiny_figure(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kvmpi", "bench", "figure12", "--algorithms", "mpi-ESGD", "-n", "4"]
     words += ["-s", "1", "--model", "400K", "--compute-seconds", "0.02", "--steps", "2", "--interval", "2"]
     words += ["--epochs", "1", "--json", str(rows_file), "--plot", str(picture)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = [json.loads(line) for line in rows_file.read_text().splitlines()]
     assert (row["algorithm"], row["c"], row["wrong"]) == ("mpi-ESGD", 2, 0)

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import HANGS_S, run_job
 from processes import processes_with
 
 from kvmpi.benchmarks import rows
@@ -133,12 +133,12 @@ def test_on_ranks_that_an_mpirun_has_started(tmp_path):
     words = ["--sizes", "4K", "--seconds", "0.02", "--algorithms", "auto,ring", "--json", "rows.json"]
     env = {**mpirun.clean(os.environ), **mpi.env(str(tmp_path), "", crowded=True, one_host=True)}
     done = subprocess.run(
-        [*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+        [*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["algo"] for row in lines_of(tmp_path)] == ["auto", "ring"]
     assert [words[5] for words in printed_rows(done.stdout)] == ["3", "3"]
-    done = subprocess.run([*command, "-n", "2"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, "-n", "2"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode != 0
     assert done.stderr.count("the job that was started has 3 ranks; leave -n out") == 1
 
@@ -180,7 +180,7 @@ def test_nothing_outlives_the_command(tmp_path, number, status):
             break
     assert sum("kvmpi.benchmarks.ranks" in line for line in processes_with(mark).values()) >= 2
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=240)
+    _, errors = parent.communicate(timeout=HANGS_S)
     assert parent.returncode == status
     if number == signal.SIGINT:
         assert errors == "kvmpi bench: stopped by SIGINT\n"
@@ -193,7 +193,7 @@ def test_without_mpi_it_says_what_to_install(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     env["KVMPI_MPIRUN"] = str(tmp_path / "nothing")
     done = subprocess.run(
-        [sys.executable, "-m", "kvmpi", "bench", "allreduce"], env=env, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", "kvmpi", "bench", "allreduce"], env=env, capture_output=True, text=True, timeout=HANGS_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2
@@ -206,7 +206,7 @@ def test_tune_writes_what_auto_chooses_by(tmp_path: Path) -> None:
 
     path = tmp_path / "tuning.json"
     words = [sys.executable, "-m", "kvmpi", "bench", "tune", "-n", "2", "--out", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "ranks by host: 0,1" in done.stdout
     figures = load_figures(str(path))
@@ -216,7 +216,7 @@ def test_tune_writes_what_auto_chooses_by(tmp_path: Path) -> None:
 
 def test_waiting_tells_what_training_keeps() -> None:
     words = [sys.executable, "-m", "kvmpi", "bench", "waiting", "-n", "3", "--seconds", "0.1", "--rounds", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "3 ranks on" in done.stdout
     assert "while collectives wait" in done.stdout

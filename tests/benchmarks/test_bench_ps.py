@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs import HANGS_S
 from processes import processes_with
 
 from kvmpi.benchmarks import environment, ps, ps_jobs, ps_mxnet, ps_options, ps_report, ps_rows
@@ -345,7 +346,13 @@ def test_a_wrong_value_is_counted_and_named(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     command = [sys.executable, str(PROGRAMS / "ps_liar.py"), "ps", "-s", "1", "--sizes", "4,1K", "--seconds", "0.01"]
     done = subprocess.run(
-        [*command, "--rows", "liar"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+        [*command, "--rows", "liar"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     shown = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")][1:]

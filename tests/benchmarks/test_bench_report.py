@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.benchmarks import figure12
 from kvmpi.benchmarks.report import JsonLines, Report
@@ -86,7 +87,7 @@ def test_a_table_that_cannot_be_printed_is_a_failure():
     pytest.importorskip("mpi4py")
     words = [sys.executable, "-m", "kvmpi", "bench", "waiting", "-n", "2", "--seconds", "0.05", "--rounds", "1"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "kvmpi bench: standard output: No space left on device"
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jobs import wait_for
+from jobs import HANGS_S, wait_for
 from processes import processes_with
 
 from kvmpi.benchmarks import jobs as bench_jobs
@@ -41,7 +41,7 @@ def test_no_job_outlives_its_benchmark(tmp_path: Path, words: str, word: str, nu
     )  # fmt: skip
     wait_for(lambda: sum(word in line for line in processes_with(mark).values()) >= 3, "ranks")
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=240)
+    _, errors = parent.communicate(timeout=HANGS_S)
     if number == signal.SIGKILL:
         wait_for(lambda: not processes_with(mark), "end of the job", 30)
         wait_for(lambda: not os.listdir(tmp_path / "tmp"), "end of its files", 30)
@@ -58,7 +58,7 @@ def test_ranks_of_another_job_start_none(words: str, tmp_path: Path) -> None:
     mpi = mpirun.find(os.environ, 2)
     command = [*mpi.command(2, local=True), sys.executable, "-m", "kvmpi", "bench", *words.split()]
     env = {**mpirun.clean(os.environ), **mpi.env(str(tmp_path), "", crowded=True, one_host=True)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     name = words.split()[0]
     assert f"kvmpi bench {name} starts its jobs itself; run it outside of mpirun and kvmpi run" in done.stderr

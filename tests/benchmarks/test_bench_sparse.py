@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jobs import HANGS_S
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "sparse_bytes.py"
 
 
 def test_bytes_of_rows_and_of_a_whole_key() -> None:
     options = ["--rows", "5000", "--width", "20", "--share", "0.1", "--steps", "3"]
-    done = subprocess.run([sys.executable, PROGRAM, *options], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *options], capture_output=True, text=True, timeout=HANGS_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"^(whole key|rows) +([\d.]+ +[\d.]+)", done.stdout, re.MULTILINE))
     assert found["whole key"].split() == ["0.400", "0.400"]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import mpi_jobs
 import pytest
+from jobs import HANGS_S
 
 pytest.importorskip("mpi4py")
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 
 
 def job(kind: str, size: int, folder: Path, threads: str = "multiple") -> str:

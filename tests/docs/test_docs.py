@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi import errors
 
@@ -62,7 +63,7 @@ def test_there_are_examples():
 
 def test_generated_pages_are_current():
     command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

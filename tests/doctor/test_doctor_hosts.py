@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.collectives.cost import Figures
@@ -26,7 +27,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.launchers import reach
 from kvmpi.launchers.hosts import Host
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 AT = Surroundings({}, "0" * 16)
 
 

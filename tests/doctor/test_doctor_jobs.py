@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import environs_with, wait_for
+from jobs import HANGS_S, environs_with, wait_for
 
 from kvmpi.doctor import mpi, report, trial
 from kvmpi.doctor.finding import Answer, Finding, Surroundings, ask
@@ -22,7 +22,7 @@ from kvmpi.launchers import watchdog, where
 from kvmpi.launchers.hosts import Host, of_slurm
 from kvmpi.launchers.mpirun import MPI
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 VERSION = 'case "$*" in *--version*) echo "mpirun (Open MPI) 5.0.11"; exit 0;; esac\n'
 
 

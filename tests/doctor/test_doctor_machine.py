@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi import machine as this_machine
 from kvmpi.doctor import attach, cores, machine, network, settings
@@ -206,7 +207,7 @@ def test_a_process_knows_the_quota_of_its_real_group() -> None:
     try:
         asks = "from kvmpi.machine import quota_cores as q, num_cores as n; from kvmpi.launchers import cores as c; "
         program = f"open('{group}/cgroup.procs', 'w').write('0'); {asks} print(q(), n(), c.usable())"
-        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
         assert found.stdout == "1.25 1 1\n", found
     finally:
         group.rmdir()

@@ -18,7 +18,7 @@ import train_digits
 import train_gpt
 import train_images
 import train_text
-from jobs import run_job
+from jobs import HANGS_S, run_job
 
 EXAMPLES = Path(train_images.__file__).parent
 
@@ -103,7 +103,7 @@ def test_comparison_of_jobs(tmp_path: Path) -> None:
         *("-n", "2", "-c", "1", "-s", "1", "--epochs", "2", "--limit", "400", "--target-accuracy", "0.3"),
     ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, clients in (("mpi-esgd", 1), ("dist-sgd", 2)):
         header, epochs = read(tmp_path / f"{name}.jsonl")

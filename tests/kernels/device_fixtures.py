@@ -13,6 +13,7 @@ import types
 import numpy as np
 import pytest
 from device_stand_in import LAUNCH, SHIM, Machine
+from jobs import HANGS_S
 from kernel_helpers import device_count
 
 from kvmpi import kernels
@@ -32,7 +33,7 @@ def compile_for_host(tmp_path_factory):
                 source = folder / f"{name}_{len(known)}.cpp"
                 source.write_text(f"{SHIM}\n#line 1\n{code}\n{LAUNCH % name}")
                 command = ["g++", "-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-                subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=240)
+                subprocess.run([*command, source, "-o", source.with_suffix(".so")], check=True, timeout=HANGS_S)
                 known[code, name] = ctypes.CDLL(str(source.with_suffix(".so"))).launch
         function = known[code, name]
         function.restype = ctypes.c_bool

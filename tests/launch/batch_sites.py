@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from jobs import command_line, environs_with
+from jobs import HANGS_S, command_line, environs_with
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.errors import UnsupportedError
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 PROGRAMS = Path(__file__).with_name("programs")
 
 

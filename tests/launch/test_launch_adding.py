@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import wait_for
+from jobs import HANGS_S, wait_for
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.launchers import top
@@ -21,7 +21,7 @@ GROWING = str(Path(__file__).parent / "programs" / "growing.py")
 
 def add_server(job_id: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvmpi", "add-server", job_id]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
 
 
 def job_id_of(job) -> str:
@@ -92,12 +92,12 @@ def test_servers_are_added_on_the_hosts_of_the_others(tmp_path):
             [card] = [card for card in top.find_jobs(top.folders()) if card["pid"] == job.pid]
             folder = card["folder"]
             for rank in (2, 3):
-                said, complaint = on(0, "add-server", card["job"]).communicate(timeout=240)
+                said, complaint = on(0, "add-server", card["job"]).communicate(timeout=HANGS_S)
                 assert said.startswith(f"server {rank} of job "), complaint
             wait_for(lambda: {2, 3} <= holders(folder), "values on both")
             hosts = {row["rank"]: row["host"] for row in top.look(folder)["servers"]}
             (tmp_path / "stop").touch()
-            out, err = job.communicate(timeout=240)
+            out, err = job.communicate(timeout=HANGS_S)
         finally:
             job.kill()
         assert job.returncode == 0, err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from batch_sites import Site
-from jobs import environs_with, wait_for
+from jobs import HANGS_S, environs_with, wait_for
 from test_launch_kill import needs_mpi
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
@@ -30,7 +30,7 @@ COMMAND = [
 ]
 # What a client misses while it is started again is waited for; other tests may have the processor.
 SETTINGS = {"KVMPI_TIMEOUT_S": "120", "OMP_NUM_THREADS": "1"}
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 PROGRAM = Path(__file__).parent / "programs" / "full.py"
 
@@ -29,7 +30,7 @@ def run_in(small: str) -> None:
     paths = os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     env.update(TMPDIR=small, PYTHONPATH=paths, KVMPI_TIMEOUT_S="20", KVMPI_HEARTBEAT_TIMEOUT_S="2")
     mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=512k none {small} && exec "$@"', "sh", *job]
-    done = subprocess.run(mounted, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(mounted, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all right") == 2, done.stdout + done.stderr
     assert done.stderr.count("its state cannot be written") == 1, "said once, not at every barrier"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import wait_for
+from jobs import HANGS_S, wait_for
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab, cores_of
 from kvmpi.config import client_bounds
@@ -30,7 +30,7 @@ from kvmpi.launchers.cores import usable
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.remote_exec import own_address
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 PROGRAMS = Path(__file__).with_name("programs")
 needs_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "sum_on_hosts.py"
-TIMEOUT_S = 240.0
+TIMEOUT_S = HANGS_S
 
 
 def has_mpich() -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.launchers import output
 from kvmpi.launchers.output import LineSplitter
@@ -86,7 +87,7 @@ def test_an_endless_line_does_not_fill_the_memory(monkeypatch):
 def test_a_full_disk_below_standard_output_is_said(words, status, said):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvmpi", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=240,
+            [sys.executable, "-m", "kvmpi", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_S,
             check=False,
         )  # fmt: skip
     assert done.returncode == status

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from jobs import HANGS_S
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import command, mpirun
@@ -406,8 +407,8 @@ def test_a_job_that_is_started_without_standard_streams_ends(write, tmp_path, cl
     program = write("leave.py", f"import pathlib; pathlib.Path({str(tmp_path / 'done')!r}).touch(); print('said')")
     command = [sys.executable, "-m", "kvmpi", "run", "-n", "1", "-s", "1", "--", program]
     done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True, timeout=240, check=False,
-        cwd=tmp_path,
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True, timeout=HANGS_S,
+        check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").exists()
@@ -420,7 +421,7 @@ def test_who_reads_standard_input_finds_its_end(write, tmp_path, shape):
     program = write("read.py", "import sys; print(repr(sys.stdin.read()))")
     done = subprocess.run(
         [sys.executable, "-m", "kvmpi", "run", *shape.split(), "--", program], input="hello\n", capture_output=True,
-        text=True, timeout=240, check=False, cwd=tmp_path,
+        text=True, timeout=HANGS_S, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[worker 0] ''", "[worker 1] ''"]

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from jobs import wait_for
+from jobs import HANGS_S, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
@@ -59,7 +59,7 @@ class Watched:
     def top(self, *options: str) -> str:
         command = [sys.executable, "-m", "kvmpi", "top", self.card.parent.name.removeprefix("kvmpi-"), *options]
         env = {**os.environ, "TMPDIR": str(self.jobs)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=True)
         return done.stdout
 
     def get(self, path: str = "", host: str = "", method: str = "GET", **headers: str) -> tuple[int, Any, bytes]:

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from jobs import HANGS_S
 from store_helpers import ALL, array, pulled
 
 import kvmpi
@@ -420,7 +421,7 @@ assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the proc
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for names of sockets
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True,
-            timeout=240, check=False,
+            timeout=HANGS_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert os.listdir(folder) == []

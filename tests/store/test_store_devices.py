@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from device_checks import cuda_in_torch, device_environment  # noqa: F401 - a fixture
-from jobs import run_job
+from jobs import HANGS_S, run_job
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parent / "programs" / "device_arrays.py"
 
 def test_arrays_of_a_device_alone(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path), "local", "mpi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all checks passed" in done.stdout
 

@@ -92,7 +92,7 @@ def test_ctrl_c_ends_training(command, store, whom, status, tmp_path):
         else:
             for pid in ranks if whom == "ranks" else ranks[1:2]:
                 os.kill(pid, signal.SIGINT)
-        said, errors = job.communicate(timeout=240)
+        said, errors = job.communicate(timeout=HANGS_S)
     finally:
         for pid in [] if job.returncode is not None else environs_with(mark):
             with contextlib.suppress(ProcessLookupError):

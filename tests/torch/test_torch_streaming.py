@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import run_job
+from jobs import HANGS_S, run_job
 from torch import nn
 
 import kvmpi
@@ -256,7 +256,7 @@ from kvmpi.torch import DiLoCo
 diloco = DiLoCo([torch.ones(300000)], kvmpi.create("dist_async"), interval=3, overlap=2)
 print([diloco.step() for _ in range(4)])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[False, False, False, False]\n", "")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_job, wait_for
+from jobs import HANGS_S, run_job, wait_for
 
 PROGRAMS = Path(__file__).parent / "programs"
 STEPS, COUNT = 3, 300_000
@@ -229,7 +229,7 @@ def test_a_program_without_a_launcher_makes_its_own_picture(tmp_path: Path) -> N
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     env["KVMPI_TIMELINE"] = "t.json"
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=HANGS_S)
     assert os.listdir(tmp_path) == ["t.json"]
     picture = Picture(tmp_path / "t.json")
     assert list(picture.names.values()) == ["worker"]
