@@ -19,7 +19,7 @@ SilenceOf = Callable[[int], float | None]
 
 #: The step after which a client that is back enters, as long as it has not said so.
 _NEVER = 1 << 62
-#: For ``first``: others have met again since.
+#: For ``first``: it is done already.
 NOBODY = -1
 #: The outcome of most barriers.
 _OVER = ("", "", 0, False)
@@ -56,6 +56,7 @@ class Barriers:
         first: of those, the number of the first barrier that comes after, where it is over.
         passed: by step the first barrier that is over after it, of the last steps that have one.
         left: clients that have left in good order, and the last process of each.
+        did_after: the last step after which a client has said yes: it has done what one does for all.
         outcomes: of barriers that say more than that they are over, ``error``, ``text``, ``first`` and ``yes`` of
             their Acks.
     """
@@ -70,6 +71,7 @@ class Barriers:
         self.first: dict[int, int] = {}
         self.passed: dict[int, int] = {}
         self.left: dict[int, int] = {}
+        self.did_after = -1
         self.outcomes: dict[int, tuple[str, str, int, bool]] = {}
         # When the first came to the open barrier; also as the timeline has it.
         self._opened_s, self._opened_ns = 0.0, 0
@@ -79,14 +81,14 @@ class Barriers:
         finished = sorted(self.finished)
         return SavedStore(
             number, self.num_clients, self.done, self.dead, finished, self.returning, self.left, self.first,
-            self.outcomes, self.passed,
+            self.outcomes, self.passed, self.did_after,
         )  # fmt: skip
 
     def restore(self, saved: SavedStore) -> None:
         """Be as ``save`` has described it."""
         self.done, self.dead, self.finished = saved.barriers_done, saved.dead, set(saved.finished)
         self.returning, self.left, self.first, self.passed = saved.returning, saved.left, saved.first, saved.passed
-        self.outcomes = saved.outcomes
+        self.outcomes, self.did_after = saved.outcomes, saved.did_after
 
     # ---- who is at the open barrier
 
@@ -149,6 +151,8 @@ class Barriers:
             ProtocolError: not to the next one.
             ClientLostError: somebody will never come.
         """
+        if self._on_loss == "shrink" and message.step <= self.returning.get(client, -1) < _NEVER:
+            return [self._repeat(client, route, message)]
         number = self._number(client, message)
         if number <= self.done:
             # Who is back may only have been told a number of its own, which says nothing about this one.
@@ -179,6 +183,18 @@ class Barriers:
         silent_s = silences_s if any(silences_s) else []
         return [Reply(route, m.Waiting(message.request, missing, silent_s))] if known else []
 
+    def _repeat(self, client: int, route: bytes, message: m.Barrier) -> Reply:
+        """To a client that makes calls again which others made before it has entered: nobody waits for anybody.
+
+        After the very step that it enters after, all may have been lost before one of them had done what one does for
+        all. It does so then: whoever else is about to do it puts back the same, and no round can close until it pushes.
+        """
+        if message.yes:
+            self.did_after = max(self.did_after, message.step)
+            self._changed()
+        is_done = message.step < self.returning[client] or message.step <= self.did_after
+        return Reply(route, m.Ack(message.request, self.done, first=NOBODY if is_done else client, yes=message.yes))
+
     def _complete(self) -> list[Reply]:
         """Let all go that have come to the open barrier, if nobody is missing."""
         if not self.waiting or next(self._missing(), None) is not None:
@@ -193,6 +209,8 @@ class Barriers:
         failed = next(((a.error, f"client {rank}: {a.text}") for rank, a in sorted(come.items()) if a.error), ("", ""))
         first = min(come, default=0)  # client 0, but where it is lost, or has joined, or skips this one
         outcome = (*failed, first, any(arrival.yes for arrival in come.values()))
+        if outcome[-1]:
+            self.did_after = max(self.did_after, step)
         if any(outcome):
             self.outcomes[self.done] = outcome
             self.outcomes = dict(list(self.outcomes.items())[-_MAX_OUTCOMES:])

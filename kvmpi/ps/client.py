@@ -182,11 +182,6 @@ class PsClient(Participant):
         after = position([found for layout in self._layouts.values() if (found := layout.track.found) is not None])
         return min(after, self.entered_after) if self._has_entered else after
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the program is at steps of which others have closed the rounds without this client."""
-        return self._has_entered and 0 < self.entered_after >= self._furthest_step()
-
     def _take_position(self, key: Key) -> KeyLayout:
         """The key, at the overall step where the process before this one has stopped: the same for all keys.
 

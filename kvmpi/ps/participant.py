@@ -233,6 +233,8 @@ class Participant(ABC):
         """
         ordinal, settle = self._next_ordinal("barrier")
         step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
+        # Where others have gone on without it, what its program repeats is told by how far that has come itself.
+        at = step if self._has_entered else max(step, position)
         # Before its first push, its program meets those barriers again that it does not skip: they are over, or open.
         by_step = self._is_waited_for and step > position > 0 and not self._has_number
         is_over = False
@@ -242,8 +244,10 @@ class Participant(ABC):
             if not isinstance(message, m.Ack):
                 return
             is_over = True
-            if first is not None:  # which number it is at, who has entered rounds may not know: see ``is_behind``
-                first[:] = [str(max(message.first, 0) if self._has_entered else message.first)]
+            if first is not None:
+                # Beyond the step that it has entered after, it may not know which number it is at.
+                knows = not self._has_entered or at <= self.entered_after
+                first[:] = [str(message.first if knows else max(message.first, 0))]
             if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True
@@ -257,7 +261,7 @@ class Participant(ABC):
 
         number = m.NEXT_BARRIER if by_step else ordinal
         words = ("", "") if failure is None else name_and_text(failure)
-        ask = Ask(SCHEDULER, m.Barrier, (number, max(step, position), *words, said == ["1"]), on_reply=hear)
+        ask = Ask(SCHEDULER, m.Barrier, (number, at, *words, said == ["1"]), on_reply=hear)
         return self._start(f"barrier {ordinal} on client {self._client}", [ask], deadline, settle=end)
 
     def dead_clients(self, timeout_s: float, deadline: Deadline) -> tuple[Work, list[int]]:

@@ -36,6 +36,7 @@ class SavedStore(msgspec.Struct, array_like=True):
     first: dict[int, int] = {}
     outcomes: dict[int, tuple[str, str, int, bool]] = {}
     passed: dict[int, int] = {}
+    did_after: int = -1
 
 
 class SavedScheduler(msgspec.Struct, array_like=True):

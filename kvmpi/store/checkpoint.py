@@ -39,12 +39,19 @@ class SavedKey:
     def of_chunks(
         cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any], library: str = "numpy"
     ) -> SavedKey:
-        """One key of ``ps.client.SavedChunk``, which cover it."""
-        found = cls(key, shape, dtype, chunks[0].updates, library=library)
-        for name, first in chunks[0].arrays.items():
-            whole = found.arrays[name] = np.empty(math.prod(shape), first.dtype)
+        """One key of ``ps.client.SavedChunk``, which cover it.
+
+        Some have not been updated yet, where a client was lost in the middle of the first push: they remember nothing.
+        """
+        found = cls(key, shape, dtype, max(chunk.updates for chunk in chunks), library=library)
+        dtypes = {name: array.dtype for chunk in chunks for name, array in chunk.arrays.items()}
+        for name, of_array in dtypes.items():
+            whole = found.arrays[name] = np.zeros(math.prod(shape), of_array)
             for chunk in chunks:
-                whole[chunk.start : chunk.stop] = chunk.arrays[name]
+                if (array := chunk.arrays.get(name)) is not None:
+                    whole[chunk.start : chunk.stop] = array
+                elif name == "master":
+                    whole[chunk.start : chunk.stop] = optim.make_master(chunk.arrays["value"], dtype)
         return found
 
 

@@ -73,8 +73,7 @@ class Commanding(KVStore):
 
         def meet(ps: PsClient) -> Work:
             def hear() -> None:
-                # Who makes calls once more that all have made before does not know what they have said.
-                is_done = said == ["1"] or first == ["-1"] or ps.is_behind
+                is_done = said == ["1"] or first == ["-1"]
                 heard[0] = f"{first[0]} {int(is_done)}"
 
             return _then(ps.barrier(call.deadline, None, first, said), hear)

@@ -410,7 +410,7 @@ class DistStore(Commanding):
 
     @property
     def _is_first(self) -> bool:
-        return super()._is_first and self._ps is not None and not self._ps.is_behind
+        return super()._is_first and self._ps is not None
 
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         saved = SavedKey(state.key, state.shape, state.dtype, 0)

@@ -191,7 +191,8 @@ class Ack(Message, tag="ack"):
     A push without replicas is done when it is in its round, with replicas when its round is over. ``error`` and
     ``text``: a barrier is over, but what the clients have met for has failed on one of them, as in a ``Failure``.
     ``first``: of a barrier, the client that does what one has to do for all: 0, or if that is not there the lowest at
-    it, or -1: the clients have met again since, and it is done. ``yes``: any of the clients has said so.
+    it, or -1: the clients have met again since, and it is done. To a client that others have gone on without, and that
+    makes their calls again, it is -1 or the client itself. ``yes``: any of the clients has said so.
     """
 
     request: int

@@ -194,6 +194,45 @@ def test_who_comes_to_a_barrier_behind_which_others_have_met_again_does_nothing_
     assert come(0, 2) == [NOBODY]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_comes_back_does_what_all_were_lost_before_and_nothing_that_is_done(restarts: bool) -> None:
+    """Each step is followed by two barriers, between which one client does something for all."""
+    barriers = Barriers(2, "shrink", lambda: None)
+
+    def come(client: int, step: int, *, yes: bool = False) -> list[tuple[int, bool]]:
+        nonlocal barriers
+        message = m.Barrier(1, barriers.done + 1, step, yes=yes)
+        replies = barriers.arrive(client, b"%d" % client, message, 0.0, lambda rank: 0.0)
+        if restarts and not barriers.waiting:
+            before, barriers = barriers, Barriers(2, "shrink", lambda: None)
+            barriers.restore(before.save(1))
+        return [(r.message.first, r.message.yes) for r in replies if isinstance(r.message, m.Ack)]
+
+    def lose_and_bring_back(client: int, entered: int) -> None:
+        barriers.lose(client, "was lost: no heartbeat")
+        del barriers.dead[client]  # the scheduler does so when another process of it is here
+        barriers.bring_back(client)
+        barriers.enter(client, entered)
+
+    lose_and_bring_back(1, 0)
+    assert come(1, 0) == [(1, False)], "nobody has done it yet, and client 0 may be about to"
+    assert come(1, 0, yes=True) == [(NOBODY, True)]
+    assert come(0, 0) == [(0, False)]
+    assert come(0, 0, yes=True) == [(0, True)]
+    for step, yes in ((1, False), (1, True), (2, False)):
+        assert come(0, step, yes=yes) == []
+        assert come(1, step) == [(0, yes)] * 2
+    # After step 2 both are lost before client 0 has done it.
+    lose_and_bring_back(0, 2)
+    lose_and_bring_back(1, 2)
+    assert come(1, 1) == [(NOBODY, False)], "a step that others went beyond"
+    assert come(1, 2) == [(1, False)]
+    assert come(1, 2, yes=True) == [(NOBODY, True)]
+    assert come(0, 2) == [(NOBODY, False)]
+    assert come(0, 3) == []
+    assert come(1, 3) == [(0, False)] * 2
+
+
 def test_nobody_waits_for_it_at_a_barrier_that_it_skips() -> None:
     meeting = Meeting()
     meeting.lose_and_bring_back(at_barrier=4)

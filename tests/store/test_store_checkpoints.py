@@ -11,6 +11,7 @@ import safetensors.numpy
 from jobs import run_job
 
 from kvmpi import errors, optim
+from kvmpi.ps.client import SavedChunk
 from kvmpi.store import checkpoint
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -172,3 +173,25 @@ def test_what_client_0_was_lost_in_the_middle_of_is_done_when_the_call_returns(
     done = run_job(options, PROGRAMS / "lost_halfway.py", what, tmp_path, settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done all the same") == left, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ["save", "assign", "load"])
+def test_who_comes_back_before_anybody_has_pushed_goes_through_it_as_well(tmp_path, what):
+    settings = {"on_client_loss": "shrink", "heartbeat_timeout_s": 2, "heartbeat_s": 0.2, "timeout_s": 60}
+    done = run_job("-n 2 -c 2 -s 1 --restart 1", PROGRAMS / "back_before.py", what, tmp_path, settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("through") == 2, done.stdout + done.stderr
+
+
+def test_a_chunk_without_an_update_is_saved_with_those_that_have_one():
+    """Its client was lost in the middle of the first push."""
+    half = np.array([1.5, -2.0], "f4").view("u4").__rshift__(16).astype("u2")  # bfloat16, exactly
+    chunks = [
+        SavedChunk(0, 2, 0, {"value": half}),
+        SavedChunk(2, 3, 1, {"value": half[:1], "master": np.array([1.25], "f4"), "momentum": np.array([4.0], "f4")}),
+    ]
+    saved = checkpoint.SavedKey.of_chunks("w", (3,), "bfloat16", chunks)
+    assert saved.updates == 1
+    assert saved.arrays["master"].tolist() == [1.5, -2.0, 1.25]
+    assert saved.arrays["momentum"].tolist() == [0.0, 0.0, 4.0]
+    assert saved.arrays["value"].tolist() == [*half.tolist(), half[0]]
