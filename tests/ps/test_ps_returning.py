@@ -47,7 +47,7 @@ def test_barriers_before_its_entry_are_over_for_a_client_that_is_back(restarts: 
         go_on_with_what_was_saved(desk)
     desk.inbox.clear()
     own = desk.say("reborn", m.Barrier, 2, 12)
-    assert desk.told("reborn") == [m.Ack(own, 3)]
+    assert desk.told("reborn") == [m.Ack(own, 3, first=2)]
     for other in ("1/0", "1/1"):
         desk.say(other, m.Barrier, 4, 12)
     assert [type(told) for told in desk.told("1/1")] == [m.Ack], "all before its first round"

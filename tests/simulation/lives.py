@@ -8,7 +8,8 @@ import random
 from simulation.disk import SimulatedDisk
 from simulation.network import Violation
 from simulation.oracle import Past
-from simulation.scenario import KEYS, Job, Killed, Outcome
+from simulation.plan import KEYS
+from simulation.scenario import Job, Killed, Outcome
 
 from kvmpi.errors import ConfigError
 from kvmpi.ps import snapshot_files

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from kvmpi.wire import Message, decode, encode
 
 TICK_S = 0.1
 _HEALTHY_DELAY_S = 0.001
+#: So many times as long as others some copies are under way: much else has happened by then.
+_LATE = 10.0
 _NO_FRAMES: tuple[bytes, ...] = ()
 Program = Generator[list[Work], None, None]
 Inbox = Callable[[str, Message, list[memoryview]], None]
@@ -31,8 +34,13 @@ class Violation(AssertionError):
 
 @dataclass
 class Faults:
-    """What happens to each message until the network heals, and how often anything happened."""
+    """What happens to each message until the network heals, and how often anything happened.
 
+    Attributes:
+        bytes_per_s: what passes from one process to another; what is sent beyond waits for its turn.
+    """
+
+    bytes_per_s: float = math.inf
     drop: float = 0.0
     duplicate: float = 0.0
     delay_s: float = 0.001
@@ -66,6 +74,7 @@ class Network:
         self._inboxes: dict[str, Inbox] = {}
         self._ticks: dict[str, Callable[[float], None]] = {}
         self._last_arrival: dict[tuple[str, str], float] = {}
+        self._free_at: dict[tuple[str, str], float] = {}  # where what passes is limited
         self._coming = 0
         self._changed = True  # programs have begun, or were killed
 
@@ -125,14 +134,21 @@ class Network:
             until_s, slow_s = self.slow[target]
             delay_s += slow_s if now_s < until_s else 0.0
         frames = [payload.tobytes() for payload in payloads] if payloads else _NO_FRAMES
+        if faults.bytes_per_s < math.inf and now_s < faults.heal_s:
+            nbytes = len(header) + sum(map(len, frames))
+            now_s = self._take_turn((source, target), copies * nbytes / faults.bytes_per_s)
         # A socket reads lent memory when it gets round to it: what a server sends must not change until then.
         lent = payloads if payloads and source.startswith("server") else ()
         way, what = (source, target), (source, target, header, frames, lent)
         last_s = self._last_arrival.get(way, 0.0)
-        for _ in range(copies):
-            at_s = now_s + delay_s * random()
-            if at_s < last_s:
-                if reliable or (source.startswith("server") and target.startswith("server")):
+        in_order = reliable or (source.startswith("server") and target.startswith("server"))
+        for copy in range(copies):
+            late = copy and not in_order and random() < 0.3
+            at_s = now_s + delay_s * random() * (_LATE if late else 1.0)
+            if late:
+                faults.count("late copy")
+            elif at_s < last_s:
+                if in_order:
                     # What is lost with a connection is sent again in order; nothing overtakes on it.
                     at_s = last_s
                 else:
@@ -141,6 +157,14 @@ class Network:
                 last_s = at_s
             heapq.heappush(self._events, (at_s, next(self._sequence), target, self._deliver, what))
         self._last_arrival[way] = last_s
+
+    def _take_turn(self, way: tuple[str, str], seconds: float) -> float:
+        """A message takes so long from its source to its target; when it has passed."""
+        free_at_s = self._free_at.get(way, 0.0)
+        if free_at_s > self.now_s:
+            self.faults.count("congestion")
+        self._free_at[way] = max(free_at_s, self.now_s) + seconds
+        return self._free_at[way]
 
     def _deliver(
         self, source: str, target: str, header: bytes, frames: Sequence[bytes], lent: Sequence[np.ndarray]

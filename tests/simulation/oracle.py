@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from simulation.cluster import NO_PART, Cluster
 from simulation.network import Violation
+from simulation.plan import KEYS, MOST_CLIENTS, Plan
 
 from kvmpi.ps import replay
 from kvmpi.ps.part import Part
@@ -74,34 +75,30 @@ class Oracle:
     step 1, 2, ... of the key.
 
     Args:
-        last_steps: how many steps each client has.
-        pushes: how often a key is pushed in so many steps.
-        overall: how often any key has been pushed by the time when a key is in a step.
         past: the snapshot that the job goes on from.
-        additive: values are sums of pushes; else only some of it can be checked.
     Attributes:
         gone: clients that rounds go on without, or may.
         num_done: how many pushes clients were told the end of.
     """
 
-    def __init__(
-        self, cluster: Cluster, keys: Iterable[Any], last_steps: dict[int, int], *, sync: bool, additive: bool,
-        past: Past | None = None, pushes: Callable[[Any, int], int] = lambda key, step: step,
-        overall: Callable[[Any, int], int] = lambda key, step: step,
-    ) -> None:  # fmt: skip
-        self._pushes, self._overall = pushes, overall
-        self._cluster, self._keys, self._last_steps = cluster, list(keys), last_steps
-        self._sync, self._additive = sync, additive
-        self._exact = sync and cluster.config.on_client_loss != "shrink"
+    def __init__(self, cluster: Cluster, plan: Plan, past: Past | None = None) -> None:
+        self._pushes, self._overall, self._weigh = plan.pushes, plan.overall, plan.weigh
+        self._cluster, self._keys, self._last_steps = cluster, [*KEYS], plan.last_step
+        self._plan, self._late, self._resumed = plan, plan.late, past.number if past is not None else 0
+        self._saves_done, self._saves_begun = self._least_mark(self._resumed + 1), plan.saves_before(self._resumed + 1)
+        # Else values are no sums of pushes, and only some of it can be checked.
+        self._sync, self._additive = cluster.mode == "sync", plan.rule == "test"
+        self._marks = self._additive and bool(plan.saves) and len(plan.last_step) < MOST_CLIENTS
+        self._exact = self._sync and cluster.config.on_client_loss != "shrink"
+        last_steps = plan.last_step
         self.num_clients, self._replicas = len(last_steps), cluster.config.replicas
         pairs = [(client, key) for client in last_steps for key in self._keys]
         self._past = past
-        self._resumed = past.number if past is not None else 0
         self._begun = dict.fromkeys(pairs, 0) | (past.begun if past is not None else {})
         self._done = dict.fromkeys(pairs, 0) | (past.done if past is not None else {})
         # In synchronous rounds: of which a client is a part for certain, by key.
         self._needed = {
-            (client, key): _bits(1 + pushes(key, self._resumed), pushes(key, last_steps[client]))
+            (client, key): _bits(1 + plan.pushes(key, self._resumed), plan.pushes(key, last_steps[client]))
             for client, key in pairs
         }
         self.gone: set[int] = set()
@@ -146,6 +143,34 @@ class Oracle:
     def told(self) -> dict[tuple[int, Any], int]:
         """Of which pushes anybody has been told the end by now, for ``check_read``."""
         return dict(self._done)
+
+    def begin_save(self, step: int) -> None:
+        """A client is about to read everything and to put it back, between this step and the next."""
+        self._saves_begun = max(self._saves_begun, self._plan.saves_before(step + 1))
+
+    def note_saved(self, step: int) -> None:
+        """A client was told that one of them has done so."""
+        number = self._plan.saves_before(step + 1)
+        if number > self._saves_begun:
+            raise Violation(f"somebody has saved and restored after step {step}, and nobody has begun to")
+        self._saves_done = max(self._saves_done, number)
+
+    def marked(self, value: np.ndarray, step: int) -> np.ndarray:
+        """What is put back after a step in the place of ``value``."""
+        if not self._marks:
+            return value
+        unit = BASE**self.num_clients
+        return (value % unit + unit * self._plan.saves_before(step + 1)).astype(value.dtype)
+
+    def _least_mark(self, step: int) -> int:
+        """What was put back last when a step begins. What was right after a snapshot may be lost with the job."""
+        before = (self._plan.saves_before(at + 1) for at in self._plan.saves if at < step and at != self._resumed)
+        return max(before, default=0)
+
+    def _check_marks(self, where: str, numbers: Iterable[float], least: int, most: int) -> None:
+        found = {int(number) // BASE**self.num_clients for number in numbers} if self._marks else ()
+        if any(not least <= mark <= most for mark in found):
+            raise Violation(f"{where}: exchange {sorted(found)} was put back last, {least} to {most} expected")
 
     def leave_out(self, client: int) -> None:
         """Rounds need not have a client any more."""
@@ -197,10 +222,10 @@ class Oracle:
         return max(self._begun[client, key].bit_length() - 1 for key in self._keys)
 
     def _bounds(self, client: int, key: Any, rounds: int) -> tuple[int, int]:
-        """How many pushes of a client are in a value after so many synchronous rounds, at least and at most."""
+        """How often pushes of a client are in a value after so many synchronous rounds, at least and at most."""
         mask = _bits(1, rounds)
         least = (self._done[client, key] | self._needed[client, key]) & mask
-        return least.bit_count(), (self._begun[client, key] & mask).bit_count()
+        return self._weigh(key, least), self._weigh(key, self._begun[client, key] & mask)
 
     # ---- snapshots
 
@@ -228,11 +253,13 @@ class Oracle:
         return Past(number, step=step, written=written, base=dict(self._base), before=self._past)
 
     def check_whole(self, number: int, parts: Iterable[PartCopy]) -> None:
-        """A snapshot is complete: nothing is missing in it of any key. Nobody pushes before there are all keys."""
+        """A snapshot is complete: nothing is missing in it of any key that there is when its step is pushed."""
         chunks = [chunk for stores in parts for store in stores.values() for chunk in store.chunks]
         there = Counter(chunk.key for chunk in chunks)
         all_of = {chunk.key: chunk.num_chunks for chunk in chunks}
         for key in self._keys:
+            if key not in there and self._late.get(key, 0) > number:
+                continue
             if there[key] != all_of.get(key, -1):
                 raise Violation(f"snapshot {number} lacks some of key {key!r}: {there[key]} chunks are there")
 
@@ -241,6 +268,7 @@ class Oracle:
 
         Without clients that are left out that is one value for each chunk, and as many updates.
         """
+        marks: set[float] = set()
         for store in (store for stores in parts for store in stores.values()):
             if store.step != number:
                 raise Violation(f"snapshot {number} says that its store is at step {store.step}")
@@ -249,8 +277,12 @@ class Oracle:
                 rounds = self._pushes(chunk.key, number)
                 if self._additive:
                     self._check_copy(where, chunk, rounds)
+                    marks |= set(chunk.arrays["value"].tolist()) if chunk.key not in self._late else set()
                 if self._exact and chunk.updates != rounds:
                     raise Violation(f"{where} has {chunk.updates} rounds, {rounds} are up to that step")
+        units = {number // BASE**self.num_clients for number in marks} if self._marks else set()
+        if len(units) > 1:
+            raise Violation(f"snapshot {number} holds what was put back by {sorted(units)}: more than one exchange")
 
     def _check_copy(self, where: str, chunk: ChunkCopy, rounds: int) -> None:
         found = {_digits(number, self.num_clients) for number in chunk.arrays["value"].tolist()}
@@ -313,13 +345,16 @@ class Oracle:
             if np.isnan(value).any():
                 raise Violation(f"{where}: not filled")
             return
+        ahead = later or self._cluster.config.on_client_loss == "shrink"
+        most = self._saves_begun if ahead else self._plan.saves_before(step)
+        self._check_marks(where, value.tolist(), self._least_mark(step), most)
         elements = [_digits(number, self.num_clients) for number in value.tolist()]
         found = set(elements)
         for other in range(self.num_clients) if found else ():
             counts = sorted({digits[other] for digits in found})
             if self._sync:
                 least, most = self._bounds(other, key, self._pushes(key, step))
-                most = self._begun[other, key].bit_count() if later else most
+                most = self._weigh(key, self._begun[other, key]) if later else most
                 if counts[-1] > most or counts[0] < least:
                     raise Violation(
                         f"{where}: rounds hold {counts} pushes of client {other}, {least} to {most} expected"
@@ -383,23 +418,25 @@ class Oracle:
             for slot in shard.slots.values():
                 if told is not None and slot.key not in told and self._counted.get(slot, _NEVER)[0] == slot.rounds:
                     continue
+                where = f"server {server}, part {part.number}, key {slot.key!r}"
+                self._check_marks(where, slot.value.tolist(), self._saves_done, self._saves_begun)
                 for client, count in enumerate(self._counts_of(slot)):
                     if self._sync:
                         # Without replicas a push is acknowledged in its round, which may still be open.
                         before = self._pushes(slot.key, self._resumed)
                         least, most = self._bounds(client, slot.key, before + slot.rounds)
                         if self._replicas:
-                            least = max(least, self._done[client, slot.key].bit_count())
+                            least = max(least, self._weigh(slot.key, self._done[client, slot.key]))
                     elif self._past is not None:
                         self._num_chunks[slot.key] = shard.layouts[slot.key].num_chunks
                         least, most = self._narrow(part.number, slot, client, count)
                     else:
                         least, most = (steps[client, slot.key].bit_count() for steps in (self._done, self._begun))
                     if not least <= count <= most:
+                        told_of = self._weigh(slot.key, self._done[client, slot.key])
                         raise Violation(
-                            f"server {server}, part {part.number}, key {slot.key!r}: {count} pushes of client "
-                            f"{client} after {slot.rounds} rounds, {most} were begun and {least} must be there: it "
-                            f"was told of {self._done[client, slot.key].bit_count()}"
+                            f"{where}: {count} pushes of client {client} after {slot.rounds} rounds, {most} were begun "
+                            f"and {least} must be there: it was told of {told_of}"
                         )
 
     def _counts_of(self, slot: Slot) -> tuple[int, ...]:

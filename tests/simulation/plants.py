@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
 
 from kvmpi.ps import barriers, client, consistency, part, snapshot_book
+from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
 from kvmpi.ps.membership import Membership
@@ -275,6 +278,47 @@ def _waits_for_who_has_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SchedulerState, "_lose_absent", lambda self, number: {})
 
 
+def _copies_what_is_put_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerSnapshots, "before_put", lambda self, shard, slot: None)
+
+
+def _believes_that_it_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Barriers.arrive
+
+    def arrive(self: Barriers, client: int, route: bytes, message: m.Barrier, *now: Any) -> Any:
+        message.yes = True
+        return real(self, client, route, message, *now)
+
+    monkeypatch.setattr(Barriers, "arrive", arrive)
+
+
+def _does_again_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a client that makes its calls again were the first to come to each of them."""
+    real = Barriers._repeat
+
+    def repeat(self: Barriers, client: int, route: bytes, message: m.Barrier) -> Any:
+        reply = real(self, client, route, message)
+        return reply._replace(message=m.Ack(message.request, self.done, first=client, yes=message.yes))
+
+    monkeypatch.setattr(Barriers, "_repeat", repeat)
+
+
+def _changes_the_rule_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Slot.change_rule
+    monkeypatch.setattr(
+        Slot, "change_rule", lambda self, change: real(self, replace(change, from_round=change.from_round + 1))
+    )
+
+
+def _forgets_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Operation, "__init__", partialmethod(_begin_without_on_late, Operation.__init__))
+
+
+def _begin_without_on_late(self: Operation, real: Any, *arguments: Any) -> None:
+    real(self, *arguments)
+    self.on_late = None
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -304,6 +348,11 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "gone on too far": (_goes_on_after_the_furthest, "still waiting|must be there|rounds hold"),
     "repetition counted": (_takes_what_is_repeated_for_new, "still waiting|were begun"),
     "barriers without steps": (_forgets_the_steps_of_barriers, "still waiting"),
+    "snapshot while values are put back": (_copies_what_is_put_back_meanwhile, "more than one exchange"),
+    "saved by nobody": (_believes_that_it_is_saved, "nobody has begun to|was put back last"),
+    "done again": (_does_again_what_is_done, "was put back last"),
+    "rule of another round": (_changes_the_rule_too_late, "pushes"),
+    "late push forgotten": (_forgets_what_is_late, "still waiting|comes after|rounds hold"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),

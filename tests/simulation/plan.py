@@ -1,0 +1,120 @@
+"""What the clients of a simulated job do, as its seed decides, whatever happens to them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kvmpi import optim
+
+MOST_CLIENTS = 4
+KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
+
+
+class Plan:
+    """The program of all clients.
+
+    Args:
+        choose: goes on with the job's choices.
+        policy: what rounds do without a client that is lost.
+        resumed: the step that the job goes on from.
+    Attributes:
+        steps, last_step: how many there are; some clients have fewer.
+        slow: clients that pause in each step.
+        rule: "test" adds up what is pushed.
+        seldom: keys that are pushed in every n-th step only, from which on, or never.
+        phases: the order of keys in a step, where one group is over before the next begins.
+        one_by_one: whether each key has an init of its own.
+        late: keys that are made just before the step in which they are pushed first.
+        loose: whether nobody waits for pushes of seldom keys before the next.
+        counts: whether programs count their iterations, which tells what belongs to one step.
+        doubles_from: the step from which on the learning rate is twice as high. Every client says what it is, in each
+            step; None: nobody ever says anything of it.
+        saves: steps after which one of the clients reads everything that servers have and puts it back, with a mark of
+            its own as long as there is room for one.
+        hurries: whether operations have too little time, now and then.
+        meets: whether clients meet after some steps, which is where one that was away has missed barriers.
+        meets_again: whether its program meets all of them again, or skips those of steps that are done.
+    """
+
+    def __init__(
+        self, seed: int, choose: random.Random, *, mode: str, policy: str, num_clients: int, steps: int, resumed: int
+    ) -> None:
+        self._seed, self._resumed, self.steps = seed, resumed, steps
+        self.last_step = dict.fromkeys(range(num_clients), steps)
+        for client in range(1, num_clients):
+            if choose.random() < 0.2:
+                self.last_step[client] = choose.randrange(1, steps + 1)
+        # With rounds all would be slow.
+        self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
+        self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
+        self.seldom, self.phases = self._choose_seldom() if mode == "sync" else ({}, [[*KEYS]])
+        self.one_by_one = random.Random(f"{seed} one by one").random() < 0.5
+        late = random.Random(f"{seed} late")
+        # Another process would have to know what keys there are.
+        after = {key: first + 1 for key, (_, first) in self.seldom.items() if first and policy == "fail"}
+        self.late = {key: step for key, step in after.items() if late.random() < 0.7}
+        self.loose = random.Random(f"{seed} loose").random() < 0.5
+        self.counts = random.Random(f"{seed} clock").random() < 0.3
+        schedule = random.Random(f"{seed} schedule")
+        has_schedule = mode == "sync" and schedule.random() < 0.3
+        self.doubles_from = schedule.randrange(1, steps + 1) if has_schedule else None
+        self.hurries = random.Random(f"{seed} hurry").random() < 0.25
+        meets = random.Random(f"{seed} barriers")
+        self.meets, self.meets_again = mode == "sync" and meets.random() < 0.6, meets.random() < 0.4
+        saves = random.Random(f"{seed} saves")
+        may_save = self.meets and policy != "wait" and saves.random() < 0.8
+        self.saves = {step for step in (0, *range(1, steps, 2)) if may_save and saves.random() < 0.5}
+
+    def _choose_seldom(self) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
+        choose = random.Random(f"{self._seed} seldom")
+        keys = list(KEYS)
+        if choose.random() < 0.25:
+            return {}, [keys]
+        choose.shuffle(keys)
+        found = {}
+        for key in choose.sample(keys, choose.randrange(1, len(keys))):
+            every = choose.choice([2, 2, 3, 4, 100])
+            found[key] = (every, choose.randrange(every))
+        often = [key for key in keys if key not in found]
+        return found, choose.choice([[keys], [[*found], often], [often, [*found]], [[key] for key in keys]])
+
+    def batches(self, after: int, up_to: int) -> list[list[Any]]:
+        """The keys that are made before the steps from ``after`` + 1 to ``up_to``, as they are made together."""
+        found: list[list[Any]] = []
+        if after < 0:
+            early = [key for key in KEYS if key not in self.late]
+            found = [early[:1], *([key] for key in early[1:])] if self.one_by_one else [early]
+        by_step = (key for step in range(after + 1, up_to + 1) for key in KEYS if self.late.get(key) == step)
+        return [*found, *([key] for key in by_step)]
+
+    def rule_at(self, step: int) -> optim.Rule:
+        """The rule of the pushes of a step; of step 0, the one that programs begin with."""
+        factor = 2.0 if self.doubles_from is not None and step >= self.doubles_from else 1.0
+        return optim.Test(lr=-factor) if self.rule == "test" else optim.Adam(lr=0.1 * factor)
+
+    def saves_before(self, step: int) -> int:
+        """How many steps before this one are followed by such an exchange."""
+        return sum(after < step for after in self.saves)
+
+    def weigh(self, key: Any, pushes: int) -> int:
+        """How often a set of pushes of a key is in its value; bit n is the n-th."""
+        found = pushes.bit_count()
+        if self.doubles_from is not None:
+            found += (pushes >> self.pushes(key, self.doubles_from - 1) + 1).bit_count()
+        return found
+
+    def pushes(self, key: Any, step: int) -> int:
+        """How often a key is pushed in so many steps."""
+        every, first = self.seldom.get(key, (1, 0))
+        return max(0, (step - 1 - first) // every + 1)
+
+    def overall(self, key: Any, step: int) -> int:
+        """The most pushes of any key by the time when the program has pushed this one in a step; of those before the
+        job went on from a snapshot, its number."""
+        order = [key for phase in self.phases for key in phase]
+        pushed = order.index(key) + 1
+        return self._resumed + max(
+            self.pushes(other, step - (i >= pushed)) - self.pushes(other, self._resumed)
+            for i, other in enumerate(order)
+        )

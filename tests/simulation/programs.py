@@ -1,0 +1,306 @@
+"""What each process of a client does in a simulated job, and what it compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from simulation.cluster import Cluster
+from simulation.meetings import Meeting, Meetings
+from simulation.network import Program
+from simulation.oracle import BASE, Oracle
+from simulation.plan import KEYS, MOST_CLIENTS, Plan
+
+from kvmpi.engine import Work
+from kvmpi.errors import KVError, KVTimeoutError
+from kvmpi.kernels.rows import Rows
+from kvmpi.ps import ArrivingRows
+from kvmpi.ps.client import PsClient, SavedChunk
+from kvmpi.ps.participant import GOODBYE_S
+from kvmpi.ps.steps import Turn
+from kvmpi.store.checkpoint import SavedKey
+
+#: How long operations may take in jobs that hurry.
+_HURRY_S = (0.3, 1.0, 3.0, 1e6)
+_NUMBERS = {key: i for i, key in enumerate(KEYS)}
+#: What is read into, and what each client pushes.
+_UNFILLED = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
+_PUSHED = {(rank, key): np.full(KEYS[key], float(BASE**rank), "f4") for rank in range(MOST_CLIENTS) for key in KEYS}
+
+
+class Programs:
+    """The programs of a job's clients.
+
+    Args:
+        is_newest: whether no other process of a client is to take the place of that one.
+        dies_early: client 0 is killed when it is about to give the first values, or has given some of them.
+    Attributes:
+        leaving: clients that have done their steps: others may leave without one of them, and with them what another
+            process would ask for.
+        closing: those that say good-bye.
+    """
+
+    def __init__(
+        self, plan: Plan, cluster: Cluster, oracle: Oracle, policy: str, is_newest: Callable[[int, int], bool],
+        dies_early: Callable[[], Program] | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._cluster, self._network, self._oracle = plan, cluster, cluster.network, oracle
+        self._sync, self._policy = cluster.mode == "sync", policy
+        self._is_newest, self._dies_early = is_newest, dies_early
+        self._meetings = Meetings(oracle)
+        self.leaving: set[int] = set()
+        self.closing: set[int] = set()
+
+    def run(self, ps: PsClient, rank: int, incarnation: int) -> Program:
+        """All that one process does."""
+        plan, deadline = self._plan, self._cluster.deadline
+        yield [ps.register(incarnation, deadline())]
+        yield [ps.open_sessions(incarnation, deadline())]
+        known = 1 + ps.resumed_step
+        for i, keys in enumerate(plan.batches(-1, known)):
+            ps.add_keys([(key, (KEYS[key],), "float32") for key in keys])
+            if rank == incarnation - 1 == i == 0 and self._dies_early is not None:
+                yield from self._dies_early()
+            yield from self._init(ps, keys, known)
+        yield from self._insist([lambda: ps.set_rule(plan.rule_at(0), self._deadline())])
+        begins = 0 in plan.saves and not ps.resumed_step  # who loads something does not, where it goes on
+        yield from self._save(ps, rank, 0) if begins else self._meet(ps, rank, (0, 0))
+        entered = ps.resumed_step + ps.entered_after
+        self._oracle.check_resumed(rank, ps.resumed_step)
+        first = 1 + ps.resumed_step + ps.position
+        yield from self._look_around(ps, rank, incarnation, entered, first)
+        if not self._sync and incarnation > 1:
+            first = 1 + self._oracle.last_begun(rank)
+        for step in range(1, first) if plan.meets_again else ():
+            yield from self._meet(ps, rank, (step, 0))
+        on_way: dict[Any, Work] = {}
+        for step in range(first, plan.last_step[rank] + 1):
+            self._meetings.skip(rank, first - 1)
+            for keys in plan.batches(max(known, step - 1), step):
+                self._network.faults.count("late key")
+                ps.add_keys([(key, (KEYS[key],), "float32") for key in keys])
+                yield from self._init(ps, keys, step)
+            if plan.doubles_from is not None:
+                yield from self._end_of(on_way.values())
+                on_way.clear()
+                changed = {"lr": plan.rule_at(step).hyperparams()["lr"]}
+                yield from self._insist([lambda changed=changed: ps.set_hyperparams(changed, self._deadline())])
+            yield from self._exchange(ps, rank, step, on_way, entered if ps._has_entered else 0)
+            ps.clock += plan.counts
+            if rank in plan.slow:
+                yield [self._network.pause(self._network.random.uniform(0.0, 2.0))]
+            if step in plan.saves:
+                yield from self._end_of(on_way.values())
+                on_way.clear()
+                yield from self._save(ps, rank, step)
+            else:
+                yield from self._meet(ps, rank, (step, 0))
+        yield from self._end_of(on_way.values())
+        if not self._is_newest(rank, incarnation):
+            self._network.detach(f"client {rank}.{incarnation}")
+            return  # another is about to take its place: if it left in good order now, that one would be alone
+        yield from self._end(ps, rank)
+
+    def _init(self, ps: PsClient, keys: list[Any], step: int) -> Program:
+        """Make keys that have been added, before a step: as if they had been there when anything was put back."""
+        values = [self._oracle.marked(np.zeros(KEYS[key], "f4"), step - 1) for key in keys]
+        yield [ps.init(key, value, self._cluster.deadline()) for key, value in zip(keys, values, strict=True)]
+        yield [ps.enter(self._cluster.deadline())]
+
+    def _look_around(self, ps: PsClient, rank: int, incarnation: int, entered: int, first: int) -> Program:
+        """What a process finds that is not the first of its client, or goes on from a snapshot."""
+        plan, count = self._plan, self._network.faults.count
+        follows = incarnation > 1 and self._is_newest(rank, incarnation)
+        if rank in self._oracle.gone and follows:
+            count("return" if not ps.resumed_step else "return after resume")
+            if plan.seldom:
+                count("seldom return to others")
+            self._oracle.enter(rank, entered, first - 1)
+            self._meetings.skip(rank, entered)
+            yield from self._read_all(ps, rank, first - 1, later=True)
+        elif self._sync and self._policy == "wait" and follows:
+            self._oracle.check_position(rank, first - 1, waits=not (plan.loose and plan.seldom))
+            if plan.seldom:
+                count("seldom return")
+        if self._cluster.config.resume and incarnation == 1 and first <= plan.last_step[rank]:
+            yield from self._read_all(ps, rank, first - 1)
+
+    def _end(self, ps: PsClient, rank: int) -> Program:
+        """When it has done its steps."""
+        plan, deadline = self._plan, self._cluster.deadline
+        last, steps = plan.last_step[rank], plan.steps
+        self.leaving.add(rank)
+        while not self._sync and len(self.leaving) < len(plan.last_step):
+            # What a slow one pushes meanwhile must be there, whichever server answers.
+            yield [self._network.pause(self._network.random.uniform(0.0, 0.3))]
+            yield from self._read_all(ps, rank, last)
+        if last < steps:
+            self._network.faults.count("finish")
+            self._meetings.finished.add(rank)
+            yield from self._insist([lambda: ps.finish(self._deadline())])
+        yield from self._meet(ps, rank, (steps, 1))
+        yield from self._read_all(ps, rank, last, later=True)
+        yield from self._meet(ps, rank, (steps, 2))
+        self.closing.add(rank)
+        ps._link.stop_heartbeats()
+        try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
+            yield [ps.leave(deadline(GOODBYE_S))]
+        except KVError:
+            pass
+
+    def _meet(self, ps: PsClient, rank: int, where: Meeting, first: list[str] | None = None) -> Program:
+        """A barrier, if there is one there."""
+        step, number = where
+        if step and not number and not (self._plan.meets and step % 2):
+            return
+        self._meetings.come(rank, where)
+        yield from self._insist([lambda: ps.barrier(self._deadline(), first=first)])
+        # Who was away may have missed some before this, as long as it has not pushed.
+        if ps._furthest_step() > max(ps.position, ps.entered_after) or (
+            not ps._has_entered and (self._plan.meets_again or ps.position == 0)
+        ):
+            self._meetings.check_passed(rank, where)
+
+    def _save(self, ps: PsClient, rank: int, step: int) -> Program:
+        """Meet; one client saves and restores; and again with the next, if that one is lost before it can say so.
+
+        As ``Saving._by_one`` does.
+        """
+        first = ["0"]
+        yield from self._meet(ps, rank, (step, 0), first)
+        is_done = False
+        while not is_done:
+            said = [str(int(first == [str(rank)]))]
+            if said == ["1"]:
+                yield from self._save_and_restore(ps, rank, step)
+            yield from self._insist([lambda said=said: ps.barrier(self._deadline(), None, first, said)])
+            is_done = said == ["1"] or first == ["-1"]
+        if said == ["1"]:
+            self._oracle.note_saved(step)
+
+    def _save_and_restore(self, ps: PsClient, rank: int, step: int) -> Program:
+        """Between barriers: what is put back is what is there, but for the mark."""
+        self._network.faults.count("save")
+        self._oracle.begin_save(step)
+        for key in ps._layouts:
+            chunks: list[SavedChunk] = []
+            yield from self._insist([partial(self._read_state, ps, key, chunks)])
+            saved = SavedKey.of_chunks(key, (KEYS[key],), "float32", chunks)
+            self._oracle.check_read(rank, key, saved.arrays["value"], step, {}, later=True)
+            saved.arrays["value"] = self._oracle.marked(saved.arrays["value"], step)
+            yield from self._insist([partial(self._put_state, ps, saved)])
+
+    def _read_state(self, ps: PsClient, key: Any, into: list[SavedChunk]) -> Work:
+        work, into[:] = ps.get_state(key, self._deadline())
+        return work
+
+    def _put_state(self, ps: PsClient, saved: SavedKey) -> Work:
+        return ps.put_state(saved.key, saved.updates, saved.arrays, self._deadline())
+
+    def _deadline(self) -> Any:
+        """That of an operation: one that has no hurry has all the time there is."""
+        return self._cluster.deadline(*([self._network.random.choice(_HURRY_S)] if self._plan.hurries else []))
+
+    def _insist(self, starts: Sequence[Callable[[], Work]]) -> Program:
+        """Start operations, again and again those whose time was not enough, and wait for all."""
+        while starts:
+            works = [start() for start in starts]
+            yield from self._end_of(works)
+            starts = [start for start, work in zip(starts, works, strict=True) if work.error() is not None]
+
+    def _end_of(self, works: Iterable[Work]) -> Program:
+        """Wait until operations are over, maybe because their time was not enough."""
+        works = [*works]
+        try:
+            yield works
+        except KVTimeoutError:
+            self._network.faults.count("too little time")
+        for work in works:
+            if not isinstance(error := work.error(), KVTimeoutError | None):
+                raise error
+
+    def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
+        outs = {key: _UNFILLED[key].copy() for key in ps._layouts}
+        told = self._oracle.told()
+        yield from self._pull(ps, outs, by_rows=lambda key: (_NUMBERS[key] + step) % 2 == 0)
+        for key, out in outs.items():
+            self._oracle.check_read(rank, key, out, step, told, **how)
+
+    def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], *, by_rows: Callable[[Any], bool]) -> Program:
+        def start(key: Any) -> Work:
+            out = outs[key]
+            if by_rows(key):
+                return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), self._deadline())
+            return ps.pull(key, out, self._deadline())
+
+        yield from self._insist([partial(start, key) for key in outs])
+
+    def _exchange(self, ps: PsClient, rank: int, step: int, on_way: dict[Any, Work], entered: int) -> Program:
+        """A step with every key that is pushed in it; up to step ``entered`` nothing of that counts."""
+        plan = self._plan
+        repeats = step <= max(entered, self._oracle.last_begun(rank))
+        for phase in plan.phases:
+            keys = [key for key in phase if plan.pushes(key, step) > plan.pushes(key, step - 1)]
+            if plan.loose and all(key in plan.seldom for key in phase):
+                yield from self._end_of([on_way.pop(key) for key in keys if key in on_way])
+                for key in keys:
+                    work = ps.push(key, _PUSHED[rank, key].copy(), self._deadline(), turn=self._kept(ps, key))
+                    on_way[key] = self._noted(work, rank, step, key, entered)
+            elif keys:
+                yield from self._exchange_keys(ps, rank, step, keys, entered, repeats=repeats)
+
+    def _noted(self, work: Work, rank: int, step: int, key: Any, entered: int) -> Work:
+        """A push has begun: the oracle knows, and will be told when it is done."""
+        if self._plan.overall(key, step) > entered:
+            self._oracle.begin(rank, key, step)
+            work.add_done_callback(self._oracle.note_done(rank, key, step))
+        return work
+
+    def _kept(self, ps: PsClient, key: Any) -> Turn | None:
+        """The turn of a push that is not made again if its time is not enough."""
+        if not self._plan.hurries:
+            return None
+        turn = ps.next_pushes([key])[key]
+        turn.kept = True
+        return turn
+
+    def _exchange_keys(
+        self, ps: PsClient, rank: int, step: int, keys: list[Any], entered: int, *, repeats: bool
+    ) -> Program:
+        """Pushpull, or push and then pull; of the whole value, or of all its rows."""
+        values = {key: _PUSHED[rank, key].copy() for key in keys}
+        outs = {key: _UNFILLED[key].copy() for key in keys}
+        fused = {key for key in keys if (_NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
+        # Other clients push all of it in the same round.
+        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0}
+        kept = {key for key in keys if key not in fused and self._plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
+        arriving: dict[Any, ArrivingRows] = {}
+
+        def start(key: Any) -> Work:
+            deadline, priority, value = self._deadline(), -_NUMBERS[key], values[key]
+            turn = self._kept(ps, key) if key in kept else None
+            if key in by_rows:
+                changed = arriving[key] = ArrivingRows(ps.rows_of(key)) if key in fused else None
+                rows = Rows(np.arange(value.size), value.reshape(-1, 1))
+                work = ps.push_rows(key, rows, deadline, priority, changed, turn)
+            elif key in fused:
+                work = ps.pushpull(key, value, outs[key], deadline, priority, turn)
+            else:
+                work = ps.push(key, value, deadline, priority, turn)
+            return self._noted(work, rank, step, key, entered)
+
+        works = {key: start(key) for key in keys}
+        yield from self._end_of(works.values())
+        yield from self._insist([partial(start, key) for key in keys if works[key].error() and key not in kept])
+        for key, value in values.items():
+            if works[key].error() is None or key not in kept:
+                value[:] = np.nan  # what was pushed is ours again
+        for key, changed in arriving.items():
+            if changed is not None:
+                outs[key][changed.rows().ids] = changed.rows().values[:, 0]
+        told = self._oracle.told()
+        yield from self._pull(ps, {key: outs[key] for key in keys if key not in fused}, by_rows=by_rows.__contains__)
+        for key in keys:
+            self._oracle.check_read(rank, key, outs[key], step, {} if key in fused else told, later=repeats)
