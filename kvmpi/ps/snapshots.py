@@ -176,6 +176,8 @@ class ServerSnapshots:
         self._newest = 0
         self._skipped = 0
         self._put_after = 0  # the step after which a client has last put state back, as far as is known here
+        # By store: the last snapshot for which it was taken for one that nobody pushes.
+        self._bare: dict[int, int] = {}
         # By store: the step of this job that every client is done with.
         self._done: dict[int, int] = {}
         # And the last one of those that have left.
@@ -199,6 +201,8 @@ class ServerSnapshots:
         earliest, latest = self.base + slot.span.earliest, self.base + slot.span.latest
         if self.every and (due := (earliest - 1) // self.every * self.every) > self._newest:
             self.begin(due)  # no chunk of this server has come to that number, since none is pushed in every step
+        if (number := self._bare.pop(shard.store, 0)) >= max(1, earliest):
+            self._give_up(number)  # it only took long until it was pushed, and is not in it
         if len(slot.open_steps) == len(slot.contributors):
             self._hear(shard.store, slot.open_done)
         current, where = self._copying, (part, shard.store)
@@ -235,8 +239,7 @@ class ServerSnapshots:
         if current is not None and any(
             store == shard.store and (part.number, store) not in current.whole for part, store, _ in self._shards()
         ):
-            self._current = None
-            self._say(current.number, "missed")
+            self._give_up(current.number)
 
     def hear_done(self, done: Mapping[int, int]) -> None:
         """The scheduler says, by store, which step all clients are done with."""
@@ -336,8 +339,7 @@ class ServerSnapshots:
 
     def _miss(self, current: Taking, shard: Shard, slot: Slot) -> None:
         """A round may be of the last step of a snapshot, or of the next one, or is of both."""
-        self._current = None
-        self._say(current.number, "missed")
+        self._give_up(current.number)
         self._unclear += 1
         if self._unclear >= _MANY_UNCLEAR:
             earliest, latest = self.base + slot.span.earliest, self.base + slot.span.latest
@@ -426,7 +428,10 @@ class ServerSnapshots:
         if self._is_past(shard, current.number - self.base):
             return True
         # One that nobody pushes, as if it were for barriers alone, must not keep all others from being written.
-        return current.heard >= _MOST_HEARD and not self._done.get(shard.store, 0)
+        if current.heard < _MOST_HEARD or self._done.get(shard.store, 0):
+            return False
+        self._bare[shard.store] = current.number
+        return True
 
     def _step(self, shard: Shard) -> int:
         """How far a store is that does not go in rounds, or does not go at all."""
@@ -441,6 +446,12 @@ class ServerSnapshots:
     def close(self) -> None:
         """The server ends: nothing more will be copied."""
         self.heads_changed()
+
+    def _give_up(self, number: int) -> None:
+        """The scheduler is to try another number."""
+        if self._copying is not None and self._copying.number == number:
+            self._current = None
+        self._say(number, "missed")
 
     def _drop(self, current: Taking) -> None:
         self._current = None

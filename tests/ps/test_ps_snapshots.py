@@ -347,6 +347,21 @@ def test_a_store_that_nobody_pushes_holds_no_snapshot_up() -> None:
     assert part_of(taken(machine))[STORE + 1].chunks == []
 
 
+def test_a_store_that_is_pushed_after_it_was_taken_for_one_that_nobody_pushes_gives_the_snapshot_up() -> None:
+    """The first step took long, and its key is made late: elsewhere others are in the snapshot."""
+    machine = Machine("sync", CLIENTS, every=0)
+    snapshots(machine).begin(3)
+    for _ in range(8):
+        machine.state.hear_done({STORE: 0})
+    assert part_of(taken(machine))[STORE].chunks == []
+    assert [news.stage for news in snapshots(machine).take_messages()] == ["begun"]
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    step(machine, 1, "k")
+    step(machine, 2, "k")
+    told = [(news.number, news.stage) for news in snapshots(machine).take_messages()]
+    assert told == [(3, "missed")]
+
+
 def test_what_all_clients_have_left_before_it_was_copied_is_in_no_snapshot() -> None:
     machine = begin(every=0, keys="a")
     step(machine, 1, "a")
