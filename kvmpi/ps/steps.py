@@ -183,7 +183,9 @@ class Steps:
         track.number += 1
         if not self.counts:
             return Turn()
-        begins = track.number > self._step
+        # One that is made again in the same step may have reached servers before, and begins it as it did.
+        again = track.failed is not None and track.failed.at == -self._step
+        begins = track.number > self._step or again
         self._step = max(self._step, track.number)
         self._under_way[self._step] += 1
         return Turn(self._step, begins=begins)

@@ -142,6 +142,18 @@ def test_a_push_that_has_failed_is_not_over_until_it_was_made_again() -> None:
     assert steps.done() == 3
 
 
+def test_a_push_that_is_made_again_begins_the_step_that_it_began() -> None:
+    """Else the process after this one would take its next push of that key for a repetition."""
+    steps, key, other = Steps(counts=True), Track(), Track()
+    for used in (False, False, True):
+        (turn,) = steps.take({"k": key})
+        assert turn.at == -1
+        steps.end(key, turn, used=used)
+        if other.number == 0:
+            assert steps.take({"o": other})[0].at == 1
+    assert steps.take({"k": key})[0].at == -2
+
+
 def test_nothing_is_counted_where_nobody_waits_for_a_client() -> None:
     steps, track = Steps(counts=False), Track()
     assert [steps.take({"k": track})[0].step for _ in range(3)] == [0, 0, 0]

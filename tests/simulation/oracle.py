@@ -48,6 +48,7 @@ class Past:
         begun, done: of a job in rounds: sets of steps that may and that must be in the values.
         step: of other jobs: how far at least the job is that goes on from here.
         written: pushes of that job that may and that must be in each part, since its server has begun to copy.
+        mark: what was put back last at least, before that step.
         base: those of the jobs before it, by client, key and chunk; as far as it is known better than from ``before``.
     """
 
@@ -55,6 +56,7 @@ class Past:
     begun: dict[Pair, int] = field(default_factory=dict)
     done: dict[Pair, int] = field(default_factory=dict)
     step: int = 0
+    mark: int = 0
     written: dict[int, dict[Pair, Interval]] = field(default_factory=dict)
     base: dict[tuple[int, Any, int], Interval] = field(default_factory=dict)
     before: Past | None = None
@@ -85,7 +87,8 @@ class Oracle:
         self._pushes, self._overall, self._weigh = plan.pushes, plan.overall, plan.weigh
         self._cluster, self._keys, self._last_steps = cluster, [*KEYS], plan.last_step
         self._plan, self._late, self._resumed = plan, plan.late, past.number if past is not None else 0
-        self._saves_done, self._saves_begun = self._least_mark(self._resumed + 1), plan.saves_before(self._resumed + 1)
+        self._saves_done = self._begins_with = past.mark if past is not None else 0
+        self._saves_begun = plan.saves_before(self._resumed + 1)
         # Else values are no sums of pushes, and only some of it can be checked.
         self._sync, self._additive = cluster.mode == "sync", plan.rule == "test"
         self._marks = self._additive and bool(plan.saves) and len(plan.last_step) < MOST_CLIENTS
@@ -163,9 +166,9 @@ class Oracle:
         return (value % unit + unit * self._plan.saves_before(step + 1)).astype(value.dtype)
 
     def _least_mark(self, step: int) -> int:
-        """What was put back last when a step begins. What was right after a snapshot may be lost with the job."""
-        before = (self._plan.saves_before(at + 1) for at in self._plan.saves if at < step and at != self._resumed)
-        return max(before, default=0)
+        """What was put back last when a step begins; what was right after a snapshot may be lost with the job."""
+        before = (self._plan.saves_before(at + 1) for at in self._plan.saves if self._resumed < at < step)
+        return max(before, default=self._begins_with)
 
     def _check_marks(self, where: str, numbers: Iterable[float], least: int, most: int) -> None:
         found = {int(number) // BASE**self.num_clients for number in numbers} if self._marks else ()
@@ -246,7 +249,7 @@ class Oracle:
             masks = {pair: _bits(1, self._pushes(pair[1], number)) for pair in self._begun}
             begun = {pair: steps & masks[pair] for pair, steps in self._begun.items()}
             done = {pair: (done | self._needed[pair]) & masks[pair] for pair, done in self._done.items()}
-            return Past(number, begun, done)
+            return Past(number, begun, done, mark=min(self._least_mark(number), self._saves_done))
         written = self._written[number]
         fewest = min(done for part in written.values() for done, _ in part.values())
         step = self._resumed_step + fewest
@@ -346,8 +349,9 @@ class Oracle:
                 raise Violation(f"{where}: not filled")
             return
         ahead = later or self._cluster.config.on_client_loss == "shrink"
-        most = self._saves_begun if ahead else self._plan.saves_before(step)
-        self._check_marks(where, value.tolist(), self._least_mark(step), most)
+        most = self._saves_begun if ahead else self._plan.saves_before(max(step, self._resumed + 1))
+        # Where all were lost before one of them had done it, those that are back may go on behind it.
+        self._check_marks(where, value.tolist(), min(self._least_mark(step), self._saves_done), most)
         elements = [_digits(number, self.num_clients) for number in value.tolist()]
         found = set(elements)
         for other in range(self.num_clients) if found else ():

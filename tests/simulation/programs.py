@@ -64,7 +64,7 @@ class Programs:
             if rank == incarnation - 1 == i == 0 and self._dies_early is not None:
                 yield from self._dies_early()
             yield from self._init(ps, keys, known)
-        yield from self._insist([lambda: ps.set_rule(plan.rule_at(0), self._deadline())])
+        yield from self._insist([lambda deadline: ps.set_rule(plan.rule_at(0), deadline)])
         begins = 0 in plan.saves and not ps.resumed_step  # who loads something does not, where it goes on
         yield from self._save(ps, rank, 0) if begins else self._meet(ps, rank, (0, 0))
         entered = ps.resumed_step + ps.entered_after
@@ -86,7 +86,7 @@ class Programs:
                 yield from self._end_of(on_way.values())
                 on_way.clear()
                 changed = {"lr": plan.rule_at(step).hyperparams()["lr"]}
-                yield from self._insist([lambda changed=changed: ps.set_hyperparams(changed, self._deadline())])
+                yield from self._insist([partial(ps.set_hyperparams, changed)])
             yield from self._exchange(ps, rank, step, on_way, entered if ps._has_entered else 0)
             ps.clock += plan.counts
             if rank in plan.slow:
@@ -139,7 +139,7 @@ class Programs:
         if last < steps:
             self._network.faults.count("finish")
             self._meetings.finished.add(rank)
-            yield from self._insist([lambda: ps.finish(self._deadline())])
+            yield from self._insist([ps.finish])
         yield from self._meet(ps, rank, (steps, 1))
         yield from self._read_all(ps, rank, last, later=True)
         yield from self._meet(ps, rank, (steps, 2))
@@ -156,7 +156,7 @@ class Programs:
         if step and not number and not (self._plan.meets and step % 2):
             return
         self._meetings.come(rank, where)
-        yield from self._insist([lambda: ps.barrier(self._deadline(), first=first)])
+        yield from self._insist([partial(ps.barrier, first=first)])
         # Who was away may have missed some before this, as long as it has not pushed.
         if ps._furthest_step() > max(ps.position, ps.entered_after) or (
             not ps._has_entered and (self._plan.meets_again or ps.position == 0)
@@ -175,7 +175,7 @@ class Programs:
             said = [str(int(first == [str(rank)]))]
             if said == ["1"]:
                 yield from self._save_and_restore(ps, rank, step)
-            yield from self._insist([lambda said=said: ps.barrier(self._deadline(), None, first, said)])
+            yield from self._insist([partial(ps.barrier, first=first, said=said)])
             is_done = said == ["1"] or first == ["-1"]
         if said == ["1"]:
             self._oracle.note_saved(step)
@@ -190,23 +190,21 @@ class Programs:
             saved = SavedKey.of_chunks(key, (KEYS[key],), "float32", chunks)
             self._oracle.check_read(rank, key, saved.arrays["value"], step, {}, later=True)
             saved.arrays["value"] = self._oracle.marked(saved.arrays["value"], step)
-            yield from self._insist([partial(self._put_state, ps, saved)])
+            yield from self._insist([partial(ps.put_state, key, saved.updates, saved.arrays)])
 
-    def _read_state(self, ps: PsClient, key: Any, into: list[SavedChunk]) -> Work:
-        work, into[:] = ps.get_state(key, self._deadline())
+    def _read_state(self, ps: PsClient, key: Any, into: list[SavedChunk], deadline: Any) -> Work:
+        work, into[:] = ps.get_state(key, deadline)
         return work
 
-    def _put_state(self, ps: PsClient, saved: SavedKey) -> Work:
-        return ps.put_state(saved.key, saved.updates, saved.arrays, self._deadline())
-
     def _deadline(self) -> Any:
-        """That of an operation: one that has no hurry has all the time there is."""
+        """That of one call of the program: one that has no hurry has all the time there is."""
         return self._cluster.deadline(*([self._network.random.choice(_HURRY_S)] if self._plan.hurries else []))
 
-    def _insist(self, starts: Sequence[Callable[[], Work]]) -> Program:
-        """Start operations, again and again those whose time was not enough, and wait for all."""
+    def _insist(self, starts: Sequence[Callable[[Any], Work]]) -> Program:
+        """Start operations with a deadline, again and again those whose time was not enough, and wait for all."""
         while starts:
-            works = [start() for start in starts]
+            deadline = self._deadline()
+            works = [start(deadline) for start in starts]
             yield from self._end_of(works)
             starts = [start for start, work in zip(starts, works, strict=True) if work.error() is not None]
 
@@ -229,11 +227,11 @@ class Programs:
             self._oracle.check_read(rank, key, out, step, told, **how)
 
     def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], *, by_rows: Callable[[Any], bool]) -> Program:
-        def start(key: Any) -> Work:
+        def start(key: Any, deadline: Any) -> Work:
             out = outs[key]
             if by_rows(key):
-                return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), self._deadline())
-            return ps.pull(key, out, self._deadline())
+                return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), deadline)
+            return ps.pull(key, out, deadline)
 
         yield from self._insist([partial(start, key) for key in outs])
 
@@ -278,8 +276,8 @@ class Programs:
         kept = {key for key in keys if key not in fused and self._plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
         arriving: dict[Any, ArrivingRows] = {}
 
-        def start(key: Any) -> Work:
-            deadline, priority, value = self._deadline(), -_NUMBERS[key], values[key]
+        def start(key: Any, deadline: Any) -> Work:
+            priority, value = -_NUMBERS[key], values[key]
             turn = self._kept(ps, key) if key in kept else None
             if key in by_rows:
                 changed = arriving[key] = ArrivingRows(ps.rows_of(key)) if key in fused else None
@@ -291,7 +289,8 @@ class Programs:
                 work = ps.push(key, value, deadline, priority, turn)
             return self._noted(work, rank, step, key, entered)
 
-        works = {key: start(key) for key in keys}
+        deadline = self._deadline()
+        works = {key: start(key, deadline) for key in keys}
         yield from self._end_of(works.values())
         yield from self._insist([partial(start, key) for key in keys if works[key].error() and key not in kept])
         for key, value in values.items():
