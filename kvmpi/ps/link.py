@@ -66,6 +66,7 @@ class Link:
         self._dozes = False
         self._trouble: Exception | None = None  # of a caller that had the turn
         self._joined = False
+        self._next_heartbeat_s = self.now_s() + config.heartbeat_s
         self._epoch = -1
         self._shares = self._is_near = False
         self._stop = False
@@ -248,11 +249,11 @@ class Link:
         try:
             try:
                 # Words to the scheduler are said again; silence must not last longer than the partition that caused it.
-                scheduler = self._open(self._config.scheduler, "the scheduler", self._config.heartbeat_timeout_s / 4)
-                self._connections[SCHEDULER] = scheduler
+                silence_s = self._config.heartbeat_timeout_s / 4
+                self._connections[SCHEDULER] = self._open(self._config.scheduler, "the scheduler", silence_s)
             finally:
                 self._turn.release()
-            self._loop(scheduler)
+            self._loop()
         except KVError as error:
             self._failed = error
         except Exception as error:  # a defect of ours must not leave callers waiting
@@ -271,9 +272,8 @@ class Link:
             self._context.term()
             self._waker.close()
 
-    def _loop(self, scheduler: Connection) -> None:
+    def _loop(self) -> None:
         next_tick_s = awake_until_s = self.now_s()
-        next_heartbeat_s = next_tick_s + self._config.heartbeat_s
         while not self._stop:
             with self._turn:
                 now_s = self.now_s()
@@ -282,11 +282,6 @@ class Link:
                     self._look_for_sharing()
                     next_tick_s = now_s + _TICK_S
                 self._advance()
-                if now_s >= next_heartbeat_s:
-                    next_heartbeat_s = now_s + self._config.heartbeat_s
-                    if self._joined:
-                        sent_us = timeline.now() // 1000 if timeline.on else 0
-                        self._send(scheduler, m.Heartbeat(self._clock(), self._epoch, sent_us, self.done()))
                 if not self._session.idle:
                     awake_until_s = now_s + _AWAKE_S
                 if self._watch is None:
@@ -295,7 +290,7 @@ class Link:
                 self._dozes, watch = now_s >= awake_until_s, self._watch
             if self._inbox or self._unread:
                 continue
-            idle_s = max(_TICK_S, next_heartbeat_s - now_s) if self._dozes else _TICK_S
+            idle_s = max(_TICK_S, self._next_heartbeat_s - now_s) if self._dozes else _TICK_S
             ready = watch.wait(idle_s)
             self._waker.clear()
             with self._turn:
@@ -348,13 +343,25 @@ class Link:
         return False
 
     def _pump(self) -> None:
-        for peer, message, payloads in self._session.sendable(self.now_s()) if self._session.may_send else ():
+        now_s = self.now_s()
+        if now_s >= self._next_heartbeat_s:
+            self._beat(now_s)
+        for peer, message, payloads in self._session.sendable(now_s) if self._session.may_send else ():
             if peer not in self._connections:
                 continue  # it is gone; whoever answers in its place is asked when the session knows
             try:
                 self._send(self._connections[peer], message, payloads)
             except ProtocolError as error:
                 self._session.reject(getattr(message, "request", -1), error)
+
+    def _beat(self, now_s: float) -> None:
+        """A sign of life, by whoever has the turn: callers of many small requests may keep it from the thread for
+        long."""
+        self._next_heartbeat_s = now_s + self._config.heartbeat_s
+        if self._joined:
+            sent_us = timeline.now() // 1000 if timeline.on else 0
+            beat = m.Heartbeat(self._clock(), self._epoch, sent_us, self.done())
+            self._send(self._connections[SCHEDULER], beat)
 
     def _send(self, connection: Connection, message: m.Message, payloads: Sequence[Buffer] = ()) -> None:
         self._unread[connection] = None  # sending may take the notice that something has come

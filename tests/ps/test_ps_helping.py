@@ -92,6 +92,44 @@ def test_of_many_callers_one_helps_and_all_get_theirs(pair: tuple[Any, Any]) -> 
     assert not failures
 
 
+class Greedy:
+    """The turn of a link, whose own thread does not get it while ``starves`` is set."""
+
+    def __init__(self, link: Any) -> None:
+        self._turn, self._thread, self.starves = link._turn, link._thread, threading.Event()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        while threading.current_thread() is self._thread and self.starves.is_set():
+            time.sleep(0.01)
+        return bool(self._turn.acquire(blocking))
+
+    def release(self) -> None:
+        self._turn.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_client_whose_thread_does_not_get_its_turn_gives_signs_of_life(start_job: StartJob) -> None:
+    """Callers with very many small requests leave it none on a machine that is busy."""
+    client = start_job(1, heartbeat_s=0.1, heartbeat_timeout_s=1.5).connect(1)[0]
+    initialise([client], {"k": COUNT})
+    turn = client._link._turn = Greedy(client._link)
+    turn.starves.set()
+    ends_s, step = time.monotonic() + 4.0, 0
+    while time.monotonic() < ends_s:
+        work, out = exchange(client, "k", step := step + 1)
+        client.help(work)
+        assert work.done(), "it is done by the caller"
+        work.wait(TIMEOUT_S)
+        np.testing.assert_array_equal(out, np.full(COUNT, step))
+    turn.starves.clear()
+    client.barrier(deadline()).wait(TIMEOUT_S)
+
+
 def test_an_interruption_in_the_middle_of_a_message_ends_the_link(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
