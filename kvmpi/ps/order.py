@@ -9,7 +9,8 @@ knows, and its pushes look the same. What tells is:
 - A process begins with the first push of a step, and pushes its keys in the same order in every step. So a key is known
   to come early in a step if it came before one that has been pushed in every step since, and late in it if such a key
   came after it. That a key which has been pushed as often as any other was pushed in the same steps is taken for true,
-  but not of the first step of a process.
+  but not of the first step of a process; nor where the clock has moved before it, and not between it and the key that
+  begins the next step.
 
 Where nothing tells, a push says both steps, and a snapshot that would have to know is not taken.
 """
@@ -64,6 +65,8 @@ class Order:
         self._since: list[Key] = []
         self._certain = 0
         self._is_next = False
+        # The place there of the first since the clock has moved; 0: it has not.
+        self._iteration, self._last_clock = 0, 0
         # The full keys of this step and of the one before.
         self._full: set[Key] = set()
         self._were_full: set[Key] = set()
@@ -82,9 +85,11 @@ class Order:
             begins: the one of them that begins ``step``.
             full: those that have been pushed as often as there are steps.
         """
+        if clock != self._last_clock:
+            self._iteration, self._last_clock = len(self._since), clock
         if begins is not None:
             self._begin(begins, clock)
-            self._since, self._certain, self._is_next = list(keys), len(keys), False
+            self._since, self._certain, self._is_next, self._iteration = list(keys), len(keys), False, 0
             self._full.update(full)
             return Span(step, step)
         self._since += keys
@@ -118,7 +123,10 @@ class Order:
 
     def _begin(self, key: Key, clock: int) -> None:
         """Another step begins, with ``key``: the order of the one before it is known."""
-        done = self._since[: self._certain]
+        done, ahead = self._since[: self._certain], list[Key]()
+        if self._iteration:  # what came just before, of the same iteration, was of this step already
+            done, ahead = done[: self._iteration], done[self._iteration :]
+            self._full.difference_update(ahead)
         if not self._were_full <= self._full:
             self._late.clear()  # what was seen before keys that are not full any more
         if self._beginner is None:
@@ -129,6 +137,7 @@ class Order:
         else:  # the one that has begun steps is not full any more
             at = done.index(key) if key in done else len(done)
             self._early, self._late = set(done[:at]) if key in done else set(), set(done[at:])
+        self._early.update(ahead)
         if self._num_begun:
             self._ticks &= clock > self._clock
         self._were_full, self._full = self._full, set()

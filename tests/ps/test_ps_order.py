@@ -92,6 +92,29 @@ def test_what_was_seen_in_the_first_step_holds() -> None:
             assert span == (step, step)
 
 
+@pytest.mark.parametrize("keys", [FIRST, LAST, MIDDLE], ids=["first", "last", "middle"])
+@pytest.mark.parametrize("misses", [1, 2])
+def test_where_iterations_are_counted_a_key_may_begin_late(keys: list[str], misses: int) -> None:
+    """Without that one that misses the first step alone looks like one that is pushed in all of them."""
+    steps, tracks = Steps(counts=True), {key: Track() for key in keys}
+    for step in range(1, 20):
+        for key in keys:
+            if key == "s" and step <= misses:
+                continue
+            (turn,) = steps.take({key: tracks[key]}, clock=step - 1)
+            assert turn.span.earliest <= step <= turn.span.latest, f"{key} in step {step} says {turn.span}"
+            assert turn.span == (step, step) or step <= misses + 1, f"{key} in step {step}"
+
+
+def test_iterations_of_one_step_that_push_different_keys_are_of_that_step() -> None:
+    """As where a program trains two models in turn, and counts iterations of each."""
+    steps, tracks = Steps(counts=True), {key: Track() for key in "ab"}
+    for step in range(1, 20):
+        for i, key in enumerate("ab"):
+            (turn,) = steps.take({key: tracks[key]}, clock=2 * step + i)
+            assert turn.span == (step, step) or step == 1
+
+
 def test_an_order_that_changes_tells_nothing() -> None:
     """What came before all others comes between them, and then after them."""
     steps, tracks = Steps(counts=True), {key: Track() for key in "sab"}
