@@ -36,7 +36,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     Keys are ints or strs, one kind in a store. Values are NumPy arrays, torch tensors or CuPy arrays, one for a key or
     one per device; what is pushed is summed over devices and workers, never averaged. Methods that take ``async_op``
     return a ``Work`` then; the arrays belong to the store until its ``wait`` returns. A handler of signals, which may
-    come in the middle of a call, makes none: it sets a flag for the loop.
+    come in the middle of a call, makes none: it sets a flag for the loop. Threads may call at once, and each call
+    counts as a whole; where several workers are a client, their calls have to come in one order all the same.
     """
 
     _capabilities: dict[str, bool] = {  # noqa: RUF012 - read only
@@ -183,8 +184,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("push", priority, async_op)
         call.reduced = reduced
         with self._lanes_of(call, key):
-            parts = self._enter_keys(call, key, value)
-            works = self._start_push(parts, call)
+            with self._beginning:
+                parts = self._enter_keys(call, key, value)
+                works = self._start_push(parts, call)
             if reduced:
                 self._await_copies(parts, call)
             return self._complete(works, call)
@@ -197,8 +199,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pull", priority, async_op)
         with self._lanes_of(call, key):
-            parts = self._enter_keys(call, key, None, out)
-            return self._complete([self._start_pull(part.state, part.outs, call) for part in parts], call)
+            with self._beginning:
+                parts = self._enter_keys(call, key, None, out)
+                works = [self._start_pull(part.state, part.outs, call) for part in parts]
+            return self._complete(works, call)
 
     def pushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, reduced: bool = False
@@ -220,14 +224,16 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     ) -> Work | None:
         """Push and pull in one call, which ``start`` begins unless it is known."""
         with self._lanes_of(call, key):
-            again = self._again(call, key, value, None if out is value else out)
+            with self._beginning:
+                again = self._again(call, key, value, None if out is value else out)
+                if again is None:
+                    parts = self._enter_keys(call, key, value, value if out is None else out)
+                    works = start(parts, call)
+                    self._note_made(call, parts)
             if again is not None:
                 return self._complete([again], call)
-            parts = self._enter_keys(call, key, value, value if out is None else out)
-            works = start(parts, call)
             if call.reduced:
                 self._await_copies(parts, call)
-            self._note_made(call, parts)
             return self._complete(works, call)
 
     def allreduce(

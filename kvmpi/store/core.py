@@ -96,6 +96,8 @@ class StoreCore:
         self._engine.add_lane("agree", ordered=True)
         self._control = self._engine.variable("control")
         self._agreements = self._engine.variable("agreements")
+        # Held from the agreement on a call until all of its operations are pushed: another thread's are not in between.
+        self._beginning: AbstractContextManager[object] = threading.RLock()
         self._keys: dict[Key, KeyState] = {}
         self._rule: optim.Rule | None = None
         self._num_rules = 0
@@ -207,6 +209,8 @@ class StoreCore:
 
     def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
         """A public call begins: from here its time runs."""
+        if self._forked:
+            self._check_open()
         if self._updating and threading.get_ident() in self._updating:
             self._refuse_inside(op)
         return Invocation(op, Deadline(self._config.timeout_s), priority, async_op, clock=self._clock)
@@ -226,7 +230,7 @@ class StoreCore:
             prepared = prepare()
             described = entries(prepared)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            if self._reduce.size == 1 or self._closed or self._forked:
+            if self._reduce.size == 1 or self._closed:
                 raise
             failure = error
         if self._reduce.size == 1:

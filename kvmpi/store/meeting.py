@@ -52,7 +52,9 @@ class Meeting(StoreCore):
         """
         call = self._call("any")
         try:
-            return self._any_client(self._any_worker(self._enter(call, lambda: bool(condition)), call), call)
+            with self._beginning:
+                here = self._any_worker(self._enter(call, lambda: bool(condition)), call)
+            return self._any_client(here, call)
         finally:
             self._recorder.blocked(time.perf_counter() - call.started_s)
 

@@ -187,7 +187,7 @@ class Repeating(StoreCore):
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         usual = self.mpi_size > 1 and not call.reduced and not timeline.on and type(call.priority) is int
-        able = not (self._closed or self._joined or self._forked) and (call.op == "allreduce" or self._assigns)
+        able = not (self._closed or self._joined) and (call.op == "allreduce" or self._assigns)
         if not (usual and able):
             return None
         signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)

@@ -53,8 +53,10 @@ class RowSparse(StoreCore):
                 self._raise_pending(part.state)
             return parts
 
-        parts = self._enter(call, prepare, entries_of, lambda parts: [async_op, [part.form for part in parts]])
-        return self._complete([self._start_row_pull(part, call) for part in parts], call)
+        with self._beginning:
+            parts = self._enter(call, prepare, entries_of, lambda parts: [async_op, [part.form for part in parts]])
+            works = [self._start_row_pull(part, call) for part in parts]
+        return self._complete(works, call)
 
     @abstractmethod
     def _start_row_pull(self, part: Part, call: Invocation) -> Work:

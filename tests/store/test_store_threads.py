@@ -1,0 +1,124 @@
+"""Several threads of one worker that call one store: each call is made as a whole, before the next."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmpi
+from kvmpi import optim
+from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.config import Config
+from kvmpi.errors import KVError
+from kvmpi.store.replicated import ReplicatedStore
+
+RunRanks = Callable[..., list[Any]]
+
+TIMEOUT_S = 20.0
+#: How long a thread is slow, if no other overtakes it.
+SLOW_S = 0.3
+
+
+@pytest.mark.parametrize("how", ["push", "pushpull of devices", "async"])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_what_two_threads_push_to_one_key_counts_once_each(name: str, how: str) -> None:
+    """The first is slow between its sum and what it sends."""
+    with kvmpi.create(name, timeout_s=TIMEOUT_S) as kv:
+        kv.init("w", np.zeros(10))
+        kv.set_optimizer(optim.Test(lr=-1.0))
+        summed, overtaken = threading.Event(), threading.Event()
+        send = kv._push_op  # type: ignore[attr-defined]
+
+        def slowly(*given: Any, **more: Any) -> Any:
+            if not summed.is_set():
+                summed.set()
+                overtaken.wait(SLOW_S)
+            else:
+                overtaken.set()
+            return send(*given, **more)
+
+        def make(value: float) -> None:
+            if how == "pushpull of devices":
+                kv.pushpull("w", [np.full(10, value - 1.0), np.ones(10)])
+            elif how == "async":
+                given = [np.full(10, value - 1.0), np.ones(10)]
+                kv.push("w", given, async_op=True).wait()  # type: ignore[union-attr]
+            else:
+                kv.push("w", np.full(10, value))
+
+        kv._push_op = slowly  # type: ignore[attr-defined]
+        first = threading.Thread(target=make, args=(2.0,))
+        first.start()
+        assert summed.wait(TIMEOUT_S)
+        make(100.0)
+        first.join(TIMEOUT_S)
+        out = np.empty(10)
+        kv.pull("w", out)
+        np.testing.assert_array_equal(out, np.full(10, 102.0))
+
+
+@pytest.mark.parametrize("op", ["pushpull", "allreduce"])
+def test_sums_are_in_the_order_of_the_agreements_whatever_thread_is_slow(run_ranks: RunRanks, op: str) -> None:
+    """On rank 1 the thread that has agreed first is slow to sum."""
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=TIMEOUT_S), comm)
+        kv.init(["a", "b"], [np.zeros(5), np.zeros(5)])
+        agreed, overtaken = threading.Event(), threading.Event()
+        enter = kv._enter_keys
+
+        def slowly(call: Any, key: Any, *given: Any) -> Any:
+            parts = enter(call, key, *given)
+            if key == "a":
+                agreed.set()
+                overtaken.wait(SLOW_S * comm.rank)
+            else:
+                overtaken.set()
+            return parts
+
+        kv._enter_keys = slowly  # type: ignore[method-assign]
+        a, b = np.full(5, 1.0 + comm.rank), np.full(5, 10.0 + comm.rank)
+        first = threading.Thread(target=lambda: getattr(kv, op)("a", a))
+        first.start()
+        assert agreed.wait(TIMEOUT_S)
+        getattr(kv, op)("b", b)
+        first.join(TIMEOUT_S)
+        np.testing.assert_array_equal(a, np.full(5, 3.0))
+        np.testing.assert_array_equal(b, np.full(5, 21.0))
+        kv.close()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_child_forked_while_a_thread_makes_a_call_is_told_so_at_once() -> None:
+    with kvmpi.create("dist_sync", timeout_s=TIMEOUT_S) as kv:
+        kv.init("w", np.zeros(10))
+        inside, done = threading.Event(), threading.Event()
+        enter = kv._enter_keys
+
+        def stop(*given: Any) -> Any:
+            inside.set()
+            done.wait(TIMEOUT_S)
+            return enter(*given)
+
+        kv._enter_keys = stop  # type: ignore[method-assign]
+        thread = threading.Thread(target=lambda: kv.push("w", np.ones(10)))
+        thread.start()
+        assert inside.wait(TIMEOUT_S)
+        child = os.fork()
+        if child == 0:
+            threading.Timer(TIMEOUT_S, lambda: os._exit(2)).start()
+            try:
+                kv.push("w", np.ones(10))
+            except KVError as error:
+                os._exit(0 if "forked without its threads" in str(error) else 3)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        done.set()
+        thread.join(TIMEOUT_S)
+        assert os.waitstatus_to_exitcode(status) == 0
