@@ -404,7 +404,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             timeline.mark("clock", clock=clock)
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
-        """Clients of which nothing was heard for ``timeout_s`` seconds. Collective over the workers of a client."""
+        """Clients of which nothing was heard for ``timeout_s`` seconds. Collective over the workers of a client.
+
+        Raises:
+            ConfigError: ``timeout_s`` is no number of seconds.
+        """
         return 0
 
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvmpi import optim
 from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import ConfigError, UnsupportedError
 from kvmpi.ps import PsClient, codec
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation
@@ -94,11 +95,17 @@ class Commanding(KVStore):
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
         call = self._call("num_dead")
-        self._enter(call, lambda: None, details=lambda _: timeout_s)
+
+        def prepare() -> float:
+            if not isinstance(timeout_s, numbers.Real) or not timeout_s >= 0:
+                raise ConfigError(f"num_dead: timeout_s={timeout_s!r}, expected seconds, from 0 on")
+            return float(timeout_s)
+
+        seconds = self._enter(call, prepare, details=lambda seconds: seconds)
         result = ["0"]
 
         def ask(ps: PsClient) -> Work:
-            work, dead = ps.dead_clients(timeout_s, call.deadline)
+            work, dead = ps.dead_clients(seconds, call.deadline)
             return _then(work, lambda: result.__setitem__(0, str(len(dead))))
 
         self._command(ask, call, result=result).wait()

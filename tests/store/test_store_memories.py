@@ -143,6 +143,11 @@ def test_arguments_that_make_no_sense(any_store: Any) -> None:
     if kv.is_capable("updater"):
         with pytest.raises(errors.ConfigError, match="expected a function"):
             kv.set_updater(3)
+    if kv.num_servers:
+        for seconds in (-1, "5", None, float("nan")):
+            with pytest.raises(errors.ConfigError, match=r"num_dead: timeout_s=.*, expected seconds, from 0 on"):
+                kv.num_dead(seconds)
+        assert kv.num_dead(np.int64(60)) == 0
     kv.pull("k", out := array(0), priority=np.int64(2))
     np.testing.assert_array_equal(out, array(1))
 
