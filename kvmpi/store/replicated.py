@@ -73,8 +73,9 @@ class ReplicatedStore(Repeating, KVStore):
     def set_updater(self, fn: Updater) -> None:
         if not callable(fn):
             raise ConfigError(f"set_updater({fn!r}): expected a function fn(key, pushed, stored)")
-        self._enter_settled(self._call("set_updater"), lambda: None)
-        self._update_by(None, fn)
+        call = self._call("set_updater")
+        self._enter_settled(call, lambda: None)
+        self._start_update_by(None, fn, call).wait()
 
     def _call_updater(self, key: int | str, pushed: Any, stored: Any) -> None:
         assert self._updater is not None
@@ -347,11 +348,14 @@ class ReplicatedStore(Repeating, KVStore):
         return value
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
+        return self._start_update_by(rule, None, call)
+
+    def _start_update_by(self, rule: optim.Rule | None, updater: Updater | None, call: Invocation) -> Work:
         common: list[Buffer] = []
 
         def update() -> None:
             common.extend(replica.value for replica in self._replicas.values() if replica.common)
-            self._update_by(rule, None)
+            self._update_by(rule, updater)
 
         def free(cause: BaseException | None) -> None:
             call.check()
@@ -359,11 +363,11 @@ class ReplicatedStore(Repeating, KVStore):
                 raise cause
             self._reduce.free_common(common, call.deadline)
 
-        work = self._on_all_keys(update, "set_optimizer", call)
+        work = self._on_all_keys(update, call.op, call)
         if self.mpi_size == 1:
             return work
         return self._engine.push(
-            free, reads=call.done, writes=[self._control], lane="reduce", name="set_optimizer", no_skip=True
+            free, reads=call.done, writes=[self._control], lane="reduce", name=call.op, no_skip=True
         )
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:

@@ -132,12 +132,12 @@ def an_updater_that_fails_for_one_key(name):
             assert (out == (0 if fails and key == "b" else kv.num_workers)).all(), (key, out[0])
 
 
-def values_that_workers_share_no_longer(name):
+def values_that_workers_share_no_longer(name, change):
     with kvmpi.create(name) as kv:
         value = np.ones(32 << 20, "f4")  # 128 MiB
         kv.init("k", value)
         before = shared_mib()
-        kv.set_optimizer(kvmpi.optim.SGD(lr=0.5))
+        change(kv)
         kv.barrier()
         after = shared_mib()
         assert kv.mpi_size == 1 or kv.rank or before - after > 100, (before, after)
@@ -155,5 +155,6 @@ for name in sys.argv[1:]:
         means_that_fit_where_sums_do_not(name)
     if replicated:
         an_updater_that_fails_for_one_key(name)
-        values_that_workers_share_no_longer(name)
+        values_that_workers_share_no_longer(name, lambda kv: kv.set_optimizer(kvmpi.optim.SGD(lr=0.5)))
+        values_that_workers_share_no_longer(name, lambda kv: kv.set_updater(lambda key, pushed, stored: None))
     print(f"{name} right", flush=True)
