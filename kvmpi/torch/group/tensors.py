@@ -129,7 +129,8 @@ def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
     if found.is_complex():
         found = torch.view_as_real(found.resolve_conj())
     if found.device.type == "cpu" and found.is_contiguous() and not found.is_neg():
-        return found.reshape(-1)
+        # Not reshape(-1), which leaves a single element the stride that it has, as in a column of a batch of one.
+        return found.as_strided((found.numel(),), (1,))
     # Pinned memory, of torch's pool, has the full rate of the bus.
     flat = torch.empty(found.numel(), dtype=found.dtype, pin_memory=found.is_cuda)
     if reads:

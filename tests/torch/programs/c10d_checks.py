@@ -194,6 +194,14 @@ def moves(rank: int, size: int) -> None:
     dist.all_gather(listed, value(rank, rank + 1, torch.float32))
     for r, part in enumerate(listed):
         same(part, value(r, r + 1, torch.float32), "uneven all_gather")
+    batch_of_one = value(rank, 8, torch.float32).reshape(1, 8)
+    for mine in (batch_of_one[:, 3], batch_of_one[:, ::2][:, :0]):  # both are contiguous, with strides of 8 and 2
+        out = torch.empty(size * mine.numel())
+        dist.all_gather_into_tensor(out, mine)
+        expected = [value(r, 8, torch.float32)[3:4] for r in range(size)]
+        same(out, torch.cat(expected)[: out.numel()], "a column of a batch of one")
+    dist.broadcast(batch_of_one[:, 3], size - 1)
+    same(batch_of_one[0, 3:4], value(size - 1, 8, torch.float32)[3:4], "broadcast into a column of a batch of one")
     found: list[Any] = [None] * size
     dist.all_gather_object(found, {"rank": rank})
     assert found == [{"rank": r} for r in range(size)]
