@@ -39,12 +39,17 @@ class HorovodGroup(KvmpiProcessGroup):
 
         return self._start(title, None, prepare)
 
-    def all_to_all_rows(self, tensor: torch.Tensor, splits: Sequence[int], title: str) -> GroupWork:
-        """``splits[r]`` rows go to rank r; the results are what came, and how many rows from each rank."""
+    def all_to_all_rows(self, tensor: torch.Tensor, wanted: Sequence[int] | None, title: str) -> GroupWork:
+        """``wanted[r]`` rows go to rank r, by default equal parts; what came, and how many rows from each rank."""
         found: list[torch.Tensor] = []
 
         def prepare() -> Plan:
             flat, rest = octets(tensor), _rest(tensor, title)
+            if wanted is None and tensor.shape[0] % self.size():
+                raise ShapeMismatchError(
+                    f"{title}: {tensor.shape[0]} rows are no {self.size()} equal parts; pass splits"
+                )
+            splits = [tensor.shape[0] // self.size()] * self.size() if wanted is None else wanted
             if len(splits) != self.size() or sum(splits) != tensor.shape[0] or min(splits) < 0:
                 raise ShapeMismatchError(
                     f"{title}: splits {list(splits)} of {tensor.shape[0]} rows; expected {self.size()} numbers, with "

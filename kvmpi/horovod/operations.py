@@ -373,14 +373,8 @@ def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, 
 
 def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: Any) -> GroupWork:
     check_process_set(process_set)
-    size = basics.size()
-    if splits is None:
-        if not tensor.dim() or tensor.shape[0] % size:
-            raise ConfigError(f"alltoall: {tuple(tensor.shape)} has no {size} equal parts in its first dimension")
-        parts = [tensor.shape[0] // size] * size
-    else:
-        parts = [int(split) for split in splits]
-    return basics.group().all_to_all_rows(tensor, parts, _title("alltoall", name))
+    wanted = None if splits is None else [int(split) for split in splits]
+    return basics.group().all_to_all_rows(tensor, wanted, _title("alltoall", name))
 
 
 @not_compiled

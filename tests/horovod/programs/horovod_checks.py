@@ -138,6 +138,8 @@ def moves(rank: int, size: int) -> None:
             hvd.allreduce(torch.ones(2), name="b" if rank == 1 else "a")
         with raises(ShapeMismatchError, "splits"):
             hvd.alltoall(torch.ones(3), splits=[1] * size if rank == 1 and size != 3 else [7] * size)
+        with raises(ShapeMismatchError, f"{size + 1} rows are no {size} equal parts"):
+            hvd.alltoall(torch.ones(size if rank else size + 1))
 
 
 def groups_of_tensors(rank: int, size: int) -> None:
