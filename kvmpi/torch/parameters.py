@@ -82,8 +82,20 @@ class KeyedParameters:
                 "(torch.nn.Embedding(..., sparse=False))"
             )
 
+    def _check_whole(self) -> None:
+        """Raise where this worker holds a part of a parameter: the parts of several workers would be added up."""
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            # Of a flat parameter of FSDP1, which is a plain tensor: its shape where it is whole.
+            flat = getattr(tensor, "_unpadded_unsharded_size", None)
+            if hasattr(tensor, "full_tensor") or (flat is not None and flat.numel() != tensor.numel()):
+                raise ConfigError(
+                    f"{name} is sharded (FSDP, tensor parallel), so that each worker holds another part of it: stores "
+                    "carry whole parameters, alike in all workers of a client; use DistributedDataParallel instead"
+                )
+
     def check_memory(self) -> None:
         """Raise where two parameters are one in memory, if what comes for each is to be all that it holds."""
+        self._check_whole()
         first: dict[tuple[torch.device, int], str] = {}
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if tensor.numel() and (other := first.setdefault((tensor.device, tensor.data_ptr()), name)) != name:
@@ -100,7 +112,9 @@ class KeyedParameters:
         Raises:
             DuplicateKeyError: the store has keys of these numbers.
             DTypeMismatchError: a parameter of a dtype that stores do not carry.
+            ConfigError: a parameter of which this worker holds a part.
         """
+        self._check_whole()
         if taken := set(self.keys).intersection(kv.keys):
             raise DuplicateKeyError(
                 f"the store has {len(taken)} of the keys {self.keys[0]} to {self.keys[-1]}, which these parameters "

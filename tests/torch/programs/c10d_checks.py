@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +20,9 @@ from c10d_extensions import extensions
 from torch import nn
 from torch.distributed import ReduceOp
 
-import kvmpi.torch.c10d  # noqa: F401 - registers the backend
+import kvmpi.torch.c10d
 from kvmpi.errors import (
+    ConfigError,
     DTypeMismatchError,
     KVTimeoutError,
     OrderMismatchError,
@@ -433,8 +435,14 @@ def training(rank: int, size: int) -> None:
     trained(sharded, lambda step: batch(step, rank))
     for part, wanted in zip(sharded.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(part.full_tensor(), wanted, atol=1e-6, rtol=0)
+    with kvmpi.create("local") as kv, raises(ConfigError, "0.weight is sharded"):
+        kvmpi.torch.DiLoCo(sharded.named_parameters(), kv)
     whole = copy.deepcopy(model())
     cpu = torch.device("cpu")
+    flat = FullyShardedDataParallel(copy.deepcopy(whole), device_id=cpu)
+    sgd = torch.optim.SGD(flat.parameters(), 0.1)
+    with kvmpi.create("local") as kv, raises(ConfigError, "sharded") if size > 1 else nullcontext():
+        kvmpi.torch.DistributedOptimizer(sgd, kv)
     for i in (0, 2):
         whole[i] = FullyShardedDataParallel(whole[i], device_id=cpu, use_orig_params=True)
     older = FullyShardedDataParallel(whole, device_id=cpu, use_orig_params=True)
