@@ -22,6 +22,7 @@ from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
 from kvmpi.torch.plans import Plans
 from kvmpi.torch.weights import Weights
+from kvmpi.warning import warn
 
 #: How many passes are through when one is timed: not the first, which is slow, and again when buckets leave in the
 #: order that was found, since that changes what they wait for. So many passes later the order is planned.
@@ -104,7 +105,7 @@ class Exchange:
         self._listening: dict[int, set[int]] = {}
         self._seen: list[int] = []  # the order of the first pass
         self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has begun anew
-        self._paused = self._open = self._has_backward = False
+        self._paused = self._open = self._has_backward = self._warned = False
         self._begun = False  # something was done, in this step, since gradients were zeroed
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
@@ -306,6 +307,8 @@ class Exchange:
                 "a second backward before optimizer.step(), when the gradients of the first have left for the "
                 f"store: do all but the last of them inside 'with optimizer.no_sync():'{or_else}"
             )
+        if index is not None:
+            self._warn_of_graph(index)
         self._before_pass()
         if self._plans is not None and self._planned_for != self._plans.look():
             self._plan()
@@ -322,6 +325,17 @@ class Exchange:
             if not self._trained[i]:  # it is in the plan because it was, and will be: nobody need wait for it
                 self._leave(self._progress.arrive(i))
         self._listen()
+
+    def _warn_of_graph(self, index: int) -> None:
+        """What comes back is no function of the weights to autograd: a penalty on it would be a constant."""
+        grad = self._tensors[index].grad
+        if not self._warned and grad is not None and grad.requires_grad:
+            self._warned = True
+            warn(
+                "backward(create_graph=True): the gradients that come back from other workers have no graph, so that "
+                "a loss made of p.grad does not train anything. Take torch.autograd.grad(loss, parameters, "
+                "create_graph=True) for it, and call backward() without create_graph"
+            )
 
     def _leave(self, full: list[int]) -> None:
         """Buckets are full."""

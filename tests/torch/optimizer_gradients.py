@@ -203,11 +203,12 @@ def gradients_that_others_hold(kv: kvmpi.KVStore) -> None:
     def backward(model: Any, ranks: Any, kept: bool) -> None:
         loss_of(model, [shard(0, rank) for rank in ranks]).backward(create_graph=kept)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a cycle of references
+    with warnings.catch_warnings(record=True) as caught:  # and torch's, of a cycle of references
+        warnings.simplefilter("always")
         model[0].weight.register_post_accumulate_grad_hook(lambda p: graphs.append((p.grad, p.grad.detach().clone())))
         backward(model, [kv.rank], True)
         backward(plain, range(kv.num_workers), True)
+    assert sum("have no graph" in str(warning.message) for warning in caught) == 1, caught
     ((graph, before),) = graphs
     assert graph.requires_grad, "the test is to be of a graph"
     assert torch.equal(graph, before), "a gradient that has a graph was changed"
