@@ -108,7 +108,8 @@ def _measure_here(
     (about,) = session.handle("about")
     labels = [name.label for name in names]
     if report is not None:
-        report.begin(world.size, labels, dict.fromkeys(labels, about["facts"]))
+        facts: dict[str, Any] = about["facts"]
+        report.begin(world.size, labels, dict.fromkeys(labels, facts))
     found = drive([_HereJob(session)], options.cases(args, world.size), report)
     session.finish()
     if report is not None:

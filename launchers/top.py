@@ -244,7 +244,7 @@ def _workers(picture: Picture, most_rows: int) -> Columns:
     workers = picture["workers"]
     if len(workers) > most_rows:  # who is in trouble, and who is slow
         workers = sorted(workers, key=lambda w: (w["state"] != "silent", -w["own_s_per_step"]))[:most_rows]
-    rows = []
+    rows: list[list[str | Text]] = []
     for w in workers:
         newest = [w["newest"].get(name) for name in curves]
         rows.append([
@@ -259,7 +259,7 @@ def _workers(picture: Picture, most_rows: int) -> Columns:
 
 def _servers(picture: Picture, most_rows: int) -> Columns:
     names = ["server", "state", "keys", "held", "requests/s", "GB/s", "updates", "queue", "memory", "waits for"]
-    rows = [
+    rows: list[list[str | Text]] = [
         [
             str(s["rank"]), _state(s), str(s["keys"]), volume(s["held_bytes"]), f"{s['requests_per_s']:.4g}",
             f"{s['bytes_per_s'] / 1e9:.3f}", str(s["rounds"]), str(s["queue"]), volume(s["resident_bytes"]),
