@@ -16,6 +16,7 @@ from kvmpi.errors import ConfigError
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _FLAGS = frozenset("bBdEIOPqsSuvx")
 _PYTHON = re.compile(r"python\d*(\.\d+)*")
+_NO_INPUT = "a program on standard input: workers have none, and would run nothing; write it to a file, and name that"
 
 
 class ProgramNotFoundError(ConfigError):
@@ -46,11 +47,13 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
 
     Raises:
         ProgramNotFoundError: nothing of that name can be run; the message names it.
-        ConfigError: there is no program at all.
+        ConfigError: there is no program at all, or it is to come by standard input.
     """
     if not words:
         raise ConfigError("no PROGRAM given; for example: kvmpi run -n 2 train.py")
     name, args = words[0], tuple(words[1:])
+    if name == "-":
+        raise ConfigError(_NO_INPUT)
     if name == "-m":
         if not args:
             raise ConfigError("-m needs the name of a module; for example: kvmpi run -n 2 -m package.train")
@@ -62,7 +65,9 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
         python = chosen
         count = _count_options(args)
         rest = args[count:]
-        if rest[:1] == ("-m",) or (rest and os.path.isfile(rest[0])) or (rest and rest[0].endswith(".py")):
+        if rest[:1] in ((), ("-",)):
+            raise ConfigError(_NO_INPUT)
+        if rest[:1] == ("-m",) or os.path.isfile(rest[0]) or rest[0].endswith(".py"):
             program = resolve(rest, python) if rest[0] == "-m" else _script(rest[0], rest[1:], python)
             return replace(program, interpreter=(python, *args[:count]))
         return Program((), (python,), args)
