@@ -52,6 +52,8 @@ def _run() -> None:
             _run_file(sys.argv[0])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not code & 0xFF:  # as ``os.system`` returns them; the system would make 0 of it
+            error.code = code = 1
         if code:
             sys.last_value = error  # exit handlers look there, to see how the program ended
         _failed(code & 0xFF)

@@ -160,6 +160,7 @@ def test_a_remark_of_mpirun_that_means_nothing_is_left_out(launch, write, tmp_pa
     ("how", "status", "text"),
     [
         ("sys.exit(3)", 3, "ended with exit status 3"),
+        ("sys.exit(os.system('false'))", 1, "ended with exit status 1"),
         ("raise ValueError('boo')", 1, "ValueError: boo"),
         ("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
@@ -183,6 +184,7 @@ def test_exit_status_is_that_of_the_worker_that_failed(launch, write, clients, h
     ("how", "status"),
     [
         ("sys.exit(3)", 3),  # others wait in MPI_Init for a rank that never comes
+        ("sys.exit(256)", 1),
         ("from mpi4py import MPI; raise ValueError('boo')", 1),  # and here in a barrier, while it would finalize
         ("from mpi4py import MPI; sys.exit(3)", 3),
         ("from mpi4py import MPI; os.kill(os.getpid(), 9)", 137),
