@@ -26,6 +26,8 @@ def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
 
 #: A system's clock ends somewhere: longer than a human life is for ever.
 MOST_SECONDS = 4e9
+#: A handshake takes a hundred bytes, and who is in the job some hundred for each process.
+LEAST_MESSAGE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,11 @@ class Config:
             raise ConfigError(
                 "KVMPI_SNAPSHOT_DIR (--snapshot-dir) needs KVMPI_SNAPSHOT_EVERY or KVMPI_SNAPSHOT_SECONDS "
                 "(--snapshot-every, --snapshot-seconds): how often?"
+            )
+        if self.max_message_bytes < LEAST_MESSAGE_BYTES:
+            raise ConfigError(
+                f"KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}: must be at least {LEAST_MESSAGE_BYTES}, for what "
+                "processes say to each other besides values"
             )
         if self.chunk_bytes > self.max_message_bytes:
             raise ConfigError(
