@@ -261,7 +261,7 @@ class Oracle:
         there = Counter(chunk.key for chunk in chunks)
         all_of = {chunk.key: chunk.num_chunks for chunk in chunks}
         for key in self._keys:
-            if key not in there and self._late.get(key, 0) > number:
+            if self._late.get(key, 0) > number:  # who resumes from it leaves out what is there of such a key
                 continue
             if there[key] != all_of.get(key, -1):
                 raise Violation(f"snapshot {number} lacks some of key {key!r}: {there[key]} chunks are there")
