@@ -408,10 +408,6 @@ class DistStore(Commanding):
 
     # ---- values from elsewhere
 
-    @property
-    def _is_first(self) -> bool:
-        return super()._is_first and self._ps is not None
-
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         saved = SavedKey(state.key, state.shape, state.dtype, 0)
         if self._is_first:

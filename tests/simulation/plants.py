@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -311,12 +310,13 @@ def _changes_the_rule_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Operation, "__init__", partialmethod(_begin_without_on_late, Operation.__init__))
+    real = Operation.__init__
 
+    def begin(self: Operation, *arguments: Any) -> None:
+        real(self, *arguments)
+        self.on_late = None
 
-def _begin_without_on_late(self: Operation, real: Any, *arguments: Any) -> None:
-    real(self, *arguments)
-    self.on_late = None
+    monkeypatch.setattr(Operation, "__init__", begin)
 
 
 #: By name: what plants it, and a pattern of the violation that has to be found.
