@@ -219,9 +219,13 @@ def test_who_comes_back_does_what_all_were_lost_before_and_nothing_that_is_done(
     assert come(1, 0, yes=True) == [(NOBODY, True)]
     assert come(0, 0) == [(0, False)]
     assert come(0, 0, yes=True) == [(0, True)]
-    for step, yes in ((1, False), (1, True), (2, False)):
-        assert come(0, step, yes=yes) == []
-        assert come(1, step) == [(0, yes)] * 2
+    for yes in (False, True):
+        assert come(0, 1, yes=yes) == []
+        assert come(1, 1) == [(0, yes)] * 2
+    lose_and_bring_back(1, 1)
+    assert come(1, 1) == [(NOBODY, False)], "client 0 has done it, and said so to client 1 that is lost"
+    assert come(0, 2) == []
+    assert come(1, 2) == [(0, False)] * 2
     # After step 2 both are lost before client 0 has done it.
     lose_and_bring_back(0, 2)
     lose_and_bring_back(1, 2)

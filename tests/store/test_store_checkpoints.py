@@ -183,6 +183,14 @@ def test_who_comes_back_before_anybody_has_pushed_goes_through_it_as_well(tmp_pa
     assert done.stdout.count("through") == 2, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("what", ["assign", "load"])
+def test_who_comes_back_after_some_steps_puts_nothing_back_that_was_there_before_the_first(tmp_path, what):
+    settings = {"on_client_loss": "shrink", "heartbeat_timeout_s": 2, "heartbeat_s": 0.2, "timeout_s": 60}
+    done = run_job("-n 1 -c 1 -s 1 --restart 1", PROGRAMS / "begins_again.py", what, tmp_path, settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as trained") == 1, done.stdout + done.stderr
+
+
 def test_a_chunk_without_an_update_is_saved_with_those_that_have_one():
     """Its client was lost in the middle of the first push."""
     half = np.array([1.5, -2.0], "f4").view("u4").__rshift__(16).astype("u2")  # bfloat16, exactly
