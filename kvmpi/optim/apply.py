@@ -121,6 +121,8 @@ def check_by_rows(rule: Rule | None) -> None:
         raise UnsupportedError(
             f"the rule {rule.name!r} must see a whole vector (it overrides apply): push dense arrays"
         )
+    if rule is not None and rule.replies_old:
+        raise UnsupportedError(f"the rule {rule.name!r} answers with the value that a push met: push dense arrays")
 
 
 def update_rows(

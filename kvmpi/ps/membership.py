@@ -63,7 +63,7 @@ class Membership:
     @property
     def is_over(self) -> bool:
         """Whether it is too late to come back: the last client to go has left in good order, so that all is done."""
-        return self.shrinks and next(reversed(self.gone.values()), "") == CLOSED
+        return self._on_loss == "shrink" and next(reversed(self.gone.values()), "") == CLOSED
 
     @property
     def shrinks(self) -> bool:

@@ -93,7 +93,14 @@ class Whole(Rule):
         stored -= pushed / np.linalg.norm(pushed)
 
 
-@pytest.mark.parametrize("rule", [optim.Elastic(alpha=0.5), optim.Outer(), Whole()], ids=repr)
+class AnswersOld(optim.Test):
+    """A rule that answers with what was there before."""
+
+    name = "answers old"
+    replies_old = True
+
+
+@pytest.mark.parametrize("rule", [optim.Elastic(alpha=0.5), optim.Outer(), Whole(), AnswersOld()], ids=repr)
 def test_rules_that_need_a_whole_vector_say_so(rule: Rule) -> None:
     value = stored("float32", 3)
     before = value.copy()

@@ -104,6 +104,7 @@ class Oracle:
             (client, key): _bits(1 + plan.pushes(key, self._resumed), plan.pushes(key, last_steps[client]))
             for client, key in pairs
         }
+        self._shift = dict.fromkeys(last_steps, 0)
         self.gone: set[int] = set()
         self.num_done = 0
         self._seen: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
@@ -130,14 +131,23 @@ class Oracle:
 
     def begin(self, client: int, key: Any, step: int) -> None:
         """A client pushes."""
-        self._begun[client, key] |= 1 << self._pushes(key, step)
+        self._begun[client, key] |= self._bit(client, key, step)
+
+    def begin_anew(self, client: int) -> None:
+        """A client that is in no rounds does all its steps again, which count as others."""
+        self._shift[client] += self._plan.steps
+
+    def _bit(self, client: int, key: Any, step: int) -> int:
+        return 1 << self._shift[client] + self._pushes(key, step)
 
     def note_done(self, client: int, key: Any, step: int) -> Callable[[Any], None]:
         """To be called with the push's Work when it is over."""
 
+        bit = self._bit(client, key, step)
+
         def note(work: Any) -> None:
             if work.error() is None:
-                self._done[client, key] |= 1 << self._pushes(key, step)
+                self._done[client, key] |= bit
                 self.num_done += 1
                 self._told.add(key)
 
@@ -183,6 +193,9 @@ class Oracle:
 
     def enter(self, client: int, step: int, position: int) -> None:
         """A client that was left out goes on after ``position``, and is in the rounds after ``step`` of all keys."""
+        self.gone.discard(client)
+        if not self._sync:
+            return
         furthest = max(
             (self._overall(key, at) for (other, key), begun in self._begun.items()
              for at in range(1, self._last_steps[other] + 1)
@@ -193,7 +206,6 @@ class Oracle:
             raise Violation(f"client {client} enters after step {step}, nobody has begun more than {furthest}")
         if position > step:
             raise Violation(f"client {client} goes on after step {position}, and enters after step {step}")
-        self.gone.discard(client)
         last = self._last_steps[client]
         for key in self._keys:
             pushes = [self._pushes(key, at) for at in range(1, last + 1) if self._overall(key, at) <= step]
@@ -222,7 +234,7 @@ class Oracle:
 
     def last_begun(self, client: int) -> int:
         """The last step of which a client has pushed anything."""
-        return max(self._begun[client, key].bit_length() - 1 for key in self._keys)
+        return max(self._begun[client, key].bit_length() - 1 - self._shift[client] for key in self._keys)
 
     def _bounds(self, client: int, key: Any, rounds: int) -> tuple[int, int]:
         """How often pushes of a client are in a value after so many synchronous rounds, at least and at most."""
@@ -337,11 +349,13 @@ class Oracle:
 
     def check_read(
         self, client: int, key: Any, value: np.ndarray, step: int, told: dict[tuple[int, Any], int], *,
-        later: bool = False,
+        later: bool = False, stale: bool = False, met: bool = False,
     ) -> None:  # fmt: skip
         """What a client reads after its ``step``-th push, and after anybody was ``told`` of the end of some pushes.
 
         It may be ``later`` than that: who has nothing more to push reads on, who repeats a step reads what is there.
+        One that was stopped may have a ``stale`` value, while another process in its place has pushed. What a push has
+        ``met`` is what was there before it.
         """
         where = f"client {client} reads {key!r} after step {step}"
         if not self._additive:
@@ -357,7 +371,7 @@ class Oracle:
         for other in range(self.num_clients) if found else ():
             counts = sorted({digits[other] for digits in found})
             if self._sync:
-                least, most = self._bounds(other, key, self._pushes(key, step))
+                least, most = self._bounds(other, key, self._pushes(key, step) - met)
                 most = self._weigh(key, self._begun[other, key]) if later else most
                 if counts[-1] > most or counts[0] < least:
                     raise Violation(
@@ -365,14 +379,16 @@ class Oracle:
                     )
                 continue
             before, before_most = self._from_snapshot(other, key)
-            most = before_most + self._begun[other, key].bit_count()
+            this = self._bit(client, key, step) if met and other == client else 0
+            most = before_most + (self._begun[other, key] & ~this).bit_count()
             if counts[0] < before + told.get((other, key), 0).bit_count():
                 known = told[other, key].bit_count()
                 raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
-            least = before + self._done[other, key].bit_count() if other == client else 0
+            own = self._done[other, key] & ~this if other == client and not stale else 0
+            least = before + own.bit_count() if own else 0
             if counts[0] < least or counts[-1] > most:
                 raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
-        if self._sync:
+        if self._sync or stale:
             return
         if any(sum(digits) < self._resumed_step * self.num_clients for digits in found):
             raise Violation(f"{where}: {elements} pushes, fewer than in the {self._resumed_step} steps before")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from kvmpi import optim
 
 MOST_CLIENTS = 4
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
+
+
+@optim.register
+@dataclass(frozen=True)
+class AnswersMet(optim.Test):
+    """Adds up what is pushed, and answers with what was there before."""
+
+    name: ClassVar[str] = "answers met"
+    replies_old: ClassVar[bool] = True
 
 
 class Plan:
@@ -22,6 +32,8 @@ class Plan:
         steps, last_step: how many there are; some clients have fewer.
         slow: clients that pause in each step.
         rule: "test" adds up what is pushed.
+        answers_met: whether a fused push brings back what was there before.
+        lands: whether programs go on when servers have taken a push, whose value comes in its own time.
         seldom: keys that are pushed in every n-th step only, from which on, or never.
         phases: the order of keys in a step, where one group is over before the next begins.
         one_by_one: whether each key has an init of its own.
@@ -35,6 +47,8 @@ class Plan:
         hurries: whether operations have too little time, now and then.
         meets: whether clients meet after some steps, which is where one that was away has missed barriers.
         meets_again: whether its program meets all of them again, or skips those of steps that are done.
+        anew: whether a client that is back where there are no rounds does all its steps again, the
+            first time.
     """
 
     def __init__(
@@ -48,6 +62,8 @@ class Plan:
         # With rounds all would be slow.
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
+        self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
+        self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
         self.seldom, self.phases = self._choose_seldom() if mode == "sync" else ({}, [[*KEYS]])
         self.one_by_one = random.Random(f"{seed} one by one").random() < 0.5
         late = random.Random(f"{seed} late")
@@ -62,6 +78,7 @@ class Plan:
         self.hurries = random.Random(f"{seed} hurry").random() < 0.25
         meets = random.Random(f"{seed} barriers")
         self.meets, self.meets_again = mode == "sync" and meets.random() < 0.6, meets.random() < 0.4
+        self.anew = mode == "async" and random.Random(f"{seed} anew").random() < 0.5
         saves = random.Random(f"{seed} saves")
         may_save = self.meets and policy != "wait" and saves.random() < 0.8
         self.saves = {step for step in (0, *range(1, steps, 2)) if may_save and saves.random() < 0.5}
@@ -91,7 +108,9 @@ class Plan:
     def rule_at(self, step: int) -> optim.Rule:
         """The rule of the pushes of a step; of step 0, the one that programs begin with."""
         factor = 2.0 if self.doubles_from is not None and step >= self.doubles_from else 1.0
-        return optim.Test(lr=-factor) if self.rule == "test" else optim.Adam(lr=0.1 * factor)
+        if self.rule == "adam":
+            return optim.Adam(lr=0.1 * factor)
+        return AnswersMet(lr=-factor) if self.answers_met else optim.Test(lr=-factor)
 
     def saves_before(self, step: int) -> int:
         """How many steps before this one are followed by such an exchange."""

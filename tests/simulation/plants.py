@@ -319,6 +319,32 @@ def _forgets_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Operation, "__init__", begin)
 
 
+def _begins_anew_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "is_over", False)
+
+
+def _answers_a_repetition_with_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a push without rounds is to be answered with what it has met."""
+    real = Shard._answer_again
+
+    def answer_again(self: Shard, client: int, slot: Slot, *rest: Any) -> Any:
+        slot.met_by.pop(client, None)
+        return real(self, client, slot, *rest)
+
+    monkeypatch.setattr(Shard, "_answer_again", answer_again)
+
+
+def _gives_memory_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When servers have taken the first chunk of a push."""
+    real = ClientSession._count_accepted
+
+    def count_accepted(operation: Operation) -> None:
+        operation.unaccepted = min(operation.unaccepted, 1)
+        real(operation)
+
+    monkeypatch.setattr(ClientSession, "_count_accepted", staticmethod(count_accepted))
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -353,6 +379,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "done again": (_does_again_what_is_done, "was put back last"),
     "rule of another round": (_changes_the_rule_too_late, "pushes"),
     "late push forgotten": (_forgets_what_is_late, "still waiting|comes after|rounds hold"),
+    "store begun anew": (_begins_anew_what_is_over, "must be there|goes back"),
+    "answer of a repetition": (_answers_a_repetition_with_what_is_there_by_then, "pushes"),
+    "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),

@@ -18,6 +18,7 @@ from kvmpi.errors import KVError, KVTimeoutError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows
 from kvmpi.ps.client import PsClient, SavedChunk
+from kvmpi.ps.landing import Landing
 from kvmpi.ps.participant import GOODBYE_S
 from kvmpi.ps.steps import Turn
 from kvmpi.store.checkpoint import SavedKey
@@ -72,7 +73,10 @@ class Programs:
         first = 1 + ps.resumed_step + ps.position
         yield from self._look_around(ps, rank, incarnation, entered, first)
         if not self._sync and incarnation > 1:
-            first = 1 + self._oracle.last_begun(rank)
+            self._network.faults.count("return without rounds")
+            if plan.anew and incarnation == 2:
+                self._oracle.begin_anew(rank)
+            first = max(first, 1 + self._oracle.last_begun(rank))
         for step in range(1, first) if plan.meets_again else ():
             yield from self._meet(ps, rank, (step, 0))
         on_way: dict[Any, Work] = {}
@@ -118,7 +122,8 @@ class Programs:
             if plan.seldom:
                 count("seldom return to others")
             self._oracle.enter(rank, entered, first - 1)
-            self._meetings.skip(rank, entered)
+            if self._sync:
+                self._meetings.skip(rank, entered)
             yield from self._read_all(ps, rank, first - 1, later=True)
         elif self._sync and self._policy == "wait" and follows:
             self._oracle.check_position(rank, first - 1, waits=not (plan.loose and plan.seldom))
@@ -132,7 +137,7 @@ class Programs:
         plan, deadline = self._plan, self._cluster.deadline
         last, steps = plan.last_step[rank], plan.steps
         self.leaving.add(rank)
-        while not self._sync and len(self.leaving) < len(plan.last_step):
+        while not self._sync and len(self.leaving | self._oracle.gone) < len(plan.last_step):
             # What a slow one pushes meanwhile must be there, whichever server answers.
             yield [self._network.pause(self._network.random.uniform(0.0, 0.3))]
             yield from self._read_all(ps, rank, last)
@@ -224,7 +229,7 @@ class Programs:
         told = self._oracle.told()
         yield from self._pull(ps, outs, by_rows=lambda key: (_NUMBERS[key] + step) % 2 == 0)
         for key, out in outs.items():
-            self._oracle.check_read(rank, key, out, step, told, **how)
+            self._oracle.check_read(rank, key, out, step, told, stale=self._is_stale(ps), **how)
 
     def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], *, by_rows: Callable[[Any], bool]) -> Program:
         def start(key: Any, deadline: Any) -> Work:
@@ -264,17 +269,35 @@ class Programs:
         turn.kept = True
         return turn
 
+    def _push_ahead(
+        self, ps: PsClient, key: Any, value: np.ndarray, landing: Landing, deadline: Any, kept: set[Any]
+    ) -> Work:
+        """Push; when servers have taken it, its memory is free, and it is not made again."""
+        turn, works = ps.next_pushes([key])[key], list[Work]()
+
+        def take() -> None:
+            if not works or works[0].error() is None:
+                self._network.faults.count("taken")
+                turn.kept, value[:] = True, np.nan
+                kept.add(key)
+
+        works.append(ps.push_ahead(key, value, landing, deadline, -_NUMBERS[key], take, turn))
+        return works[0]
+
     def _exchange_keys(
         self, ps: PsClient, rank: int, step: int, keys: list[Any], entered: int, *, repeats: bool
     ) -> Program:
         """Pushpull, or push and then pull; of the whole value, or of all its rows."""
+        plan = self._plan
         values = {key: _PUSHED[rank, key].copy() for key in keys}
         outs = {key: _UNFILLED[key].copy() for key in keys}
         fused = {key for key in keys if (_NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
         # Other clients push all of it in the same round.
-        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0}
-        kept = {key for key in keys if key not in fused and self._plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
+        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0 and not plan.answers_met}
+        landing = {key: Landing(_UNFILLED[key].copy()) for key in fused - by_rows if plan.lands}
+        kept = {key for key in keys if key not in fused and plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
         arriving: dict[Any, ArrivingRows] = {}
+        works: dict[Any, Work] = {}
 
         def start(key: Any, deadline: Any) -> Work:
             priority, value = -_NUMBERS[key], values[key]
@@ -283,15 +306,17 @@ class Programs:
                 changed = arriving[key] = ArrivingRows(ps.rows_of(key)) if key in fused else None
                 rows = Rows(np.arange(value.size), value.reshape(-1, 1))
                 work = ps.push_rows(key, rows, deadline, priority, changed, turn)
+            elif key in landing:
+                work = self._push_ahead(ps, key, value, landing[key], deadline, kept)
             elif key in fused:
                 work = ps.pushpull(key, value, outs[key], deadline, priority, turn)
             else:
                 work = ps.push(key, value, deadline, priority, turn)
-            return self._noted(work, rank, step, key, entered)
+            works[key] = self._noted(work, rank, step, key, entered)
+            return works[key]
 
         deadline = self._deadline()
-        works = {key: start(key, deadline) for key in keys}
-        yield from self._end_of(works.values())
+        yield from self._end_of([start(key, deadline) for key in keys])
         yield from self._insist([partial(start, key) for key in keys if works[key].error() and key not in kept])
         for key, value in values.items():
             if works[key].error() is None or key not in kept:
@@ -299,7 +324,18 @@ class Programs:
         for key, changed in arriving.items():
             if changed is not None:
                 outs[key][changed.rows().ids] = changed.rows().values[:, 0]
+        for key, landed in landing.items():
+            if works[key].error() is None:
+                landed.copy_to(outs[key], last=True)
+            else:
+                fused.remove(key)
         told = self._oracle.told()
         yield from self._pull(ps, {key: outs[key] for key in keys if key not in fused}, by_rows=by_rows.__contains__)
         for key in keys:
-            self._oracle.check_read(rank, key, outs[key], step, {} if key in fused else told, later=repeats)
+            known, stale = {} if key in fused else told, self._is_stale(ps)
+            met = plan.answers_met and key in fused
+            self._oracle.check_read(rank, key, outs[key], step, known, later=repeats, stale=stale, met=met)
+
+    def _is_stale(self, ps: PsClient) -> bool:
+        """Whether another process has taken, or is to take, the place of this one, which does not know that yet."""
+        return not self._is_newest(*ps._link._who)

@@ -179,7 +179,7 @@ class Job:
 
     def _may_lose(self, rank: int) -> bool:
         """Whether the job has to survive the end of a client's process."""
-        if self.policy == "fail" or rank in self.oracle.gone or self.mode == "async":
+        if self.policy == "fail" or rank in self.oracle.gone:
             return False
         if rank in (self._programs.closing if self.policy == "wait" else self._programs.leaving):
             return False
