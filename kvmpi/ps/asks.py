@@ -31,20 +31,21 @@ class Operation:
         on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
         on_late: called once with the error, when the time is over; whether the requests go on nevertheless, for nobody
             who waits for them. Values that they bring are dropped then.
-        after: its requests leave when that one is over.
+        after: its requests leave when all of these are over.
     """
 
-    __slots__ = ("after", "asks", "error", "expires_s", "finished", "followers", "is_late", "label", "on_accepted",
-                 "on_done", "on_late", "pending", "priority", "retry_s", "timeout_s", "unaccepted")  # fmt: skip
+    __slots__ = ("after", "asks", "error", "expires_s", "finished", "followers", "is_late", "label", "num_awaited",
+                 "on_accepted", "on_done", "on_late", "pending", "priority", "retry_s", "timeout_s", "unaccepted")  # fmt: skip
 
     def __init__(
         self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
         on_accepted: Callable[[], None] | None = None, on_late: Callable[[KVError], bool] | None = None,
-        after: Operation | None = None,
+        after: Sequence[Operation] = (),
     ) -> None:  # fmt: skip
         self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
         self.on_accepted, self.on_late, self.after = on_accepted, on_late, after
         self.followers: list[Operation] = []
+        self.num_awaited = 0
         self.asks: Sequence[Ask] = ()
         self.pending = self.unaccepted = self.priority = 0
         self.retry_s = timeout_s

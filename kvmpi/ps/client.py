@@ -20,7 +20,7 @@ from kvmpi.errors import KVError, ProtocolError
 from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
-from kvmpi.ps.asks import SCHEDULER, Ask
+from kvmpi.ps.asks import SCHEDULER, Ask, Operation
 from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.layout import KeyLayout
@@ -491,6 +491,9 @@ class PsClient(Participant):
 
     def _furthest_step(self) -> int:
         return max((layout.steps for layout in self._layouts.values()), default=0)
+
+    def _under_way(self) -> list[Operation]:
+        return [operation for layout in self._layouts.values() for operation in [*layout.pushes]]
 
     def _staleness(self, key: Key) -> int:
         return self._layouts[key].staleness

@@ -70,6 +70,10 @@ class Participant(ABC):
     def _furthest_step(self) -> int:
         """Pushes of the key that has most of them."""
 
+    @abstractmethod
+    def _under_way(self) -> list[Operation]:
+        """Pushes that are not over."""
+
     @property
     @abstractmethod
     def position(self) -> int:
@@ -197,11 +201,11 @@ class Participant(ABC):
     def finish(self, deadline: Deadline) -> Work:
         """This client pushes nothing further; done when rounds and barriers go on without it.
 
-        To be called when no push is under way.
+        To be called when no push is under way but those that are late, which have to come first.
         """
         asks = [about(part, m.Finish, (part,)) for part in range(self._num_parts)]
         asks.append(Ask(SCHEDULER, m.Finish, ()))
-        return self._start(f"join on client {self._client}", asks, deadline)
+        return self._start(f"join on client {self._client}", asks, deadline, after=self._under_way())
 
     @property
     def _is_waited_for(self) -> bool:
@@ -282,6 +286,7 @@ class Participant(ABC):
         self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
         settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
         goes_on: Callable[[], bool] | None = None, behind: list[Operation] | None = None,
+        after: Sequence[Operation] = (),
     ) -> Work:  # fmt: skip
         """Submit ``asks``.
 
@@ -289,6 +294,7 @@ class Participant(ABC):
             settle: runs before anyone learns of the end: a waiter may go on to the next step.
             goes_on: asked when the time is over, of which the waiter learns: whether the requests go on all the same.
             behind: operations that are under way, behind which this one takes its place.
+            after: others that have to be over before its requests leave.
         """
         work = Work(label)
         started_s = time.perf_counter()
@@ -315,8 +321,8 @@ class Participant(ABC):
             return True
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        before = next(reversed([*behind]), None) if behind else None  # they end in another thread
-        operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, before)
+        after = [*after, *[*(behind or ())][-1:]]  # they end in another thread
+        operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, after)
         if behind is not None:
             behind.append(operation)
         self._link.submit(operation, asks, priority)

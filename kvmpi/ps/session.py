@@ -102,9 +102,11 @@ class ClientSession:
         if why is not None:
             self._cancel(operation, _lost_error(operation, why))
             return
-        before, operation.after = operation.after, None
-        if before is not None and not before.finished:
+        awaited, operation.after = [before for before in operation.after if not before.finished], ()
+        operation.num_awaited = len(awaited)
+        for before in awaited:
             before.followers.append(operation)
+        if awaited:
             for ask in asks:
                 self._aim(ask)
             return
@@ -486,7 +488,8 @@ class ClientSession:
             operation.asks, operation.on_done, operation.on_accepted, operation.on_late = (), _nothing, None, None
             followers, operation.followers = operation.followers, []
             for follower in followers:
-                if not follower.finished:
+                follower.num_awaited -= 1
+                if not (follower.num_awaited or follower.finished):
                     self._begin(follower)
 
     @staticmethod

@@ -250,3 +250,36 @@ def test_a_push_that_is_kept_is_made_though_its_time_is_over(mode: str) -> None:
 
     network.run({"client 0": program()}, 60.0)
     np.testing.assert_array_equal(out, _sum_up_to(4, 1, 4))
+
+
+def test_a_client_joins_behind_its_late_pushes() -> None:
+    """Else rounds would go on without what its program has pushed before."""
+    network = Network(1, Faults())
+    cluster = Cluster(Config(num_workers=2, num_clients=2, num_servers=1, retry_s=0.7), network, "sync")
+    out = np.empty(KEYS[4], "f4")
+
+    def joins(ps: PsClient) -> Program:
+        yield from joined(ps, cluster, 1, optim.Test(lr=-1.0))
+        network.cut.add(("client 1", "server 0"))
+        for step in (1, 2):
+            turn = ps.next_pushes([4])[4]
+            turn.kept = True
+            work = ps.push(4, pushed(4, 1, step), cluster.deadline(1.0), turn=turn)
+            yield [network.pause(1.5)]
+            assert isinstance(work.error(), KVTimeoutError)
+        in_vain = ps.finish(cluster.deadline(1.0))
+        yield [network.pause(1.5)]
+        assert isinstance(in_vain.error(), KVTimeoutError)
+        network.cut.clear()
+        yield [ps.finish(cluster.deadline())]
+
+    def goes_on(ps: PsClient) -> Program:
+        yield from joined(ps, cluster, 0, optim.Test(lr=-1.0))
+        for step in (1, 2, 3):
+            yield [ps.push(4, pushed(4, 0, step), cluster.deadline())]
+        yield [ps.pull(4, out, cluster.deadline())]
+
+    network.run({"client 0": goes_on(cluster.client(0, 2)), "client 1": joins(cluster.client(1, 2))}, 60.0)
+    assert network.faults.fired["cut"] > 0
+    expected = _sum_up_to(4, 2, 2) + pushed(4, 0, 3)
+    np.testing.assert_array_equal(out, expected)

@@ -239,7 +239,7 @@ def test_a_deadline_frees_the_window_and_what_was_queued_never_leaves() -> None:
 def test_requests_that_go_on_behind_their_deadline_all_leave_and_hold_back_those_behind_them() -> None:
     bench, late, taken = Bench(10), list[KVError](), list[Message]()
 
-    def start(label: str, *asks: Ask, after: Operation | None = None, timeout_s: float = 100.0) -> Operation:
+    def start(label: str, *asks: Ask, after: tuple[Operation, ...] = (), timeout_s: float = 100.0) -> Operation:
         def on_done(error: KVError | None) -> None:
             assert label not in bench.ended
             bench.ended[label] = error
@@ -254,8 +254,8 @@ def test_requests_that_go_on_behind_their_deadline_all_leave_and_hold_back_those
     bench.after(6.0)
     assert [type(error) for error in late] == [KVTimeoutError]
     assert bench.ended == {}
-    second = start("second", push(0, 10, "second"), after=first, timeout_s=5.0)
-    start("third", push(0, 10, "third"), after=second)
+    second = start("second", push(0, 10, "second"), after=(first,), timeout_s=5.0)
+    start("third", push(0, 10, "third"), after=(first, second))
     bench.after(6.0)
     assert len(late) == 2
     assert "first" not in bench.ended

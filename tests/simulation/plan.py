@@ -30,6 +30,7 @@ class Plan:
         resumed: the step that the job goes on from.
     Attributes:
         steps, last_step: how many there are; some clients have fewer.
+        leaves_early: whether those with fewer steps leave then, where others go on without them.
         slow: clients that pause in each step.
         rule: "test" adds up what is pushed.
         answers_met: whether a fused push brings back what was there before.
@@ -59,6 +60,7 @@ class Plan:
         for client in range(1, num_clients):
             if choose.random() < 0.2:
                 self.last_step[client] = choose.randrange(1, steps + 1)
+        self.leaves_early = policy == "shrink" and random.Random(f"{seed} leave").random() < 0.5
         # With rounds all would be slow.
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"

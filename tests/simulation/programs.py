@@ -134,9 +134,14 @@ class Programs:
 
     def _end(self, ps: PsClient, rank: int) -> Program:
         """When it has done its steps."""
-        plan, deadline = self._plan, self._cluster.deadline
+        plan = self._plan
         last, steps = plan.last_step[rank], plan.steps
         self.leaving.add(rank)
+        if last < steps and plan.leaves_early:
+            self._network.faults.count("leave early")
+            self._meetings.finished.add(rank)
+            yield from self._leave(ps)
+            return
         while not self._sync and len(self.leaving | self._oracle.gone) < len(plan.last_step):
             # What a slow one pushes meanwhile must be there, whichever server answers.
             yield [self._network.pause(self._network.random.uniform(0.0, 0.3))]
@@ -149,9 +154,13 @@ class Programs:
         yield from self._read_all(ps, rank, last, later=True)
         yield from self._meet(ps, rank, (steps, 2))
         self.closing.add(rank)
+        yield from self._leave(ps)
+
+    def _leave(self, ps: PsClient) -> Program:
+        """As PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone."""
         ps._link.stop_heartbeats()
-        try:  # as PsClient.close, which gives up soon: nobody tells a client without heartbeats that a server is gone
-            yield [ps.leave(deadline(GOODBYE_S))]
+        try:
+            yield [ps.leave(self._cluster.deadline(GOODBYE_S))]
         except KVError:
             pass
 
