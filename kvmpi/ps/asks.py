@@ -35,7 +35,8 @@ class Operation:
     """
 
     __slots__ = ("after", "asks", "error", "expires_s", "finished", "followers", "is_late", "label", "num_awaited",
-                 "on_accepted", "on_done", "on_late", "pending", "priority", "retry_s", "timeout_s", "unaccepted")  # fmt: skip
+                 "on_accepted", "on_done", "on_late", "pending", "priority", "retry_s", "timeout_s",
+                 "unaccepted")  # fmt: skip
 
     def __init__(
         self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
