@@ -4,69 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
-from kvmpi.torch import buckets
+from kvmpi.torch import buckets, ownership
 from kvmpi.torch.gradients import Bucket
+from kvmpi.torch.learning import Learner
 from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.ownership import Hooks
 from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
 from kvmpi.torch.plans import Plans
 from kvmpi.torch.weights import Weights
 from kvmpi.warning import warn
 
-#: How many passes are through when one is timed: not the first, which is slow, and again when buckets leave in the
-#: order that was found, since that changes what they wait for. So many passes later the order is planned.
-_TIMED, _PLANNED_AFTER = (1, 4, 7), 2
 #: Workers tell each other where they are modulo this: their sums are exact, and who goes astray is not so far off.
 _PLACES = 61
-#: All that have hooks on parameters, which the garbage collector does not look into: those whose stores are closed
-#: would keep models and gradients for ever, and fail where a model is trained with another store.
-_hooked: set[Exchange] = set()
-#: By parameter: what exchanges its gradients, the last that was made.
-_exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()
 #: Larger tensors are scaled while they are copied, in one pass over memory.
 _SMALL_COUNT = 1 << 14
 _NOTHING = contextlib.nullcontext()
-
-
-class _Timing:
-    """When the buckets of one pass were full, and how long each was under way; for ``buckets.schedule``."""
-
-    def __init__(self, count: int) -> None:
-        self._began_s = time.perf_counter()
-        self._full_s, self._sent_s, self._done_s = ([0.0] * count for _ in range(3))
-        self.order: list[int] = []
-
-    def filled(self, number: int) -> None:
-        self._full_s[number] = time.perf_counter() - self._began_s
-
-    def sent(self, number: int, works: Iterable[Work | None]) -> None:
-        self.order.append(number)
-        self._sent_s[number] = time.perf_counter() - self._began_s
-        for work in works:
-            if work is not None:
-                work.add_done_callback(lambda _: self._done(number))
-
-    def _done(self, number: int) -> None:
-        self._done_s[number] = time.perf_counter() - self._began_s
-
-    def schedule(self) -> list[int]:
-        """The order in which buckets should leave, once all that left in this pass are back."""
-        cost_s, before_s = [0.0] * len(self.order), 0.0
-        for number in self.order:
-            cost_s[number] = max(0.0, self._done_s[number] - max(before_s, self._sent_s[number]))
-            before_s = max(before_s, self._done_s[number])
-        return buckets.schedule(self._full_s, cost_s)
 
 
 @methods_not_compiled
@@ -99,11 +59,9 @@ class Exchange:
         self._scale, self._average, self._before_pass = scale, average, before_pass
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
-        self._hooks: dict[int, Any] = {}
-        self._taken_over: str | None = None  # the parameter that another one was made for
+        self._hooks: Hooks | None = None
         #: What hooks take their gradients out of, if there is nothing else to do for them.
         self._listening: dict[int, set[int]] = {}
-        self._seen: list[int] = []  # the order of the first pass
         self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has begun anew
         self._paused = self._open = self._has_backward = self._warned = False
         self._begun = False  # something was done, in this step, since gradients were zeroed
@@ -111,9 +69,6 @@ class Exchange:
         self._flying: list[Work] = []  # sums that come back
         self._left_as: list[tuple[Bucket, dict[int, int]]] = []  # their gradients, where a backward pass goes on
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
-        self._passes = 0  # that are through, up to those after which there is nothing to plan
-        self._leaving: list[int] | None = None  # the order in which buckets leave, if it is not that of the plan
-        self._timing: _Timing | None = None
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
         self._are_sums = False  # and no backward pass has added to them since, or the loop begun anew with them
@@ -126,17 +81,14 @@ class Exchange:
         self._gone: set[int] = set()  # and of those that have left
         self._unused: list[int] = []  # what no worker had in the last pass, where gradients come back
         self._value_key: int | None = None
-        self._order = buckets.complete_order((), len(self._tensors))
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._progress = buckets.Progress(())
         self._plans: Plans | None = None
-        self._planners: KVStore | None = None
-        for other in [other for other in _hooked if other._kv is not None and other._kv.closed]:
-            other.close()
+        ownership.remove_unused()
         if kv is None:
+            self._learner = Learner(None, len(self._tensors), times=False)
             return
-        _hooked.add(self)
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
         # A client of one worker pushes when it likes, and only what it has.
@@ -148,38 +100,28 @@ class Exchange:
         if weights is None:
             kv.init(self._all_used_key, self._all_used)
         # Who plans alike: where gradients come back all workers, since buckets are keys; else those that call together.
+        planners: KVStore | None = None
         if (kv.num_workers if weights is None else kv.mpi_size) > 1:
-            self._planners = kv if weights is None else kv.client
-            self._order_key = next_key(self._planners)
-            self._planners.init(self._order_key, torch.zeros(len(self._tensors), dtype=torch.int64))
-        self._listen_to_all()
+            planners = kv if weights is None else kv.client
+        self._learner = Learner(planners, len(self._tensors), times=weights is not None)
+        self._hooks = Hooks(kv, params, self._hook)
         self._plans = Plans(kv, params, weights, bucket_bytes)
         self._plan()
 
     def close(self) -> None:
         """Leave the parameters alone from here on."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        _hooked.discard(self)
-
-    def _give_way(self, tensor: torch.Tensor) -> None:
-        """Another one exchanges the gradients of ``tensor`` from now on, and nothing is left for this one."""
-        self._taken_over = next(n for n, p in zip(self._params.names, self._tensors, strict=True) if p is tensor)
-        self.close()
+        if self._hooks is not None:
+            self._hooks.remove()
 
     def check_own(self) -> None:
         """Raise if another optimizer exchanges these gradients, so that this one would do it a second time."""
-        if self._taken_over is not None:
-            raise KVError(
-                f"another DistributedOptimizer was made for {self._taken_over} since, and exchanges its gradients: of "
-                "several for one parameter only the last can be used; detach() the others, and make them anew"
-            )
+        if self._hooks is not None:
+            self._hooks.check_own()
 
     @property
     def order(self) -> list[int]:
         """In which gradients come, as far as that is known."""
-        return self._order
+        return self._learner.order
 
     # ---- the plan
 
@@ -187,32 +129,17 @@ class Exchange:
         """Take buckets for what requires a gradient now; all workers do so at the same point of their programs."""
         if self._plans is None:
             return
-        found, self._planned_for = self._plans.find(self._order), self._plans.look()
+        found, self._planned_for = self._plans.find(self._learner.order), self._plans.look()
         self._trained = [p.requires_grad for p in self._tensors]
         if found == self._buckets:
             return
         for bucket in self._buckets:
             bucket.forget()
         self._buckets = found
-        self._leaving = self._timing = None
+        self._learner.forget()
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
-
-    def _listen_to_all(self) -> None:
-        """Put hooks on parameters, also on those that are frozen: where all others are one day, these begin a pass."""
-        for i, tensor in enumerate(self._tensors):
-            frozen = not tensor.requires_grad
-            if frozen and (tensor.is_inference() or not (tensor.is_floating_point() or tensor.is_complex())):
-                continue  # what can never be trained
-            other = _exchanges.get(tensor, lambda: None)()
-            if other is not None and other in _hooked:  # else its optimizer has let go of it
-                other._give_way(tensor)
-            _exchanges[tensor] = weakref.ref(self)
-            tensor.requires_grad_(True)  # for a moment: torch takes no hooks for others, and keeps them
-            self._hooks[i] = tensor.register_post_accumulate_grad_hook(self._hook(i))
-            if frozen:
-                tensor.requires_grad_(False)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         @not_compiled
@@ -229,35 +156,8 @@ class Exchange:
 
     def _listen(self) -> None:
         """Whether hooks do no more than to take their gradients out of what is missing."""
-        usual = self._open and not self._paused and self._passes and self._timing is None
+        usual = self._open and not self._paused and self._learner.passes and not self._learner.is_timing
         self._listening = self._progress.missing if usual else {}
-
-    def _learn(self) -> None:
-        """Plan by what has been seen, at the end of a pass; all that plan alike do so in the same passes."""
-        self._passes += 1
-        if self._passes == 1:
-            order = self._agreed(buckets.complete_order(self._seen, len(self._tensors)))
-            self._seen.clear()
-            if order and order != self._order:
-                self._order = order
-                self._plan()
-        elif self._passes - _PLANNED_AFTER in _TIMED and self._weights is not None:
-            # Only where the plan has stayed is there a whole pass to go by; the first says so to all.
-            whole = self._timing is not None and len(self._timing.order) == len(self._buckets)
-            found = self._agreed(self._timing.schedule() if self._timing is not None and whole else [])
-            if sorted(found) == list(range(len(self._buckets))):
-                self._leaving = found
-            self._timing = None
-
-    def _agreed(self, order: list[int]) -> list[int]:
-        """What the first of those that plan alike has found; nothing if it has joined."""
-        if self._planners is None:
-            return order
-        told = torch.zeros(len(self._tensors), dtype=torch.int64)
-        if self._planners.rank == 0:
-            told[: len(order)] = torch.tensor(order, dtype=torch.int64) + 1
-        summing(self._planners)(self._order_key, told)
-        return [number - 1 for number in told.tolist() if number]
 
     # ---- a pass
 
@@ -284,9 +184,7 @@ class Exchange:
                     "backward before this one has failed; where you catch that, call "
                     "optimizer.synchronize(broken=True), and then step()"
                 )
-            self._note_filled(index)
-            if not self._passes:
-                self._seen.append(index)
+            self._learner.arrived(index, self._number_of[index])
             self._leave(self._progress.arrive(index))
 
     def _begin(self, index: int | None) -> None:
@@ -312,9 +210,8 @@ class Exchange:
         self._before_pass()
         if self._plans is not None and self._planned_for != self._plans.look():
             self._plan()
-        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._leaving)
-        if self._passes in _TIMED and self._weights is not None:
-            self._timing = _Timing(len(self._buckets))
+        self._progress = buckets.Progress([bucket.indices for bucket in self._buckets], self._learner.leaving)
+        self._learner.begin(len(self._buckets))
         self._used = [0.0] * len(self._tensors)
         self._sent, self._held, self._flying, self._left_as = [], [], [], []
         self.release()
@@ -412,10 +309,6 @@ class Exchange:
             for bucket in self._buckets:
                 bucket.keep()
 
-    def _note_filled(self, index: int) -> None:
-        if self._timing is not None and self._passes in _TIMED:
-            self._timing.filled(self._number_of[index])  # the last of a bucket's is what counts
-
     def _send(self, numbers: Sequence[int]) -> None:
         """These buckets leave, in this order."""
         if self._weights is not None:
@@ -456,18 +349,16 @@ class Exchange:
             bucket.indices, arrays, number, reduced=False, changed=lambda: bucket.block_version() != version
         )
         self._sent.append(bucket)
-        if self._timing is not None and self._passes in _TIMED:
-            self._timing.sent(number, works)
+        self._learner.sent(number, works)
 
     def finish(self) -> None:
         """End the pass, or make one if there was none: everything leaves; where gradients come back, they are there."""
         with self._lock, torch.no_grad():
             if not self._open:
                 self._begin(None)
-            if self._timing is not None:
-                for number in range(len(self._buckets)):
-                    for i in self._progress.absent(number):
-                        self._note_filled(i)
+            for number in range(len(self._buckets)) if self._learner.is_timing else ():
+                if self._progress.absent(number):
+                    self._learner.filled(number)
             self._send([*self._held, *self._progress.finish()])
             self._open, self.fresh, self._are_sums = False, True, self._weights is None
             self._in_closure = False
@@ -478,8 +369,8 @@ class Exchange:
                 self._receive()
             if self.norms is not None:
                 self.norms.finish()
-            if self._passes < _TIMED[-1] + _PLANNED_AFTER:
-                self._learn()
+            if not self._learner.knows_all and self._learner.end(len(self._buckets)):
+                self._plan()
 
     def _receive(self) -> None:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
@@ -591,7 +482,7 @@ class Exchange:
         """No pass will follow: take part in the first one, if there was none, since the others plan after it."""
         if self.norms is not None:
             self.norms.leave()
-        if self._weights is None and not self._passes:
+        if self._weights is None and not self._learner.passes:
             self.finish()
 
     @property
