@@ -18,6 +18,9 @@ from kvmpi.wire import as_array
 
 Buffer = npt.NDArray[Any]
 
+#: Of what messages call a codec. Other servers are told of it, with more beside it than there was in the push.
+_MAX_TEXT = 100
+
 
 class Codec(ABC):
     """Encodes chunks on the master and decodes them on the server.
@@ -108,6 +111,10 @@ def get(text: str) -> Codec:
         UnsupportedError: no such codec.
         ConfigError: its parameter makes no sense.
     """
+    if len(text) > _MAX_TEXT:
+        raise UnsupportedError(
+            f"gradient compression {text[:_MAX_TEXT]!r}...: {len(text)} characters, no codec has more than {_MAX_TEXT}"
+        )
     name, colon, threshold = text.partition(":")
     if not colon:
         return of({"type": name})

@@ -263,6 +263,18 @@ def test_what_could_not_be_handed_on_to_other_servers_is_refused(kind: Any, fiel
     pushes_still_work(machine)
 
 
+def test_a_codec_is_not_of_any_length() -> None:
+    """An asynchronous push is logged with what its codec is called, and its header may be as long as that of a log."""
+    machine = Machine("async", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(optim.Test(lr=-1.0))
+    seq, codec = machine.state.parts[0].seq, "2bit:0.5".ljust(len(LONG), "0")
+    error = machine.error(machine.push(0, "k", 1, b"12", codec=codec))
+    assert isinstance(error, UnsupportedError)
+    assert machine.state.parts[0].seq == seq
+    assert machine.ok(machine.push(0, "k", 1, b"12", codec="2bit:0.5"))
+
+
 def test_a_server_that_is_alone_has_nobody_to_tell_which_chunks_are_ahead() -> None:
     machine = Machine("sync", 2)
     machine.rule(optim.SGD(lr=1.0))
