@@ -42,6 +42,8 @@ def check_steps(message: m.Push, most: int) -> None:
     Raises:
         ProtocolError: there are no such steps.
     """
+    if message.step < 1:  # taken for one that is done it would be lost in silence
+        raise ProtocolError(f"push of key {message.key!r}: there is no step {message.step}, the first one is 1")
     at, done, earliest, latest = message.at, message.done, message.earliest, message.latest
     if not (abs(at) <= most and 0 <= done <= most and 0 <= earliest <= latest <= most):
         raise ProtocolError(

@@ -159,6 +159,8 @@ BAD_PUSHES: dict[str, tuple[dict[str, Any], type[KVError]]] = {
     "unknown codec": ({"codec": "zip"}, UnsupportedError),
     "skipped step": ({"step": 3}, ProtocolError),
     "huge step": ({"step": 1 << 63}, ProtocolError),
+    "step 0": ({"step": 0}, ProtocolError),
+    "negative step": ({"step": -1}, ProtocolError),
 }
 
 
