@@ -52,6 +52,7 @@ class ServerState:
         self._resumed_keys: dict[int, frozenset[Key]] = {}
         self.empty: Empty = new_buffer
         self.epoch = -1
+        self._num_parts = 0  # of the job; until the first view it is not known
         self.lease_ends_s = math.inf
         self.parts: dict[int, Part] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -135,7 +136,7 @@ class ServerState:
         """The scheduler says who is in the job."""
         if view.epoch <= self.epoch:
             return []
-        self.epoch = view.epoch
+        self.epoch, self._num_parts = view.epoch, len(view.chains)
         out: list[Outgoing] = []
         answering = self._answering()
         if self.snapshots is not None:
@@ -217,6 +218,10 @@ class ServerState:
     def _about_part(self, route: bytes, message: Any, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
         session = self._sessions.get(route)
         part = self.parts.get(message.part)
+        if part is None and self._num_parts and not 0 <= message.part < self._num_parts:
+            raise ProtocolError(
+                f"server {self.rank}: there is no part {message.part}, this job has {self._num_parts} from 0 on"
+            )
         if session is None or part is None or not part.answers or (part.is_shared and now_s > self.lease_ends_s):
             # A client may have known the process before this one, whose place it has taken on the same address.
             return [Reply(route, m.Moved(message.request))]

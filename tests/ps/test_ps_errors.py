@@ -317,6 +317,17 @@ def test_unknown_keys_are_named(kind: Any) -> None:
     assert "'nobody'" in str(error)
 
 
+@pytest.mark.parametrize("part", [-1, 2, (1 << 64) - 1])
+def test_a_part_that_the_job_does_not_have_is_not_said_to_be_elsewhere(part: int) -> None:
+    """Nobody has it: whoever asks would look for it until its time is over."""
+    machine = Machine("sync", 2, parts=2)
+    machine.init_all("k", whole_numbers(COUNT))
+    error = machine.error(machine.send(0, m.Pull, "k", 0, 0, part))
+    assert isinstance(error, ProtocolError)
+    assert f"no part {part}" in str(error)
+    pushes_still_work(machine)
+
+
 def test_a_session_begins_with_hello() -> None:
     machine = Machine("sync", 2, hello=False)
     for request in (machine.pull(0, "k", 0), machine.push(0, "k", 1, b""), machine.init(0, "k", whole_numbers(COUNT))):
