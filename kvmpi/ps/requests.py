@@ -20,6 +20,9 @@ from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 
+#: As many as an array of NumPy or PyTorch can have. The product of very many lengths takes seconds.
+_MAX_DIMENSIONS = 64
+
 
 def check_shape(message: m.Init) -> None:
     """What a key is said to be must be possible, since snapshots and other servers take it as it is.
@@ -27,6 +30,10 @@ def check_shape(message: m.Init) -> None:
     Raises:
         ProtocolError: it is not.
     """
+    if len(message.shape) > _MAX_DIMENSIONS:
+        raise ProtocolError(
+            f"init of key {message.key!r}: {len(message.shape)} dimensions, no key has more than {_MAX_DIMENSIONS}"
+        )
     elements = math.prod(message.shape)
     fits = message.count == elements if message.num_chunks == 1 else 0 <= message.count <= elements
     if min(message.shape, default=0) < 0 or not fits or message.num_chunks > max(1, elements):

@@ -203,6 +203,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "negative twice": {"shape": [-1, -COUNT]},
     "too large a chunk": {"shape": [COUNT - 1], "num_chunks": 2},
     "more chunks than elements": {"num_chunks": 1 << 62},
+    "more dimensions than an array can have": {"shape": [1] * 64 + [COUNT]},
 }
 
 
