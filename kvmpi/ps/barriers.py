@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.ps.membership import CLOSED
-from kvmpi.ps.reply import MAX_NAMED, MAX_TEXT, Reply
+from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply
 from kvmpi.ps.scheduler_file import SavedStore
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
@@ -174,8 +174,8 @@ class Barriers:
         known = client in self.waiting
         if not self.waiting:
             self._opened_s, self._opened_ns = now_s, timeline.now() if timeline.on else 0
-        text = message.text[:MAX_TEXT]
-        self.waiting[client] = _Arrival(route, message.request, message.step, message.error, text, message.yes)
+        error, text = message.error[:MAX_ERROR_NAME], message.text[:MAX_TEXT]
+        self.waiting[client] = _Arrival(route, message.request, message.step, error, text, message.yes)
         if replies := self._complete():
             return replies
         missing = list(islice(self._missing(), MAX_NAMED))

@@ -13,6 +13,8 @@ from kvmpi.wire import messages as m
 #: Of a longer list only the beginning is named: a message must stay small whatever a peer claims.
 MAX_NAMED = 64
 MAX_TEXT = 4000
+#: Of the name of an exception: one that is longer is none that anybody knows.
+MAX_ERROR_NAME = 100
 #: Of why a client has ended, which is repeated in every error because of that.
 MAX_WHY = 300
 

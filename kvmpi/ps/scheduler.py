@@ -235,7 +235,8 @@ class SchedulerState:
             raise ProtocolError(
                 f"scheduler: {message.role[:20]} {message.rank} of {message.num_members} cannot register"
             )
-        if sum(map(len, message.endpoints), len(message.host)) > _MAX_ENDPOINT_BYTES:
+        # Also of empty ones there must not be any number.
+        if sum(map(len, message.endpoints), len(message.host)) + len(message.endpoints) > _MAX_ENDPOINT_BYTES:
             raise ProtocolError(f"scheduler: the endpoints of {message.role} {message.rank} are too long")
         if message.role == "server" and message.num_members != self.num_servers:
             raise ConfigError(f"a server says there are {message.num_members} servers, the job has {self.num_servers}")

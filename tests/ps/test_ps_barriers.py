@@ -99,7 +99,9 @@ def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_
     assert come(0, 6, "KVError", "a" * 9999) == {}
     first = (6, "KVError", "client 0: " + "a" * 4000)
     assert come(1, 6, "ConfigError", "late") == {0: first, 1: first}
-    for ordinal in range(7, 100):
+    assert come(0, 7, "E" * 260_000, "no room in the header of an Ack") == {}
+    assert come(1, 7)[1] == (7, "E" * 100, "client 0: no room in the header of an Ack")
+    for ordinal in range(8, 100):
         come(0, ordinal, "KVError", "again")
         assert come(1, ordinal)[0] == (ordinal, "KVError", "client 0: again")
     assert len(meeting.barriers.outcomes) == 16

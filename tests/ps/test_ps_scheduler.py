@@ -271,6 +271,7 @@ REGISTERS: dict[str, tuple[Any, ...]] = {
     "other number of clients": ("client", 0, 1, 3, 1, "h", []),
     "other number of servers": ("server", 0, -1, 5, 1, "h", []),
     "long endpoints": ("server", 0, -1, 1, 1, "h", ["tcp://" + "x" * 100_000]),
+    "endpoints without end": ("server", 0, -1, 1, 1, "h", [""] * 200_000),
 }
 
 
