@@ -144,16 +144,24 @@ _SENT = {
 }  # fmt: skip
 
 
+_ARRAYS = (messages.Chain, messages.ServerInfo, messages.Lost, messages.PartFile)
+
+
 def _fields(kind: Any) -> str:
     """The fields of a message in order, each with its type, and its default if it has one."""
     names, defaults = kind.__struct_fields__, kind.__struct_defaults__
     plain = [None] * (len(names) - len(defaults))
     types = [re.sub(r" ?\| ?", " or ", kind.__annotations__[name]) for name in names]
     found = [
-        f"{name}: {of}" if default is None else f"{name}: {of} = {str(default).lower() or 'empty'}"
+        f"{name}: {of}" if default is None else f"{name}: {of} = {_default(default)}"
         for name, of, default in zip(names, types, [*plain, *defaults], strict=True)
     ]
     return ", ".join(f"`{field}`" for field in found) or "none"
+
+
+def _default(of: Any) -> str:
+    is_made = not isinstance(of, bool | int | float | str)  # a list or a map, for every message its own
+    return "empty" if is_made or of == "" else str(of).lower()
 
 
 def _row(kind: Any, *more: str) -> str:
@@ -170,7 +178,7 @@ def _message_table() -> str:
     rows += [_row(kind, senders.pop(kind.__name__)) for kind in typing.get_args(messages.AnyMessage)]
     assert not senders, f"no such messages: {senders}"
     rows += ["", "Arrays inside messages, without a tag:", "", "| name | fields | meaning |", "|---|---|---|"]
-    return "\n".join(rows + [_row(kind) for kind in (messages.Chain, messages.ServerInfo, messages.Lost)])
+    return "\n".join(rows + [_row(kind) for kind in _ARRAYS])
 
 
 def _entry_table() -> str:

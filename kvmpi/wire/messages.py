@@ -138,7 +138,7 @@ class GetState(Message, tag="getstate"):
 
 
 class PutState(Message, tag="putstate"):
-    """Replace one chunk's rule state, and its value if ``names`` begins with "value"."""
+    """Replace one chunk's rule state, and its value if "value" is one of ``names``."""
 
     request: int
     key: Key
@@ -463,7 +463,7 @@ class TakeSnapshot(Message, tag="takesnapshot"):
 
 
 class PartFile(msgspec.Struct, array_like=True):
-    """The file of one part in a snapshot, and how to know that it is whole."""
+    """The file of one part in a snapshot, and how to know that it is whole: its size, and its CRC-32."""
 
     part: int
     nbytes: int
