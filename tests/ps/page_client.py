@@ -20,8 +20,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 _VERSION = re.search(r"The version is \*\*(\d+)\*\*", PAGE)
 assert _VERSION
 VERSION = int(_VERSION[1])
-#: Fields of an answer after its number that this client knows; it ignores what comes after them.
-_KNOWN = {"ack": 1, "value": 2}
 _HEARTBEAT_S, _MOVED_S, _PAUSE_S, _TIMEOUT_S = 0.2, 0.05, 1.0, 20.0
 
 Socket = zmq.Socket[Any]
@@ -59,6 +57,8 @@ class PageClient:
         self._asked: dict[int, Asked] = {}
         self._requests, self._next_beat_s, self.epoch = 0, math.inf, -1
         self.replicas, self.chains, self.lost = 0, list[Any](), list[Any]()
+        #: Fields of an answer after its number that this client knows; it ignores what comes after them.
+        self.known = {"ack": 1, "value": 2}
         self.heard, self.complaints = list[int](), list[Any]()
 
     def connect(self, endpoint: str) -> Socket:
@@ -103,6 +103,7 @@ class PageClient:
         limit_s = time.monotonic() + _TIMEOUT_S
         while not done():
             assert time.monotonic() < limit_s, what
+            assert not self.complaints, "something that was sent could not be read"
             self._listen()
 
     def _listen(self) -> None:
@@ -147,7 +148,7 @@ class PageClient:
             asked.said.append(tag)
             asked.waits_for = got[0] if tag == "waiting" else []
         else:
-            asked.answer = tag, got[: _KNOWN.get(tag)], list(frames)
+            asked.answer = tag, got[: self.known.get(tag)], list(frames)
 
     # ---- servers
 
