@@ -23,6 +23,7 @@ COMMANDS = {
 }
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # with the number of a file that is not there
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if _NO_TEMPORARY_FOLDER in str(error.strerror):
+            sys.stderr.write(
+                f"kvmpi {command}: {error.strerror}; set TMPDIR to a folder that can be written, with room\n"
+            )
+            return 1
         if error.errno not in _NO_ROOM:
             raise
         _drop_output()

@@ -219,6 +219,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     job_dir = os.path.join(_short_tmpdir(), f"kvmpi-{job_id}")
     uses_shm = (by_jsrun or (mpi is not None and mpi.kind == "openmpi")) and os.access(SHM, os.W_OK)
     shm_dir = os.path.join(SHM, f"kvmpi-{job_id}") if uses_shm else ""
+    if os.path.realpath(os.path.dirname(job_dir)) == os.path.realpath(SHM):  # TMPDIR is there too
+        shm_dir = shm_dir and os.path.join(job_dir, "shm")
     # The folders come after the watchdog, which removes them: so a kill -9 leaves none, whenever it comes.
     folders = [folder for folder in (job_dir, shm_dir) if folder]
     if places is not None and isinstance(places.reach, BatchReach):
