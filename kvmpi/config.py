@@ -40,6 +40,7 @@ class Config:
     job_dir: str = _setting("", "private folder of the job on this host (mode 0700); set by the launcher")
     rank: int = _setting(-1, "number of this process within its role; set by the launcher")
     client_rank: int = _setting(0, "which client this worker belongs to; set by the launcher")
+    start: int = _setting(0, "how often another was started in the place of this process before; set by the launcher")
     num_workers: int = _setting(1, "workers in the job; set by the launcher")
     num_clients: int = _setting(1, "clients in the job; set by the launcher")
     num_servers: int = _setting(0, "servers in the job; set by the launcher")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 from kvmpi.config import ENDINGS_FILE, LOSSES_FILE
 from kvmpi.launchers.output import LineSplitter
@@ -23,13 +22,14 @@ class Endings:
     def __init__(self, folder: str) -> None:
         self._fd = _make(folder, ENDINGS_FILE)
 
-    def tell(self, role: str, rank: int, how: str) -> None:
+    def tell(self, role: str, rank: int, start: int, how: str) -> None:
         """A server, or a client as a whole, has ended for certain.
 
         Args:
+            start: how many were started in its place before.
             how: the end of a sentence.
         """
-        line = json.dumps({"role": role, "rank": rank, "at_ns": time.time_ns(), "how": how})
+        line = json.dumps({"role": role, "rank": rank, "start": start, "how": how})
         try:
             os.write(self._fd, line.encode() + b"\n")
         except OSError:

@@ -30,7 +30,7 @@ OWNED = {
     env_name(field_name)
     for field_name in (
         *("role", "job_id", "job_dir", "rank", "client_rank", "scheduler", "ready_fd", "keys", "tty", "resume"),
-        *("num_workers", "num_clients", "num_servers", "replicas"),
+        *("num_workers", "num_clients", "num_servers", "replicas", "start"),
     )
 }
 
@@ -393,7 +393,7 @@ def _client(
     names += [name for name in whole if re.fullmatch(r"\w+", name) and not f"{name}=".startswith((*_OF_A_HOST, *kept))]
     started: tuple[str, ...]
     spans = True
-    exported = dict.fromkeys([*names, "KVMPI_SCHEDULER"])
+    exported = dict.fromkeys([*names, "KVMPI_SCHEDULER", "KVMPI_START"])
     agent = f"{whole['KVMPI_JOB_DIR']}/{AGENT}"
     if places is not None and isinstance(places.reach, BatchReach) and places.reach.resources[host].hosts > 1:
         told = (mpi.kind, mpi.path, str(len(workers)), places.network, ",".join(exported), agent)

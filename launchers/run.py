@@ -8,7 +8,7 @@ import os
 import selectors
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +49,7 @@ class Runner:
         config = Config.from_env(job.env)
         self._restarts = Restarts(job.restarts, job.replicas, config.on_client_loss, config.heartbeat_timeout_s)
         self._starter = Starter(job)
+        self._starts: Counter[str] = Counter()  # how often processes were started
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
         self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
@@ -167,7 +168,8 @@ class Runner:
                 self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
         pipes = [os.pipe(), os.pipe()]
         try:
-            env = {**self._env, **process.env, **(extra or {})}
+            env = {**self._env, **process.env, **(extra or {}), "KVMPI_START": str(self._starts[process.label])}
+            self._starts[process.label] += 1
             child = self._starter.start(process, env, self._env, pipes, pass_fds)
         except OSError as error:
             where = f" on {process.host}" if process.host else ""
@@ -408,7 +410,9 @@ class Runner:
             return
         how, (role, rank) = processes.describe_end(self._codes[label]), self._plans[label].member
         left = role == "client" and self._codes[label] == 0
-        self._endings.tell(role, rank, how + (", and had not closed the store" if left else ""))
+        self._endings.tell(
+            role, rank, self._starts[label] - 1, how + (", and had not closed the store" if left else "")
+        )
 
     def _hear_loss(self, role: str, rank: int) -> None:
         """A server or a client counts as lost because nobody hears it."""

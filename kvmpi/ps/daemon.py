@@ -18,6 +18,7 @@ from kvmpi.ps import scheduler_file
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
 from kvmpi.ps.endings import Endings, Losses
+from kvmpi.ps.incarnations import last_incarnation, new_incarnation
 from kvmpi.ps.link import choose
 from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
@@ -149,7 +150,7 @@ class SchedulerDaemon(Daemon):
                 replies: list[Reply] = []
                 # Before those that are started in their places can be heard.
                 for end in endings.take():
-                    replies += self._state.hear_end(end.role, end.rank, end.at_ns, end.how)
+                    replies += self._state.hear_end(end.role, end.rank, last_incarnation(end.start), end.how)
                 for _ in range(_BATCH if listener in ready else 0):
                     received = listener.recv()
                     if received is None:
@@ -296,8 +297,7 @@ class ServerDaemon(Daemon):
         return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)
 
     def _serve(self, listener: Listener, scheduler: Connection, showing: Showing) -> None:
-        # A later process in this one's place has a later time.
-        incarnation = time.time_ns()
+        incarnation = new_incarnation(self._config)
         register = m.Register(
             1, "server", self._rank, -1, self._config.num_servers, incarnation, host_name(), listener.endpoints
         )

@@ -16,11 +16,11 @@ _READ_BYTES = 1 << 16
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of one process. ``how`` is the end of a sentence, ``at_ns`` when the launcher knew of it (Unix time)."""
+    """The end of one process. ``how`` is the end of a sentence, ``start`` how many were in its place before."""
 
     role: str
     rank: int
-    at_ns: int
+    start: int
     how: str
 
 

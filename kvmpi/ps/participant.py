@@ -14,6 +14,7 @@ from kvmpi.errors import ConfigError, KVError, ProtocolError, rebuild
 from kvmpi.machine import host_name
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.incarnations import new_incarnation
 from kvmpi.ps.link import Link
 from kvmpi.ps.reply import name_and_text, why_ended
 from kvmpi.ps.spans import Spans
@@ -101,7 +102,7 @@ class Participant(ABC):
         """
         try:
             self._link.start()
-            incarnation = time.time_ns()  # later than that of a process which this one replaces
+            incarnation = new_incarnation(self._config)  # later than that of a process which this one replaces
             self.register(incarnation, deadline).wait()
             self.open_sessions(incarnation, deadline).wait()
         except BaseException:

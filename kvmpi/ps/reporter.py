@@ -15,6 +15,7 @@ from dataclasses import replace
 from kvmpi.config import Config
 from kvmpi.errors import KVError
 from kvmpi.machine import host_name
+from kvmpi.ps.incarnations import new_incarnation
 from kvmpi.trace.activity import Activity, activity
 from kvmpi.wire import Connection, Readiness, new_context
 from kvmpi.wire import messages as m
@@ -39,7 +40,7 @@ class Reporter:
     def __init__(self, config: Config, client: int, source: Activity) -> None:
         self._config, self._client, self._source = config, client, source
         self._pid = os.getpid()
-        self._incarnation = time.time_ns()
+        self._incarnation = new_incarnation(config)
         self._number = self._heard = 0
         self._wake, self._is_out = threading.Event(), threading.Event()
         self._stop = False

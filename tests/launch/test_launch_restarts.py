@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import wait_for
+from test_launch_kill import needs_mpi
 
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
 
@@ -18,6 +19,7 @@ FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
 SELDOM = str(Path(__file__).parent / "programs" / "seldom.py")
 ALL_RETURN = str(Path(__file__).parent / "programs" / "all_return.py")
+CLOCKS = str(Path(__file__).parent / "programs" / "clocks.py")
 GROWING = str(Path(__file__).parent / "programs" / "growing.py")
 FEWER = """
 import os, signal, sys
@@ -513,3 +515,22 @@ def test_a_client_that_others_wait_for_meets_them_at_their_barriers(launch, how)
     assert job.stdout.count(" 0 wrong") == 6, job.stdout
     assert "passed without" not in job.stdout
     assert "started again (3 of 3)" in job.stderr
+
+
+@needs_mpi
+def test_a_process_is_taken_in_whatever_the_clock_of_the_one_before_it_said(launch, tmp_path):
+    paths = os.pathsep.join(filter(None, [os.path.dirname(CLOCKS), os.environ.get("PYTHONPATH")]))
+    settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "40", "TEST_FOLDER": str(tmp_path), "PYTHONPATH": paths}
+    layout = ("-n", "3", "-c", "2", "-s", "2", "--replicas", "1", "--restart", "2", "--import", "clocks")
+    job = launch(*layout, CLOCKS, env=settings, whole=True)
+    wait_for(lambda: (tmp_path / "runs").exists() or job.process.poll() is not None, "the first steps")
+    for role in ("server", "worker"):  # worker 1 is of client 0, which an mpirun has started
+        [victim] = job.pids(ROLE=role, RANK="1")
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda role=role, victim=victim: job.pids(ROLE=role, RANK="1") not in ([], [victim]), "another")
+    assert job.finish(60.0) == 0, job.stderr
+    assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} 900 900" for rank in range(3)]
+    assert "later incarnation" not in job.stderr
+    for who in ("server 1", "client 0"):
+        assert f"scheduler: {who} was lost: its process " in job.stderr, "not when its heartbeats are missed"
+        assert job.stderr.count(f"kvmpi run: {who} ") == 1, "it is started again once"

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from scheduler_desk import TIMEOUT_S, Desk, with_clients
 
+from kvmpi.config import Config
 from kvmpi.errors import ClientLostError
 from kvmpi.launchers import endings as launcher
 from kvmpi.ps.endings import Ending, Endings, Losses
+from kvmpi.ps.incarnations import last_incarnation, new_incarnation
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.wire import messages as m
 
@@ -23,7 +25,7 @@ def views(desk: Desk, at: str) -> list[m.View]:
 
 def test_what_is_said_before_a_scheduler_is_there_and_between_two_is_heard(tmp_path, caplog):
     said = launcher.Endings(str(tmp_path))
-    said.tell("client", 1, "was killed by SIGKILL")
+    said.tell("client", 1, 0, "was killed by SIGKILL")
     first = Endings(str(tmp_path))
     assert select.select(first.handles, [], [], 0)[0] == first.handles
     [ending] = first.take()
@@ -32,7 +34,7 @@ def test_what_is_said_before_a_scheduler_is_there_and_between_two_is_heard(tmp_p
     assert not select.select(first.handles, [], [], 0)[0]
     first.close()
     for rank in range(3):
-        said.tell("server", rank, "ended")
+        said.tell("server", rank, 0, "ended")
     second = Endings(str(tmp_path))
     assert [(e.role, e.rank) for e in second.take()] == [("server", rank) for rank in range(3)]
     with open(tmp_path / "endings", "wb") as other, caplog.at_level(logging.ERROR):
@@ -51,11 +53,11 @@ def test_what_is_said_before_a_scheduler_is_there_and_between_two_is_heard(tmp_p
 def test_a_launcher_whose_scheduler_does_not_read_is_not_held_up(tmp_path):
     said = launcher.Endings(str(tmp_path))
     for _ in range(3000):
-        said.tell("client", 1, "was killed by SIGKILL")
+        said.tell("client", 1, 0, "was killed by SIGKILL")
     heard = Endings(str(tmp_path))
     assert 100 < len(heard.take()) < 3000
     os.set_blocking(heard.handles[0], True)
-    said.tell("client", 2, "was killed by SIGKILL")
+    said.tell("client", 2, 0, "was killed by SIGKILL")
     assert heard.take()
     said.close()
     heard.close()
@@ -239,3 +241,15 @@ def test_a_server_that_has_ended_gives_its_parts_to_others_at_once():
     view = views(desk, "server 0")[-1]
     assert {tuple(chain.members) for chain in view.chains} == {(0,)}
     assert [server.rank for server in view.servers] == [0]
+
+
+@pytest.mark.parametrize("start", [0, 1, 20])
+@pytest.mark.parametrize("year_s", [0.0, 1.8e9, 2.8e9])
+def test_a_later_process_has_a_larger_number_whatever_clocks_say(monkeypatch, start, year_s):
+    monkeypatch.setattr("time.time_ns", lambda: int(year_s * 1e9))
+    first = new_incarnation(Config(start=start))
+    assert first <= last_incarnation(start) < 1 << 63
+    monkeypatch.setattr("time.time_ns", lambda: 0)
+    assert new_incarnation(Config(start=start + 1)) > last_incarnation(start)
+    monkeypatch.setattr("time.time_ns", lambda: int((year_s + 0.001) * 1e9))
+    assert new_incarnation(Config(start=start)) > first, "started by a batch system, which counts for itself"
