@@ -29,7 +29,6 @@ from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.launchers.timeline import Timeline
 from kvmpi.launchers.watchdog import hold
 
-SHM = "/dev/shm"
 SUMMARY_S = 5.0  # a shorter job is a try, of which nobody wants to know more
 MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108
 
@@ -217,9 +216,9 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         raise ConfigError(f"--log-dir {args.log_dir}: {error.strerror}") from None
     job_id = secrets.token_hex(8)
     job_dir = os.path.join(_short_tmpdir(), f"kvmpi-{job_id}")
-    uses_shm = (by_jsrun or (mpi is not None and mpi.kind == "openmpi")) and os.access(SHM, os.W_OK)
-    shm_dir = os.path.join(SHM, f"kvmpi-{job_id}") if uses_shm else ""
-    if os.path.realpath(os.path.dirname(job_dir)) == os.path.realpath(SHM):  # TMPDIR is there too
+    uses_shm = (by_jsrun or (mpi is not None and mpi.kind == "openmpi")) and os.access(jobs.SHM, os.W_OK)
+    shm_dir = os.path.join(jobs.SHM, f"kvmpi-{job_id}") if uses_shm else ""
+    if os.path.realpath(os.path.dirname(job_dir)) == os.path.realpath(jobs.SHM):  # TMPDIR is there too
         shm_dir = shm_dir and os.path.join(job_dir, "shm")
     # The folders come after the watchdog, which removes them: so a kill -9 leaves none, whenever it comes.
     folders = [folder for folder in (job_dir, shm_dir) if folder]

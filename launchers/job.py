@@ -46,6 +46,8 @@ FILES_AND_PORTS = {
 #: By default, for a server whose values others hold too. A job that loses more has another trouble.
 _RESTARTS = 20
 
+#: Where MPI has its shared memory.
+SHM = "/dev/shm"
 #: In the job's folder: what the job is.
 CARD = "job.json"
 #: What an mpirun starts its own helpers on other hosts by, in the job's folder.

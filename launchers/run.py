@@ -17,7 +17,7 @@ from kvmpi.errors import VALUES_LOST, ClientLostError, ConfigError, PeerLostErro
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
-from kvmpi.launchers.job import Job, Process
+from kvmpi.launchers.job import SHM, Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
 from kvmpi.launchers.output import Output, OutputClosedError, Stream, last_words
 from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
@@ -511,16 +511,27 @@ class Runner:
         self._output.say(text)
         for line in tail:
             self._output.say("    " + line.decode(errors="surrogateescape"))
-        if gone := self._gone_before(failure.label):
-            self._output.say(f"kvmpi run: worker {', '.join(map(str, gone))} had ended in good order before that")
+        if gone := ", ".join(map(str, self._gone_before(failure.label))):
+            if process is not None and process.role == "client":
+                self._output.say(
+                    f"kvmpi run: worker {gone} had ended with exit status 0 before that; for MPI a rank has failed "
+                    "that ends without MPI_Finalize, by os._exit for example"
+                )
+            else:
+                self._output.say(f"kvmpi run: worker {gone} had ended in good order before that")
         others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
-        if others and (advice := self._restarts.advice(failure.label, failure.status)):
+        if failure.status == 128 + signal.SIGBUS:
+            where = " ".join(dict.fromkeys((SHM, os.path.dirname(self._job.job_dir))))
+            self._output.say(
+                f"kvmpi run: mostly that is memory in a file system that has no room for it: df -h {where}"
+            )
+        elif others and (advice := self._restarts.advice(failure.label, failure.status)):
             self._output.say(f"kvmpi run: {advice}")
 
     def _gone_before(self, label: str) -> list[int]:
-        """Ranks below the same mpirun as the rank ``label``: MPI begins and ends with all of them, or waits."""
-        clients = [client.workers for client in self._job.of_role("client")]
-        mates = next((ranks for ranks in clients if label in [f"worker {rank}" for rank in ranks]), ())
+        """Ranks below an mpirun, or beside the rank ``label``: MPI begins and ends with all of them, or waits."""
+        clients = [(client.label, client.workers) for client in self._job.of_role("client")]
+        mates = next((ranks for own, ranks in clients if label in [own, *(f"worker {rank}" for rank in ranks)]), ())
         return [rank for rank in mates if self._codes.get(f"worker {rank}") == 0]
 
     def _drain(self) -> None:

@@ -36,6 +36,21 @@ def test_a_rank_that_ends_before_mpi_begins_is_not_waited_for_for_ever() -> None
     assert "kvmpi run: worker 1 had ended in good order before that" in job.stderr, job.stderr
 
 
+def test_a_rank_that_leaves_without_a_word_to_mpi_is_named() -> None:
+    job = run_job("-n 3 -c 1", PROGRAM, "mpi", "silent")
+    assert job.returncode, job.stderr
+    assert "kvmpi run: client 0 (mpirun of workers 0 to 2) ended with exit status " in job.stderr, job.stderr
+    assert "kvmpi run: worker 1 had ended with exit status 0 before that; for MPI " in job.stderr, job.stderr
+
+
+def test_who_had_no_room_for_its_memory_is_told_where_to_look() -> None:
+    job = run_job("-n 2 -c 2 -s 1", PROGRAM, "dist_sync", "bus")
+    assert job.returncode == 128 + signal.SIGBUS, job.stderr
+    assert "kvmpi run: worker 1 (client 1) was killed by SIGBUS" in job.stderr, job.stderr
+    assert "file system that has no room for it: df -h /dev/shm " in job.stderr, job.stderr
+    assert "shrink" not in job.stderr, job.stderr
+
+
 def test_nor_is_it_under_a_plain_mpirun(tmp_path: Path) -> None:
     mpi = mpirun.find(mpirun.clean(os.environ), 2)
     env = {

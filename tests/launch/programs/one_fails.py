@@ -1,6 +1,7 @@
 """Worker 1 ends in the middle, as it is told, while others wait for it; STORE HOW."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,10 @@ with kvmpi.create(store) as kv:
             raise ValueError("worker 1 has had enough")
         if step == 3 and how == "exit" and kv.rank == 1:
             sys.exit(7)
+        if step == 3 and how == "silent" and kv.rank == 1:
+            os._exit(0)
+        if step == 3 and how == "bus" and kv.rank == 1:
+            os.kill(os.getpid(), signal.SIGBUS)
         if how == "nested":
             if kv.rank == 0:
                 done = subprocess.run([sys.executable, "-m", "kvmpi", "run", "-n", "1", "--", "true"], check=False)
