@@ -169,7 +169,10 @@ def _clean(at: Surroundings) -> int:
     left = machine.find_leftovers(at)
     for path in left:
         print(f"could not remove {path}", file=sys.stderr)
-    if not removed and not left:
+    young = machine.find_leftovers(at, young=True)
+    for path in young:
+        print(f"kept {path}: it is less than a minute old, and its job may be about to begin; try again then")
+    if not removed and not left and not young:
         print("dead jobs have left nothing here")
     return 1 if left else 0
 

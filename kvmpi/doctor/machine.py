@@ -106,8 +106,12 @@ def shared_memory(at: Surroundings) -> Finding:
     return Finding("shared memory", level, seen, means, do, facts)
 
 
-def find_leftovers(at: Surroundings) -> list[str]:
-    """Files and folders of this user's jobs and benchmarks of which nothing runs any more."""
+def find_leftovers(at: Surroundings, *, young: bool = False) -> list[str]:
+    """Files and folders of this user's jobs and benchmarks of which nothing runs any more.
+
+    Args:
+        young: instead, folders that are so new that nothing of theirs need run yet.
+    """
     living, sockets = _living(at), at.read("/proc/net/unix")
     found = []
     for folder in dict.fromkeys((f"{at.root}/dev/shm", at.temporary, "/tmp" if not at.root else at.temporary)):
@@ -123,7 +127,7 @@ def find_leftovers(at: Surroundings) -> list[str]:
             except OSError:
                 continue
             mine = match is not None and entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
-            if match is None or not mine or age_s < _YOUNG_S or f"{entry.path}/" in sockets:
+            if match is None or not mine or (age_s < _YOUNG_S) is not young or f"{entry.path}/" in sockets:
                 continue
             owner = match[1] or match[2]
             if owner in living or watchdog.is_held(entry.path):
@@ -131,7 +135,7 @@ def find_leftovers(at: Surroundings) -> list[str]:
             if owner is None and not _was_of_servers(entry.path, status.st_mode, age_s):
                 continue
             found.append(entry.path)
-    for path in mpirun.LITTER:
+    for path in () if young else mpirun.LITTER:
         found += watchdog.find_orphans(f"{at.root}{path[:-1]}", 0.0)
     return sorted(found)
 

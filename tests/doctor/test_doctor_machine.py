@@ -16,7 +16,7 @@ import pytest
 from jobs import HANGS_S
 
 from kvmpi import machine as this_machine
-from kvmpi.doctor import attach, cores, machine, network, settings
+from kvmpi.doctor import attach, command, cores, machine, network, settings
 from kvmpi.doctor.finding import Surroundings
 from kvmpi.launchers import watchdog
 
@@ -85,7 +85,7 @@ def test_no_shared_memory(tmp_path: Path) -> None:
     assert machine.shared_memory(at(tmp_path)).level == "skipped"
 
 
-def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead, living, young, embedded, used = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3", "abcd1234", "efgh5678"
     held = "0" * 15 + "4"  # by a launcher that is not seen in /proc
     here = at(tmp_path, files={
@@ -130,8 +130,11 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path) -> None:
     assert found.facts["paths"] == sorted(str(tmp_path / name) for name in expected)
     assert found.facts["bytes"] >= 1000
     assert "kvmpi doctor --clean" in found.do
+    assert machine.find_leftovers(here, young=True) == [str(tmp_path / f"tmp/kvmpi-{young}")]
     assert machine.remove_leftovers(here) == found.facts["paths"]
     assert machine.leftovers(here).level == "ok"
+    assert command._clean(here) == 0
+    assert capsys.readouterr().out.startswith(f"kept {tmp_path}/tmp/kvmpi-{young}: it is less than a minute old")
     os.close(lock)
     assert machine.leftovers(here).facts["paths"] == [str(tmp_path / f"tmp/kvmpi-{held}")]
     assert (tmp_path / "tmp/kvmpi-mystuff/notes").exists()
