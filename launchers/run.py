@@ -389,6 +389,7 @@ class Runner:
                 how = f"{processes.describe_end(code)}{' while workers were still running' if code == 0 else ''}"
                 # Somebody has sent it SIGTERM, upon which it ends in good order: that is no other death for the job.
                 bears = self._restarts.bears(label, code or -signal.SIGTERM) and not self._has_lost_values(label)
+                bears &= "KVMPI_SCHEDULER" in self._env  # else it is the scheduler, and there is no job yet
                 if bears and self._goes_on_after(label):
                     self._tell_end(label)
                     what = self._restarts.plan(label, time.monotonic(), is_wanted=self._is_wanted(label))

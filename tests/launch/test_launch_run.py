@@ -310,6 +310,14 @@ def test_a_scheduler_that_does_not_start_ends_the_job(launch, write, mode, statu
     assert not job.environs()
 
 
+def test_nor_is_it_started_again_before_there_is_a_job(launch, write):
+    job = launch("--restart", "2", write("train.py", ""), env={"TEST_SCHEDULER": "port in use"})
+    assert job.finish() == 1
+    assert job.stderr.endswith("kvmpi run: scheduler ended with exit status 1\n"), job.stderr
+    assert "started again" not in job.stderr
+    assert "KVMPI_READY_FD" not in job.stderr
+
+
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_server_or_scheduler_that_ends_early_is_a_failure(launch, write, role):
     program = write("train.py", "import time; time.sleep(1000)")
