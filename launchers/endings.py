@@ -22,14 +22,15 @@ class Endings:
     def __init__(self, folder: str) -> None:
         self._fd = _make(folder, ENDINGS_FILE)
 
-    def tell(self, role: str, rank: int, start: int, how: str) -> None:
+    def tell(self, role: str, rank: int, start: int, how: str, *, returns: bool = True) -> None:
         """A server, or a client as a whole, has ended for certain.
 
         Args:
             start: how many were started in its place before.
             how: the end of a sentence.
+            returns: it may be started again.
         """
-        line = json.dumps({"role": role, "rank": rank, "start": start, "how": how})
+        line = json.dumps({"role": role, "rank": rank, "start": start, "how": how, "returns": returns})
         try:
             os.write(self._fd, line.encode() + b"\n")
         except OSError:

@@ -411,9 +411,8 @@ class Runner:
             return
         how, (role, rank) = processes.describe_end(self._codes[label]), self._plans[label].member
         left = role == "client" and self._codes[label] == 0
-        self._endings.tell(
-            role, rank, self._starts[label] - 1, how + (", and had not closed the store" if left else "")
-        )
+        how += ", and had not closed the store" if left else ""
+        self._endings.tell(role, rank, self._starts[label] - 1, how, returns=not left)
 
     def _hear_loss(self, role: str, rank: int) -> None:
         """A server or a client counts as lost because nobody hears it."""

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.membership import CLOSED
+from kvmpi.ps.membership import CLOSED, FOR_GOOD
 from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply
 from kvmpi.ps.scheduler_file import SavedStore
 from kvmpi.trace import timeline
@@ -113,13 +113,13 @@ class Barriers:
         """Whether nobody has to wait for a client that is gone, since it will never come."""
         if self._on_loss == "shrink" or rank in self.finished:
             return False
-        return why == CLOSED or self._on_loss == "fail"
+        return why in FOR_GOOD or self._on_loss == "fail"
 
     def is_without(self, rank: int) -> bool:
         """Whether rounds go on without a client."""
         if rank in self.finished or (self._on_loss == "shrink" and self.returning.get(rank) == _NEVER):
             return True
-        return rank in self.dead and (self._on_loss == "shrink" or self.dead[rank] == CLOSED)
+        return rank in self.dead and (self._on_loss == "shrink" or self.dead[rank] in FOR_GOOD)
 
     def _missing(self) -> Iterator[int]:
         """Whom the open barrier waits for."""
@@ -274,7 +274,7 @@ class Barriers:
         self.dead.pop(rank, None)  # its place among them is that of its last end
         self.dead[rank] = why
         back = self.returning.pop(rank, None)
-        if back is not None and max(back, step) > 0 and why == CLOSED and self._on_loss == "wait":
+        if back is not None and max(back, step) > 0 and why in FOR_GOOD and self._on_loss == "wait":
             self.finished.add(rank)  # it may have skipped the barriers that are left
         self._changed()
         if not self._ends(rank, why):
@@ -292,6 +292,6 @@ class Barriers:
         """Whether every client is gone, and none is waited for; as ``Membership.deserted``."""
         if len(self.dead) < self.num_clients:
             return False
-        lost = any(text != CLOSED for text in self.dead.values())
+        lost = any(text not in FOR_GOOD for text in self.dead.values())
         last_was_lost = next(reversed(self.dead.values()), "") != CLOSED
         return not {"wait": lost, "shrink": last_was_lost}.get(self._on_loss, False)

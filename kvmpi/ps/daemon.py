@@ -150,7 +150,9 @@ class SchedulerDaemon(Daemon):
                 replies: list[Reply] = []
                 # Before those that are started in their places can be heard.
                 for end in endings.take():
-                    replies += self._state.hear_end(end.role, end.rank, last_incarnation(end.start), end.how)
+                    replies += self._state.hear_end(
+                        end.role, end.rank, last_incarnation(end.start), end.how, returns=end.returns
+                    )
                 for _ in range(_BATCH if listener in ready else 0):
                     received = listener.recv()
                     if received is None:

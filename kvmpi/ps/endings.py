@@ -16,12 +16,16 @@ _READ_BYTES = 1 << 16
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of one process. ``how`` is the end of a sentence, ``start`` how many were in its place before."""
+    """The end of one process. ``how`` is the end of a sentence, ``start`` how many were in its place before.
+
+    ``returns``: it may be started again.
+    """
 
     role: str
     rank: int
     start: int
     how: str
+    returns: bool = True
 
 
 def _open(folder: str, name: str) -> int:

@@ -8,6 +8,9 @@ from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.ps.reply import MAX_NAMED, MAX_WHY
 
 CLOSED = "has closed the store"
+#: Where others wait for clients that are lost: its program was done without that, and nobody starts it again.
+ENDED = "has ended with exit status 0, and had not closed the store"
+FOR_GOOD = (CLOSED, ENDED)
 
 
 def how_it_left(why: str) -> str:
@@ -58,7 +61,7 @@ class Membership:
         if self._on_loss == "shrink":
             return next(reversed(self.gone.values()), "") == CLOSED
         waits = not self._in_rounds or self._on_loss == "wait"
-        return not waits or all(why == CLOSED for why in self.gone.values())
+        return not waits or all(why in FOR_GOOD for why in self.gone.values())
 
     @property
     def is_over(self) -> bool:
@@ -72,7 +75,7 @@ class Membership:
 
     def _returns(self, client: int) -> bool:
         """Whether a client that is gone is waited for."""
-        return self._in_rounds and self._on_loss == "wait" and self.gone[client] != CLOSED
+        return self._in_rounds and self._on_loss == "wait" and self.gone[client] not in FOR_GOOD
 
     def is_guest(self, client: int) -> bool:
         """Whether rounds go on without ``client``, and another process of it is here."""

@@ -11,7 +11,7 @@ from typing import Any
 from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
-from kvmpi.ps.membership import CLOSED, how_it_left
+from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, how_it_left
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
 from kvmpi.ps.server import MAX_CLIENTS
@@ -462,15 +462,17 @@ class SchedulerState:
         unheard, self._unheard = self._unheard, []
         return unheard
 
-    def hear_end(self, role: str, rank: int, newest: int, how: str) -> list[Reply]:
+    def hear_end(self, role: str, rank: int, newest: int, how: str, *, returns: bool = True) -> list[Reply]:
         """A process of the job has ended for certain, whoever says so: no heartbeats need be missed.
 
         Args:
             role, rank: of a server or a client, as the launcher has it.
             newest: none that is in its place with a later incarnation is meant.
             how: the end of a sentence.
+            returns: it may be started again.
         """
-        why = f"was lost: its process {how}"
+        waits = returns or self._on_client_loss != "wait"
+        why = f"was lost: its process {how}" if waits else ENDED
         those = [name for name in self.members if name[0] == role and self._launched(name) == rank]
         ended = [name for name in those if self.members[name].incarnation <= newest]
         replies = [reply for name in ended for reply in self.lose(name, why)]
@@ -497,12 +499,12 @@ class SchedulerState:
 
     def _lose_absent(self, number: int) -> dict[int, str]:
         """Clients that have ended before they came to a store are lost there, unless others wait for them; and how."""
-        store = self._stores[number]
-        if self._on_client_loss == "wait":
-            return {}
+        store, waits = self._stores[number], self._on_client_loss == "wait"
         clients = ((rank, self._client_of(rank, store.num_clients)) for rank in range(store.num_clients))
         absent = {
-            rank: self._ended[client] for rank, client in clients if client in self._ended and rank not in store.dead
+            rank: why
+            for rank, client in clients
+            if (why := self._ended.get(client, "")) and rank not in store.dead and not (waits and why != ENDED)
         }
         for rank, why in absent.items():
             self._lost[number, rank] = m.Lost(rank, number, 0, why)
@@ -538,7 +540,7 @@ class SchedulerState:
         replies = store.lose(rank, why, step)
         if store.deserted:
             del self._stores[store_id]
-            if why == CLOSED and self._on_client_loss != "fail":
+            if why in FOR_GOOD and self._on_client_loss != "fail":
                 self._over.add(store_id)
             self._lost = {where: lost for where, lost in self._lost.items() if where[0] != store_id}
             return []

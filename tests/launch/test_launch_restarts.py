@@ -228,6 +228,8 @@ import kvmpi
 
 if os.environ["KVMPI_RANK"] == "1" and sys.argv[1] == "early":
     os._exit(3)
+if os.environ["KVMPI_RANK"] == "1" and sys.argv[1] == "nothing":
+    os._exit(0)
 kv = kvmpi.create("dist_sync")
 kv.init("w", np.zeros(50_000, "f4"))
 kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
@@ -243,15 +245,16 @@ kv.close()
 
 @pytest.mark.parametrize(("how", "policy", "ends"), [
     ("early", "shrink", ["end 0 20 20", "end 2 20 20"]), ("5", "shrink", ["end 0 25 25", "end 2 25 25"]),
-    ("0", "shrink", ["end 0 25 25", "end 2 25 25"]), ("0", "fail", []),
+    ("0", "shrink", ["end 0 25 25", "end 2 25 25"]), ("0", "fail", []), ("0", "wait", []), ("nothing", "wait", []),
 ])  # fmt: skip
 def test_nobody_waits_for_the_heartbeats_of_a_process_that_has_ended(launch, write, how, policy, ends):
     settings = {"KVMPI_ON_CLIENT_LOSS": policy, "KVMPI_HEARTBEAT_TIMEOUT_S": "100"}
     job = launch("-n", "3", "-c", "3", "-s", "2", write("ending.py", ENDING), how, env=settings, whole=True)
     assert job.finish(60.0) == (0 if ends else 1), job.stderr
     assert sorted(re.findall("end .*", job.stdout)) == ends
-    assert "was lost: its process ended with exit status" in job.stderr or how == "early"
-    assert (job.stderr.count("ClientLostError: ") > 0) is (policy == "fail")
+    said = "client 1 has ended with exit status 0, and" if policy == "wait" else "was lost: its process ended with exit"
+    assert said in job.stderr or how == "early"
+    assert (job.stderr.count("ClientLostError: ") > 0) is (not ends)
 
 
 def test_nobody_waits_for_the_heartbeats_of_a_server_that_is_not_started_again(launch, tmp_path):
