@@ -238,7 +238,8 @@ class Job:
         try:
             yield from self._programs.run(ps, rank, incarnation)
         except (ClientLostError, ProtocolError) as error:
-            if self._incarnations[rank] > 1 and "is over" in str(error) and self._programs.closing:
+            may_be_over = self._programs.closing or self._plan.leaves_early
+            if self._incarnations[rank] > 1 and "is over" in str(error) and may_be_over:
                 self.network.faults.count("too late")
                 self.network.detach(f"client {rank}.{incarnation}")
                 return
