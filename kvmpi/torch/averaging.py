@@ -84,6 +84,7 @@ class _Averaging(ABC):
         self._unknown: set[int] = set()  # keys of exchanges that were broken off: the servers know what came of them
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
+        self._kind = type(rule)
 
     @property
     def kvstore(self) -> KVStore:
@@ -144,9 +145,25 @@ class _Averaging(ABC):
         tensors = self._params.tensors
         return [k for k in keys if tensors[k].requires_grad or not isinstance(tensors[k], torch.nn.Parameter)]
 
+    def _rule(self) -> Any:
+        """The rule of the store, whose hyperparameters may have changed.
+
+        Raises:
+            ConfigError: it has become another one, which would take what is sent for something else.
+        """
+        rule = self._kv.optimizer
+        if type(rule) is not self._kind:
+            raise ConfigError(
+                f"the store applies {rule!r} now, by kv.set_optimizer or a file that kv.load has read, and "
+                f"{type(self).__name__} needs {self._kind.__name__}: load what was saved with it, and give another "
+                "rule a store of its own"
+            )
+        return rule
+
     def _begin(self, keys: list[int], overlap: int, *, whole: bool = False) -> None:
         if not keys:
             return
+        self._rule()
         self._make_up([k for k in keys if k in self._failed])
         self._prepare(keys)
         exchange = _Exchange(sorted(keys), self._steps + overlap)
@@ -324,6 +341,9 @@ class ElasticAveraging(_Averaging):
     With ``overlap=1`` the difference is subtracted after the next local step, which is computed while it is on its way:
     the order of the authors' own program. Still both sides move by the same difference.
 
+    ``kv.set_hyperparams(alpha=...)``, called like ``step``, changes both sides, and so does a file with another alpha
+    that ``kv.load`` reads.
+
     Momentum is the business of the local optimizer, and the exchange leaves it as it is: with
     ``torch.optim.SGD(momentum=..., nesterov=True)`` this is the authors' EAMSGD. Parameters with
     ``requires_grad=False`` begin with worker 0's values and are not exchanged; buffers, such as the statistics of batch
@@ -344,8 +364,8 @@ class ElasticAveraging(_Averaging):
             overlap: local steps that are done while an exchange is under way, less than ``interval``.
         """
         super().__init__(params, kvstore, optim.Elastic(alpha), interval, overlap)
-        self._alpha = float(alpha)
         self._overlap = overlap
+        self._alphas: dict[int, float] = {}  # by key, that of the servers when it was sent
         self._met = [torch.empty_like(p) for p in self._params.data]
         # By key, what the servers are sent, where that is not the weights themselves. With ``overlap`` these change
         # before the answer is there. And what a client of one worker has in host memory the store lends to the wire:
@@ -358,7 +378,9 @@ class ElasticAveraging(_Averaging):
         }
 
     def _prepare(self, keys: list[int]) -> None:
+        rule = self._rule()
         for k in keys:
+            self._alphas[k] = rule.of_key(k).alpha
             weights = self._params.tensors[k].detach()
             narrow = getattr(torch, self._kv.pushed_dtype(str(weights.dtype).removeprefix("torch.")))
             if narrow != weights.dtype and k not in self._sent:
@@ -379,7 +401,7 @@ class ElasticAveraging(_Averaging):
 
     def _move(self, key: int, sent: torch.Tensor) -> None:
         difference = torch.sub(sent, self._met[key], out=self._met[key])
-        self._params.tensors[key].detach().sub_(difference, alpha=self._alpha)
+        self._params.tensors[key].detach().sub_(difference, alpha=self._alphas[key])
 
     def _sent_of(self, key: int) -> torch.Tensor:
         if (copy := self._sent.get(key)) is not None:
@@ -390,6 +412,14 @@ class ElasticAveraging(_Averaging):
     @property
     def _memory(self) -> list[torch.Tensor]:
         return [*self._sent.values(), *self._met] if self._overlap else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"alphas": dict(self._alphas)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        rule = self._rule()
+        self._alphas = {k: rule.of_key(k).alpha for k in self._params.keys} | state.get("alphas", {})
 
 
 @methods_not_compiled

@@ -73,6 +73,66 @@ def test_elastic_averaging_moves_weights_by_what_servers_get(compression: str, o
             torch.testing.assert_close(w.double() + center, expected, atol=bound, rtol=0)
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_both_sides_move_by_the_alpha_that_the_servers_have(overlap: int, tmp_path: Path) -> None:
+    """It is changed by ``set_hyperparams``, also while an exchange is under way, and by a file with another one."""
+    alphas = [0.5, 0.5, 0.125, 0.125, 0.25]
+
+    def train(elastic: ElasticAveraging, w: torch.Tensor, rounds: range) -> None:
+        for round_ in rounds:
+            if alphas[round_] != alphas[round_ - 1]:
+                kv.set_hyperparams(alpha=alphas[round_])
+            met = elastic.pull_center()[0].double()
+            for _ in range(2):
+                w += torch.linspace(0.0, 1.0, 5)
+                sent = w.double()
+                elastic.step()
+            [center] = elastic.pull_center()
+            torch.testing.assert_close(center.double(), met + alphas[round_] * (sent - met), atol=1e-6, rtol=0)
+            if not overlap:
+                torch.testing.assert_close(w.double() + center, sent + met, atol=1e-6, rtol=0)
+
+    steps = 2 * torch.linspace(0.0, 1.0, 5).double()
+    (w,) = [torch.arange(5.0)]
+    with kvmpi.create("dist_sync") as kv:
+        elastic = ElasticAveraging([w], kv, alpha=0.5, interval=2, overlap=overlap)
+        train(elastic, w, range(3))
+        kv.set_hyperparams(alpha=alphas[3])
+        kv.save(tmp_path / "center")
+        state, saved = elastic.state_dict(), w.clone()
+    (w,) = [torch.zeros(5)]
+    with kvmpi.create("dist_sync") as kv:
+        elastic = ElasticAveraging([w], kv, alpha=1.0, interval=2, overlap=overlap)
+        kv.load(tmp_path / "center")
+        w.copy_(saved)
+        elastic.load_state_dict(state)
+        train(elastic, w, range(3, 5))
+        elastic.finish()
+        [center] = elastic.pull_center()
+        torch.testing.assert_close(w.double() + center, 2 * torch.arange(5.0).double() + 5 * steps, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_center_of_another_algorithm_is_refused(overlap: int, tmp_path: Path) -> None:
+    """Weights that are taken for differences, or the other way round, would ruin it."""
+    (w,) = [torch.ones(5)]
+    makers: list[Any] = [
+        lambda kv: ElasticAveraging([w], kv, 0.5, 2, overlap=overlap), lambda kv: DiLoCo([w], kv, 2, overlap=overlap)
+    ]  # fmt: skip
+    for saved, loaded, said in ((0, 1, r"applies Elastic\(.*needs Outer"), (1, 0, r"applies Outer\(.*needs Elastic")):
+        with kvmpi.create("dist_sync") as kv:
+            makers[saved](kv)
+            kv.save(tmp_path / "center")
+        with kvmpi.create("dist_sync") as kv:
+            averaging = makers[loaded](kv)
+            kv.load(tmp_path / "center")
+            averaging.reset()
+            averaging.step()
+            with pytest.raises(ConfigError, match=said):
+                averaging.step()
+            assert torch.equal(averaging.pull_center()[0], torch.ones(5))
+
+
 @pytest.mark.parametrize("make", [lambda p, kv: ElasticAveraging(p, kv, 0.5, 3), lambda p, kv: DiLoCo(p, kv, 3)])
 def test_every_interval_th_step_exchanges(make: Any) -> None:
     model = make_model()
