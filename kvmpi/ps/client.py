@@ -255,7 +255,7 @@ class PsClient(Participant):
             where = slice(chunk.start, chunk.stop)
             piece = value[where]
             sent_bytes = chosen.wire_bytes(piece.size, dtype)
-            on_reply = self._on_value(key, layout, i, out, pushed=True)
+            on_reply = self._on_value(key, layout, i, out, pushed=True, feedback=feedback)
             pieces.append(_Piece(-1, piece.nbytes, sent_bytes, payloads(where, piece), on_reply))
         op = "pushpull" if isinstance(out, np.ndarray) else "push"
         return self._push_pieces(
@@ -430,12 +430,15 @@ class PsClient(Participant):
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
 
     def _on_value(
-        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool
-    ) -> OnReply:
+        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool,
+        feedback: Feedback | None = None,
+    ) -> OnReply:  # fmt: skip
         chunk = layout.chunks[index]
         where = slice(chunk.start, chunk.stop)
 
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
+            if feedback is not None:
+                feedback.note_answer(where)
             self._note_version(layout, index, message, pushed=pushed, read=out is not None)
             if out is None:
                 return

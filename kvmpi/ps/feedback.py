@@ -17,14 +17,16 @@ class Feedback:
     """The error of one float32 key of ``count`` elements. It changes only with a push that counts.
 
     A push that fails and is made again is quantized again, from the error that there was before it: servers that had it
-    already, and take the second for a repetition, have then the same.
+    already, and take the second for a repetition, have then the same. Chunks that were answered are not: what was
+    pushed there may have been overwritten by the answer, and servers pass over what is said now.
     """
 
     def __init__(self, codec: Quantizer, count: int) -> None:
         self._codec = codec
         self._residual = np.zeros(count, np.float32)
         self._left = np.empty(count, np.float32)  # by the push under way
-        self._encoded: dict[int, Sequence[Buffer]] = {}
+        self._encoded: dict[int, Sequence[Buffer]] = {}  # by the first element of the chunk
+        self._answered: set[int] = set()
 
     def payloads(self, where: slice, chunk: Buffer) -> Callable[[], Sequence[Buffer]]:
         """What gives the payloads for elements ``where`` of the next push, the same however often it is asked."""
@@ -37,6 +39,10 @@ class Feedback:
 
         return encoded
 
+    def note_answer(self, where: slice) -> None:
+        """The server has what was said of elements ``where``."""
+        self._answered.add(where.start)
+
     def settle(self, chunks: Sequence[slice], *, counts: bool) -> None:
         """The push is over. ``chunks``: all of the key; ``counts``: the next one is no repetition of it."""
         if counts and self._encoded:  # else it was of rows
@@ -44,4 +50,6 @@ class Feedback:
                 if where.start not in self._encoded:
                     self._left[where] = self._residual[where]
             self._residual, self._left = self._left, self._residual
-        self._encoded = {}
+        if counts:
+            self._answered.clear()
+        self._encoded = {start: codes for start, codes in self._encoded.items() if start in self._answered}

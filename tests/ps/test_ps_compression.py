@@ -15,6 +15,7 @@ from kvmpi.errors import ConfigError, KVError, KVTimeoutError, ProtocolError, Un
 from kvmpi.ps import codec, replay
 from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.shard import Shard
+from kvmpi.wire import messages as m
 
 COUNT = 10
 
@@ -167,11 +168,22 @@ def test_an_error_changes_with_a_push_that_counts_and_with_no_other() -> None:
     feedback.settle(chunks, counts=True)
     sender.left[chunks[1]] = sent[chunks[1]]
     assert codes_of(values) == expected(sender.means(values))
+    feedback.settle(chunks, counts=True)
+    # What a server has answered of a push that is made again is what it was: an answer may be in the values' place.
+    meant = sender.means(values)
+    assert codes_of(values) == expected(meant)
+    feedback.note_answer(chunks[0])
+    feedback.settle(chunks, counts=False)
+    overwritten = values.copy()
+    overwritten[chunks[0]] = 50.0
+    assert codes_of(overwritten) == expected(meant)
+    feedback.settle(chunks, counts=True)
+    assert codes_of(values) == expected(sender.means(values))
 
 
 def test_a_client_that_tries_again_says_the_same(start_job: Callable[..., Any]) -> None:
     """With chunks on two servers: what timed out is made again, and later pushes have its error."""
-    count = 100_001
+    count = 200_001
     clients = start_job(2, chunk_bytes=50_000).connect(2)
     initialise(clients, {"k": count})
     senders = [Sender(count, 2, 0.5) for _ in clients]
@@ -209,6 +221,39 @@ def test_a_client_that_tries_again_says_the_same(start_job: Callable[..., Any]) 
         work.wait()
     clients[1].pull("k", out, deadline()).wait()
     np.testing.assert_array_equal(out, sum(s.means(v) for s, v in zip(senders, values, strict=True)))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_push_that_failed_in_part_is_made_again_in_place(
+    start_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    """One server has answered, and what it has answered is in the place of what was pushed."""
+    count = 600_001
+    [client] = start_job(2).connect(1)
+    initialise([client], {"k": count})
+    client.set_codec(codec.of({"type": f"{bits}bit"}))
+    sender, link, dropped = Sender(count, bits, 0.5), client._link, 0
+    real = link._send
+
+    def lose(connection: Any, message: Any, payloads: Any = ()) -> None:
+        nonlocal dropped
+        if isinstance(message, m.Push) and connection is link._connections[1]:
+            dropped += 1
+        else:
+            real(connection, message, payloads)
+
+    for step in range(4):
+        values = quarters(count, step)
+        total, out = sender.means(values), values.copy()
+        if step == 1:
+            monkeypatch.setattr(link, "_send", lose)
+            with pytest.raises(KVTimeoutError):
+                client.pushpull("k", out, out, Deadline(1.0)).wait()
+            monkeypatch.undo()
+            assert dropped, "nothing was lost"
+            assert 0 < np.count_nonzero(out != values) < count, "no answer has come, or all have"
+        client.pushpull("k", out, out, deadline()).wait()
+        np.testing.assert_array_equal(out, total, err_msg=f"step {step}")
 
 
 def test_a_codec_of_ones_own() -> None:
