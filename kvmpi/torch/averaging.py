@@ -103,13 +103,21 @@ class _Averaging(ABC):
                 next one first sends again what was sent then, which counts once, whether it had come or not.
         """
         self._steps += 1
-        ended = self._merge(lambda exchange: exchange.due <= self._steps)
+        try:
+            ended = self._merge(lambda exchange: exchange.due <= self._steps)
+        except KVError:
+            self._begin_due()  # whatever becomes of another fragment: other clients begin this one now
+            raise
+        if self._begin_due() and self._timetable.overlap == 0:
+            ended = self._merge(lambda _: True) or ended
+        return ended
+
+    def _begin_due(self) -> bool:
+        """Begin the exchange that the timetable has after this step, if there is one."""
         fragment = self._timetable.beginning(self._steps)
         if fragment is not None:
             self._begin(self._active(self._fragments[fragment]), self._timetable.overlap)
-            if self._timetable.overlap == 0:
-                ended = self._merge(lambda _: True) or ended
-        return ended
+        return fragment is not None
 
     def exchange(self) -> None:
         """Exchange all parameters with the center now, and wait for it; what is under way is merged before.

@@ -16,7 +16,7 @@ from torch import nn
 
 import kvmpi
 from kvmpi import optim
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.torch import DiLoCo, ElasticAveraging
 from kvmpi.torch.fragments import Timetable, runs
 
@@ -197,6 +197,33 @@ def test_after_an_exchange_that_was_broken_off_the_center_is_asked_for(
             torch.testing.assert_close(w, last)
         torch.testing.assert_close(diloco.pull_center()[0], w)
         assert w.max() < 50
+
+
+def test_a_fragment_that_fails_keeps_no_other_from_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients begin the next one's at the same step, and would wait for this one."""
+    a, b = tensors(4, 3)
+    with kvmpi.create("dist_sync") as kv:
+        diloco = DiLoCo([a, b], kv, 2, lr=1.0, momentum=0.0, nesterov=False, fragments=2, overlap=1, mixing=0.0)
+        real, begun = kv.pushpull, list[list[int]]()
+
+        def pushpull(keys: Any, value: Any, out: Any, async_op: bool) -> kvmpi.Work | None:
+            begun.append(keys)
+            if len(begun) != 3:
+                return real(keys, value, out, async_op=async_op)
+            failure = kvmpi.Work("the exchange")
+            failure.finish(KVTimeoutError("nobody has come"))
+            return failure
+
+        monkeypatch.setattr(kv, "pushpull", pushpull)
+        for step in range(1, 7):
+            local_step([a, b], step)
+            if step == 4:
+                with pytest.raises(KVTimeoutError, match="nobody has come"):
+                    diloco.step()
+            else:
+                assert diloco.step() == (step > 1)
+        # What had failed is made again before the next exchange of its fragment, at step 5.
+        assert begun == [[0], [1], [0], [1], [0], [0], [1]]
 
 
 def test_reset_forgets_what_is_under_way() -> None:
