@@ -259,7 +259,7 @@ class Store(mx.kvstore.KVStoreBase):
         return SimpleNamespace(optimizer=self._optimizer)
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
-        """Send pushes in fewer bytes: ``{"type": "fp16"}`` or ``"bf16"``."""
+        """Send pushes in fewer bytes: ``{"type": "2bit", "threshold": 0.5}``, ``"1bit"``, ``"fp16"`` or ``"bf16"``."""
         self.store.set_gradient_compression(compression_params)
 
     # ---- waiting and ending

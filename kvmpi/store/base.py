@@ -355,12 +355,14 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
         What a client pushes to a float32 key is rounded to float16 or bfloat16 once, after the sum over its workers;
         servers add in float32. bfloat16 keeps float32's range and 8 bits of precision, float16 has 11 bits and ends
-        at 65504. Values of other dtypes, rows, ``init`` and what is pulled travel as they are.
+        at 65504. So are rows of it, which ``2bit`` and ``1bit`` carry as they are. Values of other dtypes, ``init`` and
+        what is pulled travel as they are.
 
         ``{"type": "2bit", "threshold": 0.5}`` and ``1bit`` are MXNet's: of each element there goes ``threshold``, its
         negative or nothing; or 1 if it is above ``threshold``, else -1. What an element has more or less than that is
-        added to it in the next push. That error is forgotten when values are loaded or assigned, when compression
-        changes, and with the process. (Seide et al., INTERSPEECH 2014; Strom, INTERSPEECH 2015.)
+        added to it in the next push. That error is forgotten when values are loaded or assigned, or optimizer states
+        loaded, when compression changes, and with the process: no file or snapshot has it. (Seide et al., INTERSPEECH
+        2014; Strom, INTERSPEECH 2015.)
 
         Collective over the workers of a client; returns when all clients have called it. A push of not-a-numbers or
         infinities is a ``KVError`` under ``2bit`` and ``1bit``.
