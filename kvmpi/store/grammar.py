@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmpi import arrays
-from kvmpi.errors import ConfigError, DTypeMismatchError, KeyKindError
+from kvmpi.errors import ConfigError, DTypeMismatchError, KeyKindError, ShapeMismatchError
 
 Key = int | str
 
@@ -73,6 +73,7 @@ def groups(keys: Any, values: Any, what: str, *, by_rows: bool = False) -> list[
         KeyKindError: something that is no key, or both kinds in one call.
         DTypeMismatchError: something that is no array (``None`` included).
         ConfigError: lists of different lengths, no array for a key, or whole arrays and rows for one key.
+        ShapeMismatchError: ids of rows that are no vector.
     """
     if not isinstance(keys, list | tuple):
         return [_group(normal_key(keys), values, what, by_rows)]
@@ -104,6 +105,17 @@ def _is_pair(value: Any) -> bool:
     return len(first.shape) == 1 and bool(len(second.shape) != 1 or first.dtype != second.dtype)
 
 
+def _check_ids(key: Key, value: Any, what: str) -> None:
+    """Raise where somebody seems to push rows by ids of several dimensions, or by a single id."""
+    if isinstance(value, tuple) and len(value) == 2 and all(map(arrays.is_array, value)):
+        ids, rows = value
+        if "int" in str(ids.dtype) and "float" in str(rows.dtype):
+            raise ShapeMismatchError(
+                f"{what} of key {key!r}: row ids of shape {tuple(ids.shape)}, expected a vector: "
+                "(row_ids.reshape(-1), rows.reshape(-1, *value.shape[1:]))"
+            )
+
+
 def _group(key: Key, value: Any, what: str, by_rows: bool) -> Group:
     if arrays.is_array(value) and not (by_rows and arrays.is_sparse(value)):
         return Group(key, [value])
@@ -115,6 +127,7 @@ def _group(key: Key, value: Any, what: str, by_rows: bool) -> Group:
             if not all(sparse):
                 raise _mixed(key, what)
             return Group(key, given, by_rows=True)
+        _check_ids(key, value, what)
     found: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     if not found:
         raise ConfigError(f"{what} of key {key!r}: no array given")

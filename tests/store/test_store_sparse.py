@@ -39,6 +39,14 @@ MISTAKES = {
     "ids that are floats": (lambda kv: kv.push("w", (np.array([1.0]), ROW)), errors.DTypeMismatchError, "integers"),
     "a mask": (lambda kv: kv.push("w", (np.ones(1, bool), ROW)), errors.DTypeMismatchError, "integers"),
     "ids for a pull": (lambda kv: kv.row_sparse_pull("w", ROW.copy(), [0.5]), errors.DTypeMismatchError, "integers"),
+    "ids of two dimensions": (
+        lambda kv: kv.push("w", (np.array([[1, 2]]), np.ones((1, 2, 3), "f4"))), errors.ShapeMismatchError,
+        r"row ids of shape \(1, 2\), expected a vector",
+    ),
+    "a single id": (
+        lambda kv: kv.pushpull("w", (torch.tensor(3), torch.ones(3))), errors.ShapeMismatchError,
+        r"row ids of shape \(\), expected a vector",
+    ),
     "shape of rows": (lambda kv: kv.push("w", (np.array([1, 2]), ROW)), errors.ShapeMismatchError, r"\(2, 3\)"),
     "dtype of rows": (lambda kv: kv.push("w", (np.array([1]), ROW.astype("f8"))), errors.DTypeMismatchError, "float64"),
     "shape of a tensor": (
