@@ -17,7 +17,7 @@ from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.learning import Learner
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.ownership import Hooks
-from kvmpi.torch.parameters import KeyedParameters, next_key, start_sum, summing
+from kvmpi.torch.parameters import KeyedParameters, next_key, not_compressed, start_sum, summing
 from kvmpi.torch.plans import Plans
 from kvmpi.torch.weights import Weights
 from kvmpi.warning import warn
@@ -95,7 +95,7 @@ class Exchange:
         self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
         # So does where they are in their loops: how many say it, and the sums of two numbers.
-        self._all_used = torch.zeros(len(self._tensors) + 3)
+        self._all_used = torch.zeros(len(self._tensors) + 3, dtype=not_compressed(kv, torch.float32))
         self._all_used_key = next_key(kv)
         if weights is None:
             kv.init(self._all_used_key, self._all_used)

@@ -6,7 +6,7 @@ import torch
 
 from kvmpi.engine import Work
 from kvmpi.store import KVStore
-from kvmpi.torch.parameters import next_key, summing
+from kvmpi.torch.parameters import next_key, not_compressed, summing
 
 
 class NormBuffers:
@@ -41,7 +41,10 @@ class NormBuffers:
             buffer = module._buffers[name]
             if buffer is not None:
                 by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
-        found = [(dtype, sum(b.numel() for b in some.values()) + 1) for dtype, some in by_dtype.items()]
+        found = [
+            (not_compressed(self._kv, dtype), sum(b.numel() for b in some.values()) + 1)
+            for dtype, some in by_dtype.items()
+        ]
         if found != [(vector.dtype, vector.numel()) for _, vector, _ in self._vectors]:
             first = next_key(self._kv)
             vectors = [self._kv.empty((count,), dtype) for dtype, count in found]

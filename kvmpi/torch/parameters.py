@@ -163,6 +163,12 @@ def start_sum(kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0
     return work, scale
 
 
+def not_compressed(kv: KVStore, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype numbers of ``dtype`` travel that are no gradients: a store rounds what it is pushed of float32, if
+    it is told to by ``set_gradient_compression``."""
+    return torch.float64 if dtype == torch.float32 and kv.is_capable("compression") else dtype
+
+
 def next_key(kv: KVStore) -> int:
     """The first int that is no key yet, and nor is any above it."""
     return 1 + max((key for key in kv.keys if isinstance(key, int)), default=-1)

@@ -9,6 +9,7 @@ from optimizer_loops import convolutions, expect, flat, image_shard, mlp, plain_
 from torch import nn
 
 import kvmpi
+from kvmpi.config import client_bounds
 from kvmpi.errors import DTypeMismatchError
 from kvmpi.torch import DistributedOptimizer
 
@@ -80,3 +81,47 @@ def converted_statistics(kv: kvmpi.KVStore) -> None:
             kv.pull(kv.keys[-1], first)
             assert torch.equal(mine, first), f"{policy}, {name}: {mine - first}"
             optimizer.detach()
+
+
+def compressed(kv: kvmpi.KVStore) -> None:
+    """Gradients travel in few bits; statistics, and what workers tell each other of their loops, as they are."""
+    if not kv.is_capable("compression"):
+        return
+    clients, steps, n = client_bounds(kv.num_workers, kv.num_clients), 5, kv.num_workers
+
+    def drawn(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        gradient = torch.randint(-16, 17, (2, 3), generator=generator).float()  # eighths of it, and fourths, are exact
+        return torch.randn(5, 3, generator=generator), gradient / 2
+
+    for kind, policy in (("2bit", "first"), ("1bit", "mean")):
+        kv.set_gradient_compression({"type": kind, "threshold": 0.25})
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False))
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(inner, kv, model, update_on_kvstore=False, norm_buffers=policy)
+        left = [torch.zeros(2, 3, dtype=torch.float64) for _ in clients]
+        expected, plain = model[1].weight.detach().double(), nn.BatchNorm1d(3)
+        for step in range(steps):
+            batch, gradient = drawn(step, kv.rank)
+            optimizer.zero_grad()
+            (model[0](batch).sum() * 0 + (model[1].weight * gradient).sum()).backward()
+            optimizer.step()
+            for client, (start, stop) in enumerate(clients):
+                wanted = left[client] + sum(drawn(step, rank)[1].double() / n for rank in range(start, stop))
+                codes = wanted.sign() * 0.25 * (wanted.abs() >= 0.25) if kind == "2bit" else 2.0 * (wanted > 0.25) - 1
+                left[client] = wanted - codes
+                expected = expected - 0.5 * codes
+            before, after = [b.clone() for b in plain.buffers()], []
+            for rank in range(n if policy == "mean" else 1):
+                for buffer, value in zip(plain.buffers(), before, strict=True):
+                    buffer.copy_(value)
+                plain(drawn(step, rank)[0])
+                after.append([b.clone() for b in plain.buffers()])
+            for buffer, *each in zip(plain.buffers(), *after, strict=True):
+                buffer.copy_(torch.stack(each).double().mean(dim=0))
+            what = f"{kind}, step {step}"
+            torch.testing.assert_close(model[1].weight.detach().double(), expected, atol=1e-6, rtol=0, msg=what)
+            for found, value in zip(model.buffers(), plain.buffers(), strict=True):
+                torch.testing.assert_close(found, value, atol=1e-6, rtol=0, msg=f"{what}: {found}, expected {value}")
+        optimizer.detach()
+    kv.set_gradient_compression({"type": "none"})
