@@ -37,16 +37,19 @@ class SavedKey:
 
     @classmethod
     def of_chunks(
-        cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any], library: str = "numpy"
-    ) -> SavedKey:
+        cls, key: Key, shape: tuple[int, ...], dtype: str, chunks: Sequence[Any], rule: optim.Rule | None,
+        library: str = "numpy",
+    ) -> SavedKey:  # fmt: skip
         """One key of ``ps.client.SavedChunk``, which cover it.
 
-        Some have not been updated yet, where a client was lost in the middle of the first push: they remember nothing.
+        Some have not been updated yet, where a client was lost in the middle of the first push: they are as ``rule``
+        begins.
         """
         found = cls(key, shape, dtype, max(chunk.updates for chunk in chunks), library=library)
         dtypes = {name: array.dtype for chunk in chunks for name, array in chunk.arrays.items()}
+        initial = {} if rule is None else rule.slots()
         for name, of_array in dtypes.items():
-            whole = found.arrays[name] = np.zeros(math.prod(shape), of_array)
+            whole = found.arrays[name] = np.full(math.prod(shape), initial.get(name, 0.0), of_array)
             for chunk in chunks:
                 if (array := chunk.arrays.get(name)) is not None:
                     whole[chunk.start : chunk.stop] = array

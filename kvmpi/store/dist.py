@@ -420,7 +420,7 @@ class DistStore(Commanding):
         assert self._ps is not None
         work, chunks = self._ps.get_state(state.key, deadline)
         work.wait()
-        return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks, state.library)
+        return SavedKey.of_chunks(state.key, state.shape, state.dtype, chunks, self._rule, state.library)
 
     def _restore(self, saved: list[SavedKey], with_values: bool, deadline: Deadline) -> None:
         self._answers |= dict.fromkeys(key.key for key in saved)

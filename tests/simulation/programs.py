@@ -201,7 +201,7 @@ class Programs:
         for key in ps._layouts:
             chunks: list[SavedChunk] = []
             yield from self._insist([partial(self._read_state, ps, key, chunks)])
-            saved = SavedKey.of_chunks(key, (KEYS[key],), "float32", chunks)
+            saved = SavedKey.of_chunks(key, (KEYS[key],), "float32", chunks, self._plan.rule_at(step))
             self._oracle.check_read(rank, key, saved.arrays["value"], step, {}, later=True)
             saved.arrays["value"] = self._oracle.marked(saved.arrays["value"], step)
             yield from self._insist([partial(ps.put_state, key, saved.updates, saved.arrays)])

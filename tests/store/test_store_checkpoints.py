@@ -198,8 +198,13 @@ def test_a_chunk_without_an_update_is_saved_with_those_that_have_one():
         SavedChunk(0, 2, 0, {"value": half}),
         SavedChunk(2, 3, 1, {"value": half[:1], "master": np.array([1.25], "f4"), "momentum": np.array([4.0], "f4")}),
     ]
-    saved = checkpoint.SavedKey.of_chunks("w", (3,), "bfloat16", chunks)
+    saved = checkpoint.SavedKey.of_chunks("w", (3,), "bfloat16", chunks, optim.SGD(0.1, momentum=0.5))
     assert saved.updates == 1
     assert saved.arrays["master"].tolist() == [1.5, -2.0, 1.25]
     assert saved.arrays["momentum"].tolist() == [0.0, 0.0, 4.0]
     assert saved.arrays["value"].tolist() == [*half.tolist(), half[0]]
+
+    chunks = [SavedChunk(0, 2, 0, {"value": half}), SavedChunk(2, 3, 1, {"value": half[:1], "sum": np.ones(1, "f4")})]
+    rule = optim.Adagrad(0.1, initial_accumulator_value=0.25)
+    saved = checkpoint.SavedKey.of_chunks("w", (3,), "bfloat16", chunks, rule)
+    assert saved.arrays["sum"].tolist() == [0.25, 0.25, 1.0]
