@@ -34,6 +34,8 @@ class Plan:
         slow: clients that pause in each step.
         rule: "test" adds up what is pushed.
         answers_met: whether a fused push brings back what was there before.
+        codec: how pushes travel: "none", "bf16", or "2bit", which leaves half of every third push for the next.
+        in_place: whether fused pushes put their answer in the place of what was pushed.
         lands: whether programs go on when servers have taken a push, whose value comes in its own time.
         seldom: keys that are pushed in every n-th step only, from which on, or never.
         phases: the order of keys in a step, where one group is over before the next begins.
@@ -65,6 +67,8 @@ class Plan:
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
         self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
+        self.codec = random.Random(f"{seed} codec").choice(["none"] * 7 + ["bf16", "2bit", "2bit"])
+        self.in_place = random.Random(f"{seed} in place").random() < 0.3
         self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
         self.seldom, self.phases = self._choose_seldom() if mode == "sync" else ({}, [[*KEYS]])
         self.one_by_one = random.Random(f"{seed} one by one").random() < 0.5

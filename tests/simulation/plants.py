@@ -12,6 +12,7 @@ from kvmpi.ps import barriers, client, consistency, part, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
+from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Order, Span
 from kvmpi.ps.part import Part
@@ -334,6 +335,18 @@ def _answers_a_repetition_with_what_is_there_by_then(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Shard, "_answer_again", answer_again)
 
 
+def _forgets_what_codes_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a push is made again."""
+    real = Feedback.settle
+
+    def settle(self: Feedback, chunks: Any, *, counts: bool) -> None:
+        real(self, chunks, counts=counts)
+        if not counts:
+            self._residual[:] = 0.0
+
+    monkeypatch.setattr(Feedback, "settle", settle)
+
+
 def _gives_memory_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """When servers have taken the first chunk of a push."""
     real = ClientSession._count_accepted
@@ -381,6 +394,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "late push forgotten": (_forgets_what_is_late, "still waiting|comes after|rounds hold"),
     "store begun anew": (_begins_anew_what_is_over, "must be there|goes back"),
     "answer of a repetition": (_answers_a_repetition_with_what_is_there_by_then, "pushes"),
+    "error forgotten": (_forgets_what_codes_have_left, "must be there|rounds hold"),
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),

@@ -16,7 +16,7 @@ from simulation.plan import KEYS, MOST_CLIENTS, Plan
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, KVTimeoutError
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows
+from kvmpi.ps import ArrivingRows, codec
 from kvmpi.ps.client import PsClient, SavedChunk
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.participant import GOODBYE_S
@@ -25,6 +25,8 @@ from kvmpi.store.checkpoint import SavedKey
 
 #: How long operations may take in jobs that hurry.
 _HURRY_S = (0.3, 1.0, 3.0, 1e6)
+#: Of a threshold, by the number of the push: half of it is left by the first, and makes the second whole.
+_TWO_BIT = (1.0, 1.5, 0.5)
 _NUMBERS = {key: i for i, key in enumerate(KEYS)}
 #: What is read into, and what each client pushes.
 _UNFILLED = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
@@ -51,6 +53,7 @@ class Programs:
         self._sync, self._policy = cluster.mode == "sync", policy
         self._is_newest, self._dies_early = is_newest, dies_early
         self._meetings = Meetings(oracle)
+        self._first: dict[PsClient, int] = {}  # the first step of a process
         self.leaving: set[int] = set()
         self.closing: set[int] = set()
 
@@ -80,6 +83,8 @@ class Programs:
         for step in range(1, first) if plan.meets_again else ():
             yield from self._meet(ps, rank, (step, 0))
         on_way: dict[Any, Work] = {}
+        self._first[ps] = first
+        ps.set_codec(codec.get(plan.codec if plan.codec != "2bit" else f"2bit:{float(BASE**rank)}"))
         for step in range(first, plan.last_step[rank] + 1):
             self._meetings.skip(rank, first - 1)
             for keys in plan.batches(max(known, step - 1), step):
@@ -258,10 +263,18 @@ class Programs:
             if plan.loose and all(key in plan.seldom for key in phase):
                 yield from self._end_of([on_way.pop(key) for key in keys if key in on_way])
                 for key in keys:
-                    work = ps.push(key, _PUSHED[rank, key].copy(), self._deadline(), turn=self._kept(ps, key))
+                    value = self._value(ps, rank, key, step)
+                    work = ps.push(key, value, self._deadline(), turn=self._kept(ps, key))
                     on_way[key] = self._noted(work, rank, step, key, entered)
             elif keys:
                 yield from self._exchange_keys(ps, rank, step, keys, entered, repeats=repeats)
+
+    def _value(self, ps: PsClient, rank: int, key: Any, step: int) -> np.ndarray:
+        """What is pushed: always the same, when what was left of it with the push before is added."""
+        value = _PUSHED[rank, key].copy()
+        if self._plan.codec == "2bit":
+            value *= _TWO_BIT[(self._plan.pushes(key, step) - self._plan.pushes(key, self._first[ps] - 1)) % 3]
+        return value
 
     def _noted(self, work: Work, rank: int, step: int, key: Any, entered: int) -> Work:
         """A push has begun: the oracle knows, and will be told when it is done."""
@@ -298,11 +311,13 @@ class Programs:
     ) -> Program:
         """Pushpull, or push and then pull; of the whole value, or of all its rows."""
         plan = self._plan
-        values = {key: _PUSHED[rank, key].copy() for key in keys}
-        outs = {key: _UNFILLED[key].copy() for key in keys}
         fused = {key for key in keys if (_NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
         # Other clients push all of it in the same round.
-        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0 and not plan.answers_met}
+        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0}
+        if plan.answers_met or plan.codec == "2bit":  # rows travel as they are
+            by_rows.clear()
+        values = {key: self._value(ps, rank, key, step) for key in keys}
+        outs = {key: values[key] if plan.in_place and key in fused - by_rows else _UNFILLED[key].copy() for key in keys}
         landing = {key: Landing(_UNFILLED[key].copy()) for key in fused - by_rows if plan.lands}
         kept = {key for key in keys if key not in fused and plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
         arriving: dict[Any, ArrivingRows] = {}
@@ -324,11 +339,15 @@ class Programs:
             works[key] = self._noted(work, rank, step, key, entered)
             return works[key]
 
-        deadline = self._deadline()
-        yield from self._end_of([start(key, deadline) for key in keys])
-        yield from self._insist([partial(start, key) for key in keys if works[key].error() and key not in kept])
+        left = keys
+        while left:
+            deadline = self._deadline()
+            yield from self._end_of([start(key, deadline) for key in left])
+            left = [key for key in left if works[key].error() is not None and key not in kept]
         for key, value in values.items():
-            if works[key].error() is None or key not in kept:
+            if outs[key] is value and key in landing:
+                outs[key] = _UNFILLED[key].copy()
+            if outs[key] is not value and (works[key].error() is None or key not in kept):
                 value[:] = np.nan  # what was pushed is ours again
         for key, changed in arriving.items():
             if changed is not None:

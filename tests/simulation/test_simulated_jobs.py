@@ -64,7 +64,7 @@ FOUND_BY = {
     "value of a head that was replaced": 817, "snapshot of several rounds": 7, "lost acknowledgement": 10,
     "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 53,
     "snapshot of what has ended": 33, "successor without values": 19, "store begun anew": 396,
-    "answer of a repetition": 17, "memory in use": 205,
+    "answer of a repetition": 17, "memory in use": 205, "error forgotten": 218,
     "snapshot not copied": 16, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 53,
     "waiting for who has ended": 233,
