@@ -21,8 +21,8 @@ from kvmpi.collectives import Batch, Call, Comm, Tensor
 from kvmpi.config import Config
 from kvmpi.engine import Work
 from kvmpi.store.call import Invocation, KeyState, Part, label_of, meeting
-from kvmpi.store.core import StoreCore
 from kvmpi.store.grammar import Key
+from kvmpi.store.operations import Operations
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -165,7 +165,7 @@ def _tensor(part: RepeatedPart, value: Buffer | None, common: bool) -> Tensor:
     return Tensor([part.source], part.outs[0], [value, *part.outs[1:]])
 
 
-class Repeating(StoreCore):
+class Repeating(Operations):
     """The part of a store that makes calls on keys as they were made before; for values that are in the workers."""
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:

@@ -15,12 +15,13 @@ from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
 from kvmpi.store.call import Invocation, KeyState, Part, entries_of
-from kvmpi.store.core import INLINE_BYTES, StoreCore
+from kvmpi.store.core import INLINE_BYTES
 from kvmpi.store.grammar import Group
+from kvmpi.store.operations import Operations
 
 
 @methods_not_compiled
-class RowSparse(StoreCore):
+class RowSparse(Operations):
     """The part of a store that moves some rows of a key."""
 
     def row_sparse_pull(
