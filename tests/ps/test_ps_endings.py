@@ -218,6 +218,22 @@ def test_who_waits_for_the_return_of_clients_waits_for_one_that_has_never_come()
     assert not desk.inbox
 
 
+@pytest.mark.parametrize("has_come", [True, False])
+def test_nobody_waits_for_a_client_whose_program_has_ended_for_good(has_come):
+    """Where others wait for one that is lost: nobody starts this one again, whether it had come to the store or not."""
+    desk = Desk(on_client_loss="wait")
+    for rank in (0, 1) if has_come else (0,):
+        desk.client(rank, 2)
+    if has_come:
+        desk.say("1/0", m.Barrier, 1)
+    desk.take(desk.state.hear_end("client", 1, 7, "ended with exit status 0", returns=False))
+    if not has_come:
+        desk.say("1/0", m.Barrier, 1)
+    (failure,) = [message for message in desk.told("1/0") if isinstance(message, m.Failure)]
+    assert failure.error == "ClientLostError"
+    assert "client 1 has ended with exit status 0" in failure.text
+
+
 def test_another_scheduler_knows_who_has_ended():
     desk = Desk(1, on_client_loss="shrink")
     desk.server(0)

@@ -271,6 +271,23 @@ def test_requests_that_go_on_behind_their_deadline_all_leave_and_hold_back_those
     assert bench.session.idle
 
 
+def test_requests_leave_when_all_operations_are_over_that_they_wait_for() -> None:
+    bench = Bench()
+
+    def start(label: str, peer: int, *after: Operation) -> Operation:
+        operation = Operation(label, 100.0, bench.now_s, lambda error: bench.ended.update({label: error}), after=after)
+        bench.session.submit(operation, [push(peer, 10, label)])
+        return operation
+
+    start("third", 0, start("first", 0), start("second", 1))
+    first, second = bench.flush()
+    assert keys([first, second]) == ["first", "second"]
+    bench.answer(second)
+    assert bench.flush() == []
+    bench.answer(first)
+    assert keys(bench.flush()) == ["third"]
+
+
 def test_a_request_that_could_not_leave_says_so() -> None:
     bench = Bench(10)
     bench.start("first", push(0, 10))
