@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmpi.engine import Work
 from kvmpi.errors import KVError
 from kvmpi.torch.buckets import Progress, complete_order, plan, schedule
+from kvmpi.torch.learning import Learner
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 
@@ -101,3 +103,31 @@ def test_a_gradient_cannot_arrive_twice():
     progress.arrive(1)
     with pytest.raises(KVError, match="twice"):
         progress.arrive(1)
+
+
+def test_passes_teach_in_which_order_gradients_come_and_buckets_leave() -> None:
+    learner = Learner(None, 3, times=True)
+    before = learner.order
+    learner.begin(2)
+    assert not learner.is_timing, "the first pass is slow"
+    for index in (1, 2, 0):
+        learner.arrived(index, 0)
+    assert learner.end(2), "buckets are to be planned anew"
+    assert learner.order == [1, 2, 0]
+    assert before != [1, 2, 0]
+    learner.begin(2)
+    assert learner.is_timing
+    works = [Work("0"), Work("1")]
+    for number, work in enumerate(works):
+        learner.arrived(number, number)
+        learner.sent(number, [work, None])
+        work.finish()
+    assert not learner.end(2)
+    learner.begin(2)
+    assert not learner.is_timing, "until the next plan"
+    assert learner.leaving is None
+    assert not learner.end(2)
+    assert sorted(learner.leaving or ()) == [0, 1]
+    learner.forget()
+    assert learner.leaving is None
+    assert not learner.knows_all
