@@ -1,12 +1,15 @@
-"""Read by every Python process of the tests, when it starts: torch's compiler is loaded when something is compiled.
+"""Read by every Python process of the tests, when it starts: torch loads what it has for compilers when they want it.
 
 The first optimizer of a process, and its first step, load ``torch._dynamo``, which takes longer than ``import torch``,
-only to tell it what not to compile. Most processes of the tests make a few steps, and compile nothing.
+only to tell it what not to compile. And nearly half of ``import torch`` are parts that make graphs of a program, and a
+garbage collector that looks through them. Most processes of the tests make a few steps, and compile nothing.
 """
 
 import functools
+import gc
 import sys
 from importlib.machinery import PathFinder
+from importlib.util import LazyLoader
 
 #: Whoever looks for the program's own frames passes over those of torch, and so over these. The compiler imports it.
 _NAME = "torch.startup"
@@ -58,27 +61,87 @@ def change_optimizer(module):
     module._use_grad_for_differentiable = use_grad_later
 
 
-class Finder:
-    """Changes modules as soon as they have been read."""
+def read_torch(read, module):
+    """``torch``: nearly everything that it makes stays, so no garbage is looked for in it, now and when Python ends."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        read(module)
+        if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):  # torch 2.13: by what is read later
+            from torch._opaque_base import OpaqueBaseMeta
 
-    def __init__(self, changes):
-        self._changes = changes
+            set_metaclass(OpaqueBaseMeta)
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def and_then(change):
+    def read_and_change(read, module):
+        read(module)
+        change(module)
+
+    return read_and_change
+
+
+class Again:
+    """Loads what has just been loaded."""
+
+    def create_module(self, spec):
+        return sys.modules[spec.name]
+
+    def exec_module(self, module):
+        pass
+
+
+class Finder:
+    """Reads some modules in a way of their own, and others only when something in them is asked for.
+
+    Args:
+        readers: by the name of a module, what reads it.
+        later: the modules that are asked for later, if ever.
+        first: by the name of a module, one of ``later`` that must be read first, which reads that one.
+    """
+
+    def __init__(self, readers, later, first):
+        self._readers = readers
+        self._later = later
+        self._first = first
 
     def find_spec(self, name, path, target=None):
-        if name not in self._changes:
-            return None
-        change = self._changes.pop(name)
-        if not self._changes:
-            sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        read = spec.loader.exec_module
+        if name in self._first:
+            sys.modules[self._first[name]].__doc__  # noqa: B018 - asks for something in it
+            sys.modules[name].__spec__.loader = Again()  # Python takes the specification that the module has by now
+            return sys.modules[name].__spec__
+        if name in self._later:
+            self._later.remove(name)
+            spec = PathFinder.find_spec(name, path, target)
+            spec.loader.exec_module = functools.partial(self._read_first, spec.loader.exec_module)
+            spec.loader = LazyLoader(spec.loader)
+            return spec
+        if name in self._readers:
+            spec = PathFinder.find_spec(name, path, target)
+            spec.loader.exec_module = functools.partial(self._readers.pop(name), spec.loader.exec_module)
+            return spec
+        return None
 
-        def read_and_change(module):
-            read(module)
-            change(module)
-
-        spec.loader.exec_module = read_and_change
-        return spec
+    def _read_first(self, read, module):
+        self._first = {name: first for name, first in self._first.items() if first != module.__name__}
+        read(module)
 
 
-sys.meta_path.insert(0, Finder({"torch._compile": change_compile, "torch.optim.optimizer": change_optimizer}))
+sys.meta_path.insert(
+    0,
+    Finder(
+        {
+            "torch": read_torch,
+            "torch._compile": and_then(change_compile),
+            "torch.optim.optimizer": and_then(change_optimizer),
+        },
+        {"torch._meta_registrations", "torch._native", "torch.export"},
+        dict.fromkeys(
+            ["torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store"], "torch._meta_registrations"
+        ),
+    ),
+)
