@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
-from kvmpi.errors import VALUES_LOST, KVError, KVTimeoutError, ProtocolError, ServerLostError, rebuild
-from kvmpi.ps.asks import FUSED, NOWHERE, SCHEDULER, Ask, Operation
+from kvmpi.errors import KVError, KVTimeoutError, ProtocolError, rebuild
+from kvmpi.ps.asks import FUSED, NOWHERE, Ask, Operation
+from kvmpi.ps.explanations import as_kv_error, explain, lost_error, why_waiting
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
 from kvmpi.wire import Message
@@ -100,7 +101,7 @@ class ClientSession:
             ask.number = next(self._numbers)
         why = next((why for ask in asks if (why := self._why_lost(ask)) is not None), None)
         if why is not None:
-            self._cancel(operation, _lost_error(operation, why))
+            self._cancel(operation, lost_error(operation, why))
             return
         awaited, operation.after = [before for before in operation.after if not before.finished], ()
         operation.num_awaited = len(awaited)
@@ -219,7 +220,7 @@ class ClientSession:
                 message.quiet = ask.quiet
             return ask.peer, message, self._payloads(ask)
         except Exception as error:  # a codec may be a user's own
-            self._end(ask, _as_kv_error(ask, error))
+            self._end(ask, as_kv_error(ask, error))
             return None
 
     @staticmethod
@@ -238,7 +239,7 @@ class ClientSession:
         """The request with this number could not be sent at all."""
         ask = self._outstanding.get(number)
         if ask is not None:
-            self._end(ask, _as_kv_error(ask, error))
+            self._end(ask, as_kv_error(ask, error))
 
     def receive(self, message: Message, payloads: list[memoryview]) -> None:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
@@ -281,13 +282,18 @@ class ClientSession:
                         ask.on_reply(message, payloads)
                     ask.old = isinstance(message, m.Value) and message.old
                 except Exception as caught:  # one bad answer must not end the others' thread
-                    error = _as_kv_error(ask, caught)
+                    error = as_kv_error(ask, caught)
                 self._end(ask, error)
 
     def waits(self) -> list[Wait]:
         """What is under way; may be called from another thread."""
         return [
-            Wait(("operation", id(op)), op.expires_s - op.timeout_s, op.label, "; ".join(_whom(op, self._greeted)[:4]))
+            Wait(
+                ("operation", id(op)),
+                op.expires_s - op.timeout_s,
+                op.label,
+                "; ".join(why_waiting(op, self._greeted)[:4]),
+            )
             for op in list(self._unfinished.values())
             if op.timeout_s < _FOR_EVER_S / 2 and not op.is_late
         ]
@@ -309,7 +315,7 @@ class ClientSession:
                     ask.pause_s = min(2 * ask.pause_s, _most_pause_s(ask.operation))
 
     def _expire(self, operation: Operation) -> None:
-        error = KVTimeoutError(_explain(operation, self._greeted))
+        error = KVTimeoutError(explain(operation, self._greeted))
         if operation.on_late is None or not operation.on_late(operation.error or error):
             self._cancel(operation, error)
             return
@@ -427,7 +433,7 @@ class ClientSession:
             lost = (self._why_lost(ask) for ask in operation.asks if not ask.ended)
             why = next((why for why in lost if why is not None), None)
             if why is not None:
-                self._cancel(operation, _lost_error(operation, why))
+                self._cancel(operation, lost_error(operation, why))
 
     def fail_all(self, error: KVError) -> None:
         """End everything with ``error``."""
@@ -511,56 +517,3 @@ def _taken(ask: Ask) -> Outgoing:
     """What lets a server forget the answer. Where another chunk's has failed all are asked for once more."""
     key, chunk, step = ask.fields[:3]
     return ask.peer, m.Query(ask.number, key, chunk, step, fused=False, part=max(0, ask.part)), ()
-
-
-def _lost_error(operation: Operation, why: str) -> ServerLostError:
-    return ServerLostError(f"{operation.label}: {why}; {VALUES_LOST}")
-
-
-def _as_kv_error(ask: Ask, error: Exception) -> KVError:
-    """``error`` with the operation that it hit; a defect keeps its type in the message and its traceback as cause."""
-    label = ask.operation.label
-    if isinstance(error, KVError):
-        wrapped: KVError = type(error)(f"{label}: {error}")
-    else:
-        wrapped = KVError(f"{label}: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
-def _explain(operation: Operation, greeted: Collection[int]) -> str:
-    reasons = _whom(operation, greeted)
-    why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
-    return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
-
-
-def _whom(operation: Operation, greeted: Collection[int]) -> list[str]:
-    """Whom an operation still waits for, and where to look. ``greeted``: the servers that know this client."""
-    reasons = []
-    open_asks = [ask for ask in operation.asks if not ask.ended]
-    for peer in sorted({ask.peer for ask in open_asks}):
-        asks = [ask for ask in open_asks if ask.peer == peer]
-        if peer == NOWHERE:
-            reasons.append("no server answers for it at present; look at the servers and the scheduler")
-            continue
-        name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
-        missing = sorted({client for ask in asks for client in ask.missing or []})
-        if missing:
-            silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
-            shown = ", ".join(
-                f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
-                for client in missing[:16]
-            ) + (", ..." if len(missing) > 16 else "")
-            reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
-        elif any(ask.accepted for ask in asks):
-            reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
-        elif all(ask.sent_s is None and ask.part >= 0 for ask in asks) and peer not in greeted:
-            reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; check that process")
-        elif all(ask.sent_s is None for ask in asks):
-            reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
-        elif any(ask.kind is m.Register for ask in asks):  # who joins is answered when all servers are there
-            reasons.append(f"no answer from {name}: it still waits for servers (see what it says), is stopped or "
-                           "cannot be reached; check it and the servers")  # fmt: skip
-        else:
-            reasons.append(f"no answer from {name}; check that process")
-    return reasons

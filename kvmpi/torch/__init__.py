@@ -3,9 +3,10 @@
 ``kvmpi.torch.c10d``, which must be imported by name, is a backend of torch.distributed.
 """
 
-from kvmpi.torch.averaging import DiLoCo, ElasticAveraging
 from kvmpi.torch.ddp_hook import ddp_comm_hook
+from kvmpi.torch.diloco import DiLoCo
 from kvmpi.torch.distributed import DistributedOptimizer
+from kvmpi.torch.elastic import ElasticAveraging
 from kvmpi.torch.trainer import Trainer
 
 __all__ = ["DiLoCo", "DistributedOptimizer", "ElasticAveraging", "Trainer", "ddp_comm_hook"]

@@ -1,8 +1,7 @@
-"""``ElasticAveraging`` and ``DiLoCo``: clients train on their own, and exchange weights every ``interval`` steps."""
+"""Clients train on their own, and every ``interval`` steps they exchange weights with a center that the store holds."""
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class _Exchange:
         return [_has_come(work) for work in works]
 
 
-class _Failed(NamedTuple):
+class Failed(NamedTuple):
     """A key of an exchange that failed: the weights that were to be merged, and whether there were no steps since.
 
     ``came``: others have failed, and this one has its answer, which is not merged yet.
@@ -55,8 +54,8 @@ class _Failed(NamedTuple):
 
 
 @methods_not_compiled
-class _Averaging(ABC):
-    """What both have in common: the store holds a center, and every ``interval``-th ``step`` meets it."""
+class Averaging(ABC):
+    """What ``ElasticAveraging`` and ``DiLoCo`` have in common: every ``interval``-th ``step`` meets the center."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class _Averaging(ABC):
         self._timetable = Timetable(interval, len(self._fragments), overlap)
         self._steps = 0
         self._under_way: list[_Exchange] = []
-        self._failed: dict[int, _Failed] = {}  # by key, what is to be made again
+        self._failed: dict[int, Failed] = {}  # by key, what is to be made again
         self._unknown: set[int] = set()  # keys of exchanges that were broken off: the servers know what came of them
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
@@ -216,7 +215,7 @@ class _Averaging(ABC):
         if not isinstance(error, KVError):
             return
         for k, came in zip(exchange.keys, exchange.wait_for_each(), strict=True):
-            failed = known.get(k) or _Failed(self._params.tensors[k].detach().clone(), whole)
+            failed = known.get(k) or Failed(self._params.tensors[k].detach().clone(), whole)
             self._failed[k] = failed._replace(came=came)
             self._unknown.discard(k)
 
@@ -246,7 +245,7 @@ class _Averaging(ABC):
         """Change the weights by what has arrived; ``whole``: there were no steps since, go on from the center."""
 
     @abstractmethod
-    def _take_late(self, key: int, failed: _Failed) -> None:
+    def _take_late(self, key: int, failed: Failed) -> None:
         """``_take`` of an exchange that was made again; steps since it failed stay done."""
 
     @property
@@ -329,226 +328,9 @@ class _Averaging(ABC):
         return [self._timetable.interval, self._timetable.overlap, self._fragments]
 
 
-class ElasticAveraging(_Averaging):
-    """Elastic averaging SGD: weights and a center on the servers pull at each other (Zhang, Choromanska, LeCun 2015).
-
-    ::
-
-        kv = kvmpi.create("dist_async_mpi")
-        trainer = kvmpi.torch.Trainer(model.parameters(), optimizer, kv.client)    # SGD inside the client
-        elastic = kvmpi.torch.ElasticAveraging(model.parameters(), kv, alpha=0.9 / kv.num_clients, interval=64)
-        for x, y in batches:
-            ...
-            trainer.step(kv.mpi_size)
-            elastic.step()
-
-    Every ``interval``-th ``step`` does, with one and the same center on both sides, so that w + center is conserved:
-    center += alpha * (w - center) on the servers, w -= alpha * (w - center) in every worker of the client. The workers
-    of a client must hold the same weights (synchronous SGD inside it). A client of one worker needs no trainer.
-
-    With ``overlap=1`` the difference is subtracted after the next local step, which is computed while it is on its way:
-    the order of the authors' own program. Still both sides move by the same difference.
-
-    ``kv.set_hyperparams(alpha=...)``, called like ``step``, changes both sides, and so does a file with another alpha
-    that ``kv.load`` reads.
-
-    Momentum is the business of the local optimizer, and the exchange leaves it as it is: with
-    ``torch.optim.SGD(momentum=..., nesterov=True)`` this is the authors' EAMSGD. Parameters with
-    ``requires_grad=False`` begin with worker 0's values and are not exchanged; buffers, such as the statistics of batch
-    norm, are each worker's own, unless ``params`` lists them.
-
-    It takes memory for the weights once more, twice with ``overlap`` or where a client of one worker has them in host
-    memory. Under ``fp16`` or ``bf16`` compression, which rounds what is pushed, both sides move by what was rounded.
-    """
-
-    def __init__(
-        self, params: Parameters, kvstore: KVStore, alpha: float, interval: int = 64, overlap: int = 0
-    ) -> None:
-        """Create the keys, all workers with worker 0's weights, and set the rule. Collective over all workers.
-
-        Args:
-            alpha: from 0 to 1; the authors take 0.9 / (number of clients).
-            interval: local steps between two exchanges.
-            overlap: local steps that are done while an exchange is under way, less than ``interval``.
-        """
-        super().__init__(params, kvstore, optim.Elastic(alpha), interval, overlap)
-        self._overlap = overlap
-        self._alphas: dict[int, float] = {}  # by key, that of the servers when it was sent
-        self._met = [torch.empty_like(p) for p in self._params.data]
-        # By key, what the servers are sent, where that is not the weights themselves. With ``overlap`` these change
-        # before the answer is there. And what a client of one worker has in host memory the store lends to the wire:
-        # servers may read it after an exchange has failed, and would get what later steps have made of it.
-        lends = kvstore.mpi_size == 1
-        self._sent = {
-            k: kvstore.empty(p.shape, p.dtype) if lends and p.device.type == "cpu" else torch.empty_like(p)
-            for k, p in enumerate(self._params.data)
-            if overlap or (lends and p.device.type == "cpu")
-        }
-
-    def _prepare(self, keys: list[int]) -> None:
-        rule = self._rule()
-        for k in keys:
-            self._alphas[k] = rule.of_key(k).alpha
-            weights = self._params.tensors[k].detach()
-            narrow = getattr(torch, self._kv.pushed_dtype(str(weights.dtype).removeprefix("torch.")))
-            if narrow != weights.dtype and k not in self._sent:
-                self._sent[k] = torch.empty_like(weights)
-            if k in self._sent:
-                # The servers move by what they get, so that is what the weights move by.
-                self._sent[k].copy_(weights.to(narrow))
-
-    def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._sent_of(key), self._met[key]
-
-    def _take(self, keys: list[int], *, whole: bool) -> None:
-        for k in keys:
-            self._move(k, self._sent_of(k))
-
-    def _take_late(self, key: int, failed: _Failed) -> None:
-        self._move(key, self._sent.get(key, failed.weights))
-
-    def _move(self, key: int, sent: torch.Tensor) -> None:
-        difference = torch.sub(sent, self._met[key], out=self._met[key])
-        self._params.tensors[key].detach().sub_(difference, alpha=self._alphas[key])
-
-    def _sent_of(self, key: int) -> torch.Tensor:
-        if (copy := self._sent.get(key)) is not None:
-            return copy
-        failed = self._failed.get(key)
-        return self._params.tensors[key].detach() if failed is None else failed.weights
-
-    @property
-    def _memory(self) -> list[torch.Tensor]:
-        return [*self._sent.values(), *self._met] if self._overlap else []
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"alphas": dict(self._alphas)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        rule = self._rule()
-        self._alphas = {k: rule.of_key(k).alpha for k in self._params.keys} | state.get("alphas", {})
-
-
-@methods_not_compiled
-class DiLoCo(_Averaging):
-    """DiLoCo: H local steps, then one outer step with Nesterov momentum on what they changed (Douillard et al. 2023).
-
-    ::
-
-        kv = kvmpi.create("dist_sync_mpi")
-        diloco = kvmpi.torch.DiLoCo(model.parameters(), kv, interval=500)
-        for x, y in batches:
-            ...
-            optimizer.step()                  # AdamW, usually; or a Trainer on kv.client for a synchronous island
-            diloco.step()
-        diloco.finish()
-
-    Every ``interval``-th ``step`` pushes center - w, the mean over the client's workers, pulls the new center, and all
-    workers go on from there. Inside a client workers may step together (``Trainer`` on ``kv.client``) or each alone.
-    With an asynchronous store the outer step takes each client's difference as it comes.
-
-    **Streaming** (Douillard et al. 2025, arXiv:2501.18512) exchanges as many bytes, but not all at once, and does not
-    wait for them. With ``fragments=P`` the parameters are exchanged in P parts, each every ``interval`` steps, at steps
-    of its own. With ``overlap=T`` the exchange that begins after step t is merged after step t + T, and T local steps
-    are done meanwhile: w = mixing * w + (1 - mixing) * center, where ``mixing=0`` drops these steps, and 0.5 is a mean
-    of both. ``pseudo_gradient_dtype=torch.bfloat16`` halves what is pushed; the center stays as it is.
-
-    Parameters with ``requires_grad=False`` begin with worker 0's values and are not exchanged; which ones they are is
-    the same in all workers. Buffers, such as the statistics of batch norm, are each worker's own; to average them as
-    well, add those of floating-point types to ``params``. The local optimizer keeps its state through an exchange.
-    """
-
-    def __init__(
-        self, params: Parameters, kvstore: KVStore, interval: int = 500, lr: float = 0.7, momentum: float = 0.9,
-        nesterov: bool = True, fragments: Fragments = 1, overlap: int = 0, mixing: float | None = None,
-        pseudo_gradient_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        """Create the keys, all workers with worker 0's weights, and set the rule. Collective over all workers.
-
-        Args:
-            interval: H, the local steps between two exchanges of a parameter.
-            lr, momentum, nesterov: of the outer step. ``lr=1, momentum=0, nesterov=False`` averages weights.
-            fragments: their number, of parameters in order and of about equal bytes; or the parameters of each one, for
-                example of every P-th layer: ``[[p for b in blocks[i::P] for p in b.parameters()] for i in range(P)]``.
-            overlap: local steps that are done while an exchange is under way, less than ``interval``.
-            mixing: the local weights' part in a merge, at least 0 and less than 1; by default 0.5, without overlap 0.
-            pseudo_gradient_dtype: torch.bfloat16 or torch.float16, in which masters push differences of float32. Each
-                is rounded to nearest, by at most 1 part in 256 (in 2048), and nothing makes up for that later. None:
-                what the store is set to, by default no rounding.
-        """
-        if mixing is None:
-            mixing = 0.5 if overlap else 0.0
-        if not isinstance(mixing, int | float) or not 0.0 <= mixing < 1.0:
-            raise ConfigError(f"mixing={mixing!r}: expected the local weights' part, at least 0 and less than 1")
-        compression = _compression(pseudo_gradient_dtype, kvstore)
-        super().__init__(params, kvstore, optim.Outer(lr, momentum, nesterov), interval, overlap, fragments)
-        if compression:
-            kvstore.set_gradient_compression({"type": compression})
-        self._mixing = float(mixing)
-        self._center = [p.clone() for p in self._params.data]
-        self._difference = [torch.empty_like(p) for p in self._params.data]
-
-    def _prepare(self, keys: list[int]) -> None:
-        if unknown := sorted(self._unknown.intersection(keys)):
-            self._kv.pull(unknown, [self._center[k] for k in unknown])
-            self._unknown.difference_update(unknown)
-        weights = self._params.data
-        for k in keys:
-            torch.sub(self._center[k], weights[k], out=self._difference[k])
-
-    def _arrays(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._difference[key], self._center[key]
-
-    def _take(self, keys: list[int], *, whole: bool) -> None:
-        for k in keys:
-            self._merge_center(k, self._params.tensors[k].detach(), whole=whole)
-
-    def _merge_center(self, key: int, weights: torch.Tensor, *, whole: bool) -> None:
-        if whole or self._mixing == 0.0:
-            weights.copy_(self._center[key])
-        else:
-            torch.lerp(self._center[key], weights, self._mixing, out=weights)
-
-    def _take_late(self, key: int, failed: _Failed) -> None:
-        weights = self._params.tensors[key].detach()
-        learned = weights - failed.weights
-        self._merge_center(key, failed.weights, whole=failed.whole)
-        torch.add(failed.weights, learned, out=weights)
-
-    @property
-    def _memory(self) -> list[torch.Tensor]:
-        return self._center
-
-    def reset(self) -> None:
-        super().reset()
-        for center, weight in zip(self._center, self._params.data, strict=True):
-            center.copy_(weight)
-
-
 def _has_come(work: Work) -> bool:
     try:
         work.wait()
     except KVError:
         return False
     return True
-
-
-_CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "none", None: ""}
-
-
-def _compression(dtype: torch.dtype | None, kv: KVStore) -> str:
-    """The type for ``set_gradient_compression``; empty for none.
-
-    Raises:
-        ConfigError: no such dtype, or a store whose workers have no servers to push to.
-    """
-    if dtype not in _CODECS:
-        known = ", ".join(map(str, itertools.islice(_CODECS, 3)))
-        raise ConfigError(f"pseudo_gradient_dtype={dtype!r}: expected one of {known}, or None")
-    if dtype is not None and isinstance(kv, KVStore) and not kv.is_capable("compression"):
-        raise ConfigError(
-            f"pseudo_gradient_dtype={dtype} with a {kv.type!r} store: it sends nothing to servers, so there is nothing "
-            "to compress; use a dist store, with servers (-s), or leave it out"
-        )
-    return _CODECS[dtype]

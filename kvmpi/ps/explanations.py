@@ -1,0 +1,64 @@
+"""What has become of an operation, in words: what it has lost, whom it waits for, and where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvmpi.errors import VALUES_LOST, KVError, ServerLostError
+from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
+from kvmpi.wire import messages as m
+
+
+def lost_error(operation: Operation, why: str) -> ServerLostError:
+    """What an operation ends with that nobody is left to answer."""
+    return ServerLostError(f"{operation.label}: {why}; {VALUES_LOST}")
+
+
+def as_kv_error(ask: Ask, error: Exception) -> KVError:
+    """``error`` with the operation that it hit; a defect keeps its type in the message and its traceback as cause."""
+    label = ask.operation.label
+    if isinstance(error, KVError):
+        wrapped: KVError = type(error)(f"{label}: {error}")
+    else:
+        wrapped = KVError(f"{label}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def explain(operation: Operation, greeted: Collection[int]) -> str:
+    """Why an operation is not done in time; ``greeted``: the servers that know this client."""
+    reasons = why_waiting(operation, greeted)
+    why = "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "")
+    return f"{operation.label}: not done in {operation.timeout_s:.1f} s: {why}, or raise KVMPI_TIMEOUT_S"
+
+
+def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
+    """Whom an operation still waits for, and where to look. ``greeted``: the servers that know this client."""
+    reasons = []
+    open_asks = [ask for ask in operation.asks if not ask.ended]
+    for peer in sorted({ask.peer for ask in open_asks}):
+        asks = [ask for ask in open_asks if ask.peer == peer]
+        if peer == NOWHERE:
+            reasons.append("no server answers for it at present; look at the servers and the scheduler")
+            continue
+        name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
+        missing = sorted({client for ask in asks for client in ask.missing or []})
+        if missing:
+            silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
+            shown = ", ".join(
+                f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
+                for client in missing[:16]
+            ) + (", ..." if len(missing) > 16 else "")
+            reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
+        elif any(ask.accepted for ask in asks):
+            reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
+        elif all(ask.sent_s is None and ask.part >= 0 for ask in asks) and peer not in greeted:
+            reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; check that process")
+        elif all(ask.sent_s is None for ask in asks):
+            reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
+        elif any(ask.kind is m.Register for ask in asks):  # who joins is answered when all servers are there
+            reasons.append(f"no answer from {name}: it still waits for servers (see what it says), is stopped or "
+                           "cannot be reached; check it and the servers")  # fmt: skip
+        else:
+            reasons.append(f"no answer from {name}; check that process")
+    return reasons
