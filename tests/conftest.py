@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -63,3 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     number = Counter(item.path for item in items)
     place = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(LONG)), -number[item.path], item.path))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests are made of stays until the end: the collector, which many tests call, passes over it."""
+    gc.collect()
+    gc.freeze()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import math
+import struct
 import time
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvmpi.errors import AuthenticationError
 
@@ -23,6 +23,8 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+#: Its number and what came with it; what pyzmq has for this loads asyncio, as long as all of kvmpi.wire takes.
+_EVENT = struct.Struct("=hi")
 
 
 class Handshake:
@@ -62,10 +64,11 @@ class Handshake:
 
     def _next(self) -> tuple[int, int] | None:
         try:
-            event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))
+            event, _ = self.events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return event["event"], event["value"]
+        kind, value = _EVENT.unpack(event)
+        return kind, value
 
     def _end(self) -> None:
         """It is a peer of this job: what happens to the connection later is no question of keys."""

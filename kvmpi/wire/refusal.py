@@ -9,7 +9,6 @@ A refusal is one frame: the magic, a byte 0, the version of its sender, and UTF-
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from kvmpi.errors import ProtocolError
 
@@ -35,6 +34,8 @@ class OtherVersionError(ProtocolError):
 
 def describe(name: str) -> str:
     """What a refusal says about its sender, this process: ``name``, where it runs, and what is installed there."""
+    from importlib.metadata import PackageNotFoundError, version  # which takes long to load, and is seldom needed
+
     try:
         release = version("kvmpi")
     except PackageNotFoundError:

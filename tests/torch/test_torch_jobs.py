@@ -31,12 +31,13 @@ JOBS = {
         "dist_sync_mpi/steps=as_one_process,uneven_batches",
     ],
     "-n 3 -c 2 -s 1": [
+        "dist_sync_mpi/gradients=frozen_in_turn",
         "dist_sync_mpi/steps=each_client_by_itself,overflows,uneven_batches,resumed",
         "dist_async_mpi/steps=asynchronous",
         "dist_async_mpi/weights=asynchronous",
     ],
     "-n 4 -c 2 -s 2": [
-        "dist_sync_mpi/gradients=every_loop,graphs_that_change,frozen_in_turn,converted,images,"
+        "dist_sync_mpi/gradients=every_loop,graphs_that_change,converted,images,"
         "order_of_the_first_worker,compressed,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,compressed,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
