@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ class Averaging(ABC):
         self._steps = 0
         self._under_way: list[_Exchange] = []
         self._failed: dict[int, Failed] = {}  # by key, what is to be made again
+        self._owed = Counter[int]()  # by key, how many more were due meanwhile, which others make in their turn
         self._unknown: set[int] = set()  # keys of exchanges that were broken off: the servers know what came of them
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
@@ -136,7 +138,7 @@ class Averaging(ABC):
         With ``overlap=0`` there are none. What has failed before is sent again. Collective over a client's workers.
         """
         self._merge(lambda _: True)
-        self._make_up(sorted(self._failed))
+        self._make_up(self._failed.keys() | +self._owed)
 
     def join(self) -> None:
         """This worker has no more batches: ``finish``, then ``KVStore.join``, so that the others go on without it.
@@ -171,7 +173,11 @@ class Averaging(ABC):
         if not keys:
             return
         self._rule()
-        self._make_up([k for k in keys if k in self._failed])
+        try:
+            self._make_up([k for k in keys if k in self._failed or self._owed[k]])
+        except KVError:
+            self._owed.update(keys)
+            raise
         self._prepare(keys)
         exchange = _Exchange(sorted(keys), self._steps + overlap)
         self._send(exchange, wait=overlap == 0, whole=whole)
@@ -219,16 +225,24 @@ class Averaging(ABC):
             self._failed[k] = failed._replace(came=came)
             self._unknown.discard(k)
 
-    def _make_up(self, keys: list[int]) -> None:
+    def _make_up(self, keys: Iterable[int]) -> None:
         """Make exchanges that have failed again, and change the weights by what they would have been changed by.
 
         Servers count a push once that is made again. Another one in its place, with what was learned since, they would
-        pass over if they had the first. One that has come through is not made again: it would count twice.
+        pass over if they had the first. One that has come through is not made again: it would count twice. Those that
+        were due while it could not be made follow, so that there are as many of this client's as of others.
         """
-        if again := [k for k in keys if not self._failed[k].came]:
-            self._send(_Exchange(sorted(again), self._steps), wait=True)
-        for k in keys:
+        keys = sorted(keys)
+        failed = [k for k in keys if k in self._failed]
+        if again := [k for k in failed if not self._failed[k].came]:
+            self._send(_Exchange(again, self._steps), wait=True)
+        for k in failed:
             self._take_late(k, self._failed.pop(k))
+        while owed := [k for k in keys if self._owed[k]]:
+            self._prepare(owed)
+            self._owed.subtract(owed)
+            self._send(_Exchange(owed, self._steps), wait=True)
+            self._take(owed, whole=False)
 
     # ---- what the two differ in
 
@@ -277,6 +291,7 @@ class Averaging(ABC):
         self._kv.pull(self._params.keys, self._params.data)
         self._unknown.clear()
         self._failed.clear()
+        self._owed.clear()
         self._steps = 0
 
     # ---- to go on in the middle of an interval
@@ -320,7 +335,7 @@ class Averaging(ABC):
             raise ConfigError("load_state_dict: exchanges are under way; call finish() or reset() first")
         self._steps = state["steps"]
         self._under_way = [_Exchange(list(keys), due) for due, keys in state["under_way"]]
-        self._unknown, self._failed = set(state["unknown"]), {}
+        self._unknown, self._failed, self._owed = set(state["unknown"]), {}, Counter()
         for mine_, saved in zip(self._memory, state["memory"], strict=True):
             mine_.copy_(saved)
 

@@ -226,6 +226,59 @@ def test_a_fragment_that_fails_keeps_no_other_from_its_exchange(monkeypatch: pyt
         assert begun == [[0], [1], [0], [1], [0], [0], [1]]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_exchanges_that_were_due_while_one_could_not_be_made_follow_it(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other clients have made theirs, and wait for as many of this one."""
+    (w,) = tensors(4)
+    expected, center = w.clone(), w.clone()
+    with kvmpi.create("dist_sync") as kv:
+        averaging: Any
+        if elastic:
+            averaging = ElasticAveraging([w], kv, 0.25, interval=2)
+        else:
+            averaging = DiLoCo([w], kv, 2, lr=0.5, momentum=0.0, nesterov=False)
+        real, calls = kv.pushpull, list[torch.Tensor]()
+
+        def pushpull(keys: Any, value: Any, out: Any, async_op: bool) -> kvmpi.Work | None:
+            calls.append(value[0].clone())
+            if len(calls) not in (2, 3, 4):
+                return real(keys, value, out, async_op=async_op)
+            failure = kvmpi.Work("the exchange")
+            failure.finish(KVTimeoutError("nobody has come"))
+            return failure
+
+        def meet(weights: torch.Tensor) -> None:
+            nonlocal center
+            met, center = center, center + (0.25 if elastic else 0.5) * (weights - center)
+            weights.copy_(weights - 0.25 * (weights - met) if elastic else center)
+
+        monkeypatch.setattr(kv, "pushpull", pushpull)
+        failed = torch.empty(4)
+        for step in range(1, 11):
+            local_step([w], step)
+            local_step([expected], step)
+            if step in (4, 6, 8):  # the exchange, and twice its repetition
+                failed = expected.clone() if step == 4 else failed
+                with pytest.raises(KVTimeoutError, match="nobody has come"):
+                    averaging.step()
+                assert torch.equal(calls[-1], calls[1]), "what is made again is what it was"
+            else:
+                assert averaging.step() == (step in (2, 10))
+            if step == 2:
+                meet(expected)
+            elif step == 10:
+                late = failed.clone()
+                meet(late)
+                expected += late - failed
+                for _ in (6, 8, 10):
+                    meet(expected)
+            torch.testing.assert_close(w, expected)
+        torch.testing.assert_close(averaging.pull_center()[0], center)
+        assert len(calls) == 8
+
+
 def test_reset_forgets_what_is_under_way() -> None:
     (w,) = tensors(4)
     with kvmpi.create("dist_sync") as kv:
