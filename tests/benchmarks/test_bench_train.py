@@ -17,7 +17,7 @@ def test_all_ways_train_alike(bench, tmp_path):
         "train",
         "--synthetic",
         "--model",
-        "gpt-small",
+        "resnet20",
         "--rounds",
         1,
         "--steps",
@@ -30,19 +30,19 @@ def test_all_ways_train_alike(bench, tmp_path):
         "rows.json",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (traced,) = [line for line in done.stdout.splitlines() if line.startswith("# gpt-small: ")]
-    spans = re.fullmatch(r"# gpt-small: (\d+) spans a step of rank 0, [+-]\d+\.\d\d % \(median .*", traced)[1]
+    (traced,) = [line for line in done.stdout.splitlines() if line.startswith("# resnet20: ")]
+    spans = re.fullmatch(r"# resnet20: (\d+) spans a step of rank 0, [+-]\d+\.\d\d % \(median .*", traced)[1]
     assert int(spans) > 0, "it was on"
     header, *lines = [line.split() for line in done.stdout.splitlines() if line != traced]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
     ours = ["kvmpi", "kvmpi:timeline", "kvmpi:on", "kvmpi:off", "weights", "weights:off"]
     names = ["alone", *ours, "trainer", "ddp:gloo"]
     assert [row["row"] for row in rows] == names
-    assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("gpt-small", "2", "0")}
+    assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("resnet20", "2", "0")}
     assert all(float(row["step_ms"]) > 0 for row in rows)
     assert all(float(row["total"]) == pytest.approx(2 * float(row["samples/s"]), abs=0.11) for row in rows)
     assert rows[0]["exposed_ms"] == rows[0]["comm_ms"] == rows[-1]["comm_ms"] == "-"
-    assert {row["MB"] for row in rows[1:]} == {"20.1"}
+    assert {row["MB"] for row in rows[1:]} == {"1.1"}
     written = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert [row["row"] for row in written] == names
     assert all(row["comm_ms"] > 0 for row in written[1:-1])
@@ -51,7 +51,7 @@ def test_all_ways_train_alike(bench, tmp_path):
 @pytest.mark.parametrize("lie", ["nothing", "last"])
 def test_one_way_by_itself_can_be_wrong(lie):
     """It is not compared with itself, and rank 0 counts what is wrong on others."""
-    options = ("--model", "gpt-small", "--rows", "kvmpi", "--rounds", 1, "--steps", 1, "--batch-size", 1)
+    options = ("--model", "resnet20", "--rows", "kvmpi", "--rounds", 1, "--steps", 1, "--batch-size", 1)
     done = run_job("-n 2", Path(__file__).parent / "programs" / "train_liar.py", lie, *options)
     lines = done.stdout.replace("[worker 0] ", "").splitlines()
     wrong = {row["row"]: row["wrong"] for row in map(json.loads, lines)}

@@ -22,8 +22,8 @@ MAPPED_VALUES, MAPPED_MIB = 2, 16
     [
         ("-n 2 -c 1", "mpi", "none", 0, 0, "off"),
         ("-n 2 -c 1 -s 2", "dist_sync_mpi", "momentum", 2, 1, "auto"),
-        ("-n 4 -c 4 -s 2", "dist_sync", "none", 2, 0, "auto"),
-        ("-n 4 -c 4 -s 2", "dist_sync", "none", 2, 0, "off"),
+        ("-n 3 -c 3 -s 2", "dist_sync", "none", 2, 0, "auto"),
+        ("-n 3 -c 3 -s 2", "dist_sync", "none", 2, 0, "off"),
         ("-n 2 -c 2 -s 1", "dist_async", "momentum", 1, 1, "auto"),
     ],
 )
