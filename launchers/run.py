@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -52,7 +53,7 @@ class Runner:
         self._starts: Counter[str] = Counter()  # how often processes were started
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
-        self._open_ranks: dict[str, set[str]] = {}  # by mpirun, ranks that have started and not ended
+        self._open_ranks: dict[str, dict[str, int]] = {}  # by mpirun, programs of ranks that have not ended
         self._failure: Failure | None = None
         self._inquest = Inquest()
         #: A worker that is a client, and has failed since another was gone; and until when that one may be found.
@@ -321,7 +322,7 @@ class Runner:
         if stream.target == 2:
             self._tails[stream.label].extend(lines)
             if stream.label.startswith("client") and any(PRTE_LOST in line for line in lines):
-                self._open_ranks.setdefault(stream.label, set()).add("of a host that is lost")
+                self._open_ranks.setdefault(stream.label, {})["of a host that is lost"] = 0
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
                 rank, status = stream.label.split()[1], found[1].decode()
                 self._rank_report(stream.client, ["raised", rank, status])
@@ -333,8 +334,11 @@ class Runner:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
         self._release(f"worker {words[1]}")
         if words[0] != "raised":
-            ranks = self._open_ranks.setdefault(client, set())
-            (ranks.add if words[0] == "start" else ranks.discard)(words[1])
+            ranks = self._open_ranks.setdefault(client, {})
+            if words[0] == "start":
+                ranks[words[1]] = int(words[2])
+            else:
+                ranks.pop(words[1], None)
         if self._stopping or words[0] not in ("raised", "end") or self._restarts.bears(client, 1):
             return  # where the job can bear it, the end of the whole mpirun is what counts
         code = int(words[2]) if words[0] == "raised" else os.waitstatus_to_exitcode(int(words[2]))
@@ -439,26 +443,44 @@ class Runner:
     # ---- the end
 
     def _stop(self) -> None:
-        """SIGTERM to all that is left, SIGKILL after the grace or at a second Ctrl-C; whole process groups."""
+        """End what is left: clients first, then servers, which a client may need that has something to save.
+
+        The scheduler is the last, so that nobody keeps words for it. SIGTERM, and SIGKILL after the grace or at a
+        second Ctrl-C; whole process groups.
+        """
         self._stopping = True
         self._inquest.suspect = None
         asked = len(self._signals)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            alive = [child for child in self._children.values() if child.returncode is None]
-            if alive and number == signal.SIGKILL:
-                names = ", ".join(label for label, child in self._children.items() if child.returncode is None)
-                self._output.say(f"kvmpi run: SIGTERM did not end {names}; killed")
-            for child in alive:
-                signal_group(child, number)
-            deadline = time.monotonic() + GRACE_S
-            while any(child.returncode is None for child in alive):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or (number == signal.SIGTERM and len(self._signals) > asked):
-                    break
-                try:
-                    self._step(left_s)
-                except OutputClosedError:
-                    pass
+        for roles in (("worker", "client"), ("server",), ("scheduler",)):
+            labels = [label for label in self._children if self._plans[label].role in roles]
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                alive = list(filter(self._still_runs, labels))
+                if alive and number == signal.SIGKILL:
+                    self._output.say(f"kvmpi run: SIGTERM did not end {', '.join(alive)}; killed")
+                for label in alive:
+                    self._signal(label, number)
+                deadline = time.monotonic() + GRACE_S
+                while any(map(self._still_runs, alive)):
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0 or (number == signal.SIGTERM and len(self._signals) > asked):
+                        break
+                    try:
+                        self._step(left_s)
+                    except OutputClosedError:
+                        pass
+
+    def _still_runs(self, label: str) -> bool:
+        return self._children[label].returncode is None
+
+    def _signal(self, label: str, number: int) -> None:
+        """To a process and its group. An mpirun would kill its ranks one second after SIGTERM, so they get that."""
+        programs = [pid for pid in self._open_ranks.get(label, {}).values() if pid]
+        if number == signal.SIGTERM and programs and len(programs) == len(self._plans[label].workers):
+            for pid in programs:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, number)
+        else:
+            signal_group(self._children[label], number)
 
     def _read_picture(self) -> None:
         """Before the job's folder is gone."""

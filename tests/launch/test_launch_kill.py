@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -184,6 +185,48 @@ def test_a_lone_worker_that_loads_mpi_leaves_no_shared_memory(launch, write):
     mapped = [word for word in job.stdout.split() if word.startswith("/dev/shm/")]
     assert mapped, "MPI has mapped none: this test does not see what it should"
     assert not [path for path in mapped if os.path.exists(path)]
+
+
+SAVING = """
+import signal, sys, time
+import numpy as np
+import kvmpi
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+with kvmpi.create(sys.argv[1]) as kv:
+    kv.init(["w", "stop"], [np.zeros(5, "f4"), np.zeros(1, "f4")])
+    stop, step = np.zeros(1, "f4"), 0
+    while not stop[0]:
+        step += 1
+        kv.pushpull("w", np.full(5, step, "f4"))
+        stop[0] = len(asked)
+        kv.pushpull("stop", stop)
+        if step == 5:
+            open(f"ready-{kv.rank}", "w").close()
+    time.sleep(2)  # longer than an mpirun would leave its ranks
+    kv.save("saved")
+    if kv.rank == 0:
+        print("saved after step", step)
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("options", "store"), [("-n 2", "mpi"), ("-n 3 -c 2 -s 1", "dist_sync_mpi"), ("-n 2 -c 2 -s 1", "dist_sync")]
+)
+def test_workers_have_the_grace_to_save_something_and_servers_help_them(launch, write, options, store):
+    job = launch(*options.split(), write("saving.py", SAVING), store, whole=True)
+    num_workers = int(options.split()[1])
+    wait_until(lambda: all((job.folder / f"ready-{rank}").exists() for rank in range(num_workers)))
+    start = time.monotonic()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(timeout_s=60) == 143, job.stderr
+    assert time.monotonic() - start > 2
+    assert re.search(r"saved after step \d+", job.stdout), job.stdout + job.stderr
+    assert (job.folder / "saved").exists()
+    assert job.stderr == "kvmpi run: stopped by SIGTERM\n"
+    assert not job.environs()
 
 
 STUBBORN = """
