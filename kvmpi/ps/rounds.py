@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.errors import ClientLostError, ProtocolError, ServerLostError
@@ -178,8 +179,8 @@ class Rounds:
         self.on_update(slot)
         for client, push in repeated.items():
             slot.steps[client] = slot.rounds
-            waiter = Waiter(push.route, push.request, push.fused, slot.rounds)
-            replies.append(self.answer(slot, waiter, whole=not isinstance(push.wire, Rows)))
+            waiter = Waiter.again(push.route, push.request, push.fused, slot.rounds, push.wire)
+            replies.append(self.answer(slot, waiter))
         for client, waiter in list(slot.waiting.items()):
             if waiter.step <= slot.rounds:
                 del slot.waiting[client]
@@ -202,14 +203,15 @@ class Rounds:
         except Exception as error:  # a rule that does not fit this key, or a user's own
             slot.skip_round(error)
 
-    def answer(self, slot: Slot, waiter: Waiter, *, whole: bool = False) -> Reply:
-        """What the pushes of the last round get. ``whole``: it is known that this one is of the whole chunk."""
+    def answer(self, slot: Slot, waiter: Waiter) -> Reply:
+        """What the pushes of the last round get: of rows, with what has changed also those that were pushed."""
         if not waiter.fused:
             return Reply(waiter.route, m.Ack(waiter.request, slot.rounds))
         if slot.failed is not None:
             return failure(waiter.route, waiter.request, slot.failed, used=True)
-        if slot.touched is not None and not whole:  # else it is not in that round, and others pushed rows only
-            return changed(slot, waiter.request, waiter.route, slot.touched)
+        if slot.touched is not None and not waiter.whole:  # else it is not in that round, and others pushed rows only
+            ids = slot.touched if waiter.ids is None else np.union1d(slot.touched, waiter.ids)
+            return changed(slot, waiter.request, waiter.route, ids)
         payload = slot.lend() if slot.met is None else slot.met
         return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))
 

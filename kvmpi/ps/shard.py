@@ -400,7 +400,8 @@ class Shard:
         """A push that is in its round asks again."""
         if message.step > max(slot.steps.get(client, 0), slot.rounds if client in slot.entering else 0):
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
-        waiter = Waiter(route, message.request, message.fused, message.step)
+        how = route, message.request, message.fused, message.step
+        waiter = Waiter(*how) if wire is None else Waiter.again(*how, wire)
         if not self.discipline.in_rounds or message.step < slot.rounds:
             is_last = message.step == slot.steps.get(client)
             if not message.fused:
@@ -415,9 +416,11 @@ class Shard:
                 return [changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
-            return [self.rounds.answer(slot, waiter, whole=not isinstance(wire, Rows | None))]
+            return [self.rounds.answer(slot, waiter)]
         if not message.fused and not self.rounds.acknowledges:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
+        if wire is None and (known := slot.waiting.get(client)) is not None:
+            waiter = known._replace(route=route, request=message.request, fused=message.fused)
         slot.waiting[client] = waiter
         replies = [Reply(route, m.Accepted(message.request)), self.rounds.who_is_missing(slot, message.request, route)]
         return replies + self.rounds.fail_stuck(slot)

@@ -46,12 +46,25 @@ class Contribution(NamedTuple):
 
 
 class Waiter(NamedTuple):
-    """A push whose sender waits for the end of its round ``step``: with ``fused``, for the value."""
+    """A push whose sender waits for the end of its round ``step``: with ``fused``, for the value.
+
+    ``ids``, ``whole``: the rows of one that is made again, or that it has all. Another process of the client may make
+    it, of other rows than those that are in the round, or while the round does without it.
+    """
 
     route: bytes
     request: int
     fused: bool
     step: int
+    ids: Buffer | None = None
+    whole: bool = False
+
+    @classmethod
+    def again(cls, route: bytes, request: int, fused: bool, step: int, wire: Buffer | Rows) -> Waiter:
+        """That of a push which is made again."""
+        if isinstance(wire, Rows):
+            return cls(route, request, fused, step, ids=wire.ids.copy())  # the message's memory goes back
+        return cls(route, request, fused, step, whole=True)
 
 
 @dataclass(slots=True)

@@ -136,6 +136,48 @@ def test_what_is_repeated_is_answered_and_not_added(replicas: int) -> None:
     np.testing.assert_array_equal(machine.read("k", 1).reshape(ROWS, WIDTH)[3:], START[3:])
 
 
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("rule", [None, optim.Test(lr=-1.0)], ids=repr)
+def test_what_is_made_again_with_other_rows_is_answered_with_these_too(rule: optim.Rule | None, replicas: int) -> None:
+    machine = machine_for("sync", 2, rule, replicas=replicas, on_client_loss="wait")
+    push(machine, 0, 1, [2], fused=True)
+    machine.lose(0)
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+
+    def again(ids: list[int]) -> int:
+        values, fields = np.full((len(ids), WIDTH), 7, "f4"), ("k", 0, 1, "none", True, False, 0, len(ids))
+        return machine.send(b"reborn", m.Push, *fields, payloads=[np.array(ids, "<u4"), values])
+
+    expected = START.copy()
+    expected[[2, 4]] = rows_of(0, 1, [2])[0], rows_of(1, 1, [4])[0]
+    if rule is not None:
+        expected[[2, 4]] += START[[2, 4]]
+    in_open_round = again([0, 5])
+    machine.send(b"reborn", m.Query, "k", 0, 1, True, request=in_open_round)
+    of_other = push(machine, 1, 1, [4], fused=True)
+    assert answer(machine, in_open_round) == ([0, 2, 4, 5], expected[[0, 2, 4, 5]].tolist())
+    assert answer(machine, of_other) == ([2, 4], expected[[2, 4]].tolist()), "who was in the round gets what it changed"
+    assert answer(machine, again([1])) == ([1, 2, 4], expected[[1, 2, 4]].tolist())
+    np.testing.assert_array_equal(machine.read("k", 1, client=1).reshape(ROWS, WIDTH), expected)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_push_to_a_round_that_does_without_its_client_is_answered_with_its_rows_too(*, held: bool) -> None:
+    machine = machine_for("sync", 2, optim.Test(lr=-1.0), on_client_loss="shrink")
+    machine.lose(0)
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+    assert machine.ok(machine.send(b"reborn", m.Return))
+    assert machine.ok(machine.send(b"reborn", m.Enter, 1))
+    fields, payloads = ("k", 0, 1, "none", True, False, 0, 1), [np.array([0], "<u4"), rows_of(0, 1, [0])]
+    if held:
+        request = machine.send(b"reborn", m.Push, *fields, payloads=payloads)
+        push(machine, 1, 1, [4])
+    else:
+        push(machine, 1, 1, [4])
+        request = machine.send(b"reborn", m.Push, *fields, payloads=payloads)
+    assert answer(machine, request) == ([0, 4], [START[0].tolist(), (START[4] + rows_of(1, 1, [4])[0]).tolist()])
+
+
 def test_asynchronous_pushes_are_answered_with_their_own_rows() -> None:
     machine = machine_for("async", 2, optim.Test(lr=-1.0))
     one = push(machine, 0, 1, [1], fused=True)
