@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,17 @@ from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights
 from kvmpi.warning import warn
+
+
+class _StateInStore(defaultdict[torch.Tensor, Any]):
+    """The state of an optimizer that is where the store is: there is one, though it cannot be looked at here.
+
+    Of an optimizer whose state is false ``torch.distributed.checkpoint`` makes a step, with gradients of zero, to have
+    one: the store would count it, and move its momentum.
+    """
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -136,6 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._factor, rescale = 1.0, kvstore.mpi_size / divisor
         self._rescale = rescale if own_rule else None
         warn_of_forks(kvstore)
+        self._in_store = _StateInStore(dict)
         self._layers: Layers | None = None
         self._tenant = object()
         self._params.create_in(kvstore, as_they_lie=True)
@@ -294,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the optimizer that this one was made from; empty where the store updates."""
-        return self._inner.state
+        return self._in_store if self._update_on_kvstore and not self._inner.state else self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

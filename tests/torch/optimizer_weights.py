@@ -456,6 +456,26 @@ def resumed(store: str) -> None:
         assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
 
 
+def checkpoint_of_torch(store: str) -> None:
+    """``torch.distributed.checkpoint`` asks for the state between steps, and what the store has stays as it is."""
+    from torch.distributed.checkpoint import state_dict as checkpoint  # takes seconds
+
+    for push in ("backward", "step"):
+        with training(store, optimizer=adamw, push=push) as (kv, model, optimizer):
+            for first in (0, 3):
+                plain_steps(model, optimizer, lambda step, first=first: [shard(first + step, kv.rank)], 3)
+                optimizer.zero_grad()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found = checkpoint.get_optimizer_state_dict(model, optimizer)
+                assert not found["state"], found
+                checkpoint.set_optimizer_state_dict(model, optimizer, found)
+            optimizer.synchronize()
+            plain = mlp(0)
+            plain_steps(plain, adamw(plain), lambda step: [shard(step, rank) for rank in range(kv.num_workers)])
+            assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
+
+
 def loaded(store: str) -> None:
     """What all load into the model, or into a layer, is what the store goes on from; its momentum stays."""
 
@@ -574,6 +594,6 @@ def asynchronous(store: str) -> None:
 
 CHECKS = (
     loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
-    layers_wait_for_their_own, whoever_reads_waits, first_layers_first, compiled, too_late, resumed, loaded, written_to,
-    uneven_batches, asynchronous, loaded_by_one,
+    layers_wait_for_their_own, whoever_reads_waits, first_layers_first, compiled, too_late, resumed,
+    checkpoint_of_torch, loaded, written_to, uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

@@ -20,7 +20,7 @@ JOBS = {
         "line_searches,graphs_that_are_there_before,sums_twice,"
         "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
-        "whoever_reads_waits,first_layers_first,compiled,too_late,loaded,written_to,"
+        "whoever_reads_waits,first_layers_first,compiled,too_late,checkpoint_of_torch,loaded,written_to,"
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks",
@@ -41,7 +41,7 @@ JOBS = {
         "order_of_the_first_worker,compressed,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,compressed,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
-        "loaded,written_to,uneven_batches",
+        "checkpoint_of_torch,loaded,written_to,uneven_batches",
         "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,whoever_reads_waits,first_layers_first,loaded,loaded_by_one",
         "dist_async/weights=asynchronous",
         "dist_async_mpi/weights=asynchronous",
