@@ -123,8 +123,9 @@ class Remote:
         os.write(2, f"{self._word} {text}\n".encode())
 
     def start(self) -> None:
-        """Start the process as leader of a session of its own."""
+        """Start the process as leader of a session of its own; from then on signals reach its group."""
         parent = os.getpid()
+        begun, begins = os.pipe()
         if sys.platform == "linux":  # who loses its parent is ours, whatever session it is in; see end_orphans
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.pid = os.fork()
@@ -133,6 +134,7 @@ class Remote:
                 os.setsid()
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)  # what started us may have ignored them
+                os.close(begins)
                 if sys.platform == "linux":
                     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 if os.getppid() != parent:
@@ -144,6 +146,9 @@ class Remote:
             except OSError as error:
                 os.write(2, f"kvmpi: cannot run {self._command[0]} on {socket.gethostname()}: {error}\n".encode())
             os._exit(127)
+        os.close(begins)
+        os.read(begun, 1)  # an order may be there already, and before that there is no group to get it
+        os.close(begun)
 
     def wait(self) -> int:
         """Until the process ends; its wait status."""

@@ -101,6 +101,24 @@ def test_steps_are_not_bound_as_the_one_that_starts_them(monkeypatch: pytest.Mon
         assert done.stdout.startswith("bound to nothing --overlap")
 
 
+def test_an_order_that_is_there_already_reaches_the_process(tmp_path: Path) -> None:
+    """A job that ends while it begins: what is to run has not got as far as having a group of its own."""
+    spec = {
+        "word": "word", "command": ["sleep", "5"], "env": dict(os.environ), "cwd": "/", "folders": [str(tmp_path)],
+        "files": {}, "kept": [], "alone": False, "spans": False, "job": "",
+    }  # fmt: skip
+    slow = "import os, sys, time; from kvmpi.launchers import remote_exec; setsid = os.setsid\n"
+    slow += "os.setsid = lambda: (time.sleep(0.3), setsid()); sys.exit(remote_exec.main([]))"
+    told = f"{json.dumps(spec)}\n{int(signal.SIGTERM)}\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", slow], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as there:
+        assert there.stdin is not None
+        there.stdin.write(told)
+        there.stdin.flush()  # and stays open: its end would mean that the launcher has ended
+        assert there.wait() == 128 + signal.SIGTERM
+
+
 def test_hosts_that_are_out_of_reach_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "OTHERS_S", 0.3)
     monkeypatch.setattr(processes, "AGAIN_S", 0.2)
