@@ -197,7 +197,7 @@ class Statistics:
             "shape": {
                 "workers": self._num_workers or len(workers),
                 "clients": self._num_clients if self._num_workers else len(clients),
-                "servers": self._num_servers,
+                "servers": max([self._num_servers, *(rank + 1 for rank in self._servers)]),  # some may have been added
             },
             "totals": {
                 "steps": most,

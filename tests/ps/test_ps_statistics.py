@@ -123,6 +123,13 @@ def test_memory_is_bounded_whatever_is_told_and_however_fast() -> None:
     assert all(len(process.curves) <= 16 for process in statistics._workers.values())
 
 
+def test_servers_that_were_added_count() -> None:
+    statistics = Statistics(num_workers=1, num_servers=2)
+    for rank in (0, 3):
+        statistics.hear(report(rank, 1, "server"), 0.0)
+    assert statistics.snapshot(1.0)["shape"]["servers"] == 4, "server 2 is there, and has told nothing yet"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(of_kind(m.Report), max_size=6))
 def test_no_report_can_break_the_picture(reports: list[m.Report]) -> None:
