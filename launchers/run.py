@@ -167,8 +167,9 @@ class Runner:
                 self._open_output(f"worker {rank}")
                 self._fifo(f"worker-{rank}.out", Stream(f"worker {rank}", 1, process.label))
                 self._fifo(f"worker-{rank}.err", Stream(f"worker {rank}", 2, process.label))
-        pipes = [os.pipe(), os.pipe()]
+        pipes: list[tuple[int, int]] = []
         try:
+            pipes.extend(os.pipe() for _ in range(2))
             env = {**self._env, **process.env, **(extra or {}), "KVMPI_START": str(self._starts[process.label])}
             self._starts[process.label] += 1
             child = self._starter.start(process, env, self._env, pipes, pass_fds)

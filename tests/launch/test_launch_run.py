@@ -112,6 +112,33 @@ def test_output_of_every_role_has_its_name_and_keeps_its_stream(launch, write):
     assert sorted(logs["worker-1.log"].splitlines()) == ["err", "no end", "out [bold]"]
 
 
+def test_a_process_that_no_descriptors_are_left_for_is_named(write, tmp_path):
+    write("prog.py", "import time\ntime.sleep(60)\n")
+    few = """
+        import errno, os, runpy, sys
+        from kvmpi.launchers import run
+
+        class Few:  # the scheduler has two pipes, and one to say where it listens
+            left = 4
+            def __getattr__(self, name):
+                return getattr(os, name)
+            def pipe(self):
+                self.left -= 1
+                if self.left < 0:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                return os.pipe()
+
+        run.os = Few()
+        runpy.run_path(sys.argv.pop(1), run_name="__main__")
+    """
+    launcher = str(Path(__file__).with_name("launcher_under_test.py"))
+    words = [sys.executable, "-c", textwrap.dedent(few), launcher, "-s", "1", "prog.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 126, done.stderr
+    assert f"kvmpi run: server 0 could not be started: {sys.executable}: Too many open files" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):
     (tmp_path / "logs" / "worker-0.log").mkdir(parents=True)
     job = launch("-n", "1", "--log-dir", "logs", "/bin/true")
