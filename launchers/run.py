@@ -10,7 +10,7 @@ import selectors
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
@@ -454,21 +454,23 @@ class Runner:
         asked = len(self._signals)
         for roles in (("worker", "client"), ("server",), ("scheduler",)):
             labels = [label for label in self._children if self._plans[label].role in roles]
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                alive = list(filter(self._still_runs, labels))
-                if alive and number == signal.SIGKILL:
-                    self._output.say(f"kvmpi run: SIGTERM did not end {', '.join(alive)}; killed")
-                for label in alive:
-                    self._signal(label, number)
-                deadline = time.monotonic() + GRACE_S
-                while any(map(self._still_runs, alive)):
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0 or (number == signal.SIGTERM and len(self._signals) > asked):
-                        break
-                    try:
-                        self._step(left_s)
-                    except OutputClosedError:
-                        pass
+            self._end(labels, signal.SIGTERM, enough=lambda: len(self._signals) > asked)
+            if left := list(filter(self._still_runs, labels)):
+                self._output.say(f"kvmpi run: SIGTERM did not end {', '.join(left)}; killed")
+                self._end(left, signal.SIGKILL, enough=lambda: False)
+
+    def _end(self, labels: list[str], number: int, enough: Callable[[], bool]) -> None:
+        """Send a signal to those that run, and wait until they have ended, for the grace, or until it is ``enough``."""
+        alive = list(filter(self._still_runs, labels))
+        for label in alive:
+            self._signal(label, number)
+        deadline = time.monotonic() + GRACE_S
+        while any(map(self._still_runs, alive)) and not enough():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            with contextlib.suppress(OutputClosedError):
+                self._step(left_s)
 
     def _still_runs(self, label: str) -> bool:
         return self._children[label].returncode is None

@@ -175,10 +175,10 @@ class Averaging(ABC):
         self._rule()
         try:
             self._make_up([k for k in keys if k in self._failed or self._owed[k]])
+            self._prepare(keys)
         except KVError:
             self._owed.update(keys)
             raise
-        self._prepare(keys)
         exchange = _Exchange(sorted(keys), self._steps + overlap)
         self._send(exchange, wait=overlap == 0, whole=whole)
         self._under_way.append(exchange)

@@ -23,7 +23,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-#: Its number and what came with it; what pyzmq has for this loads asyncio, as long as all of kvmpi.wire takes.
+#: The number of an event, and what came with it. What pyzmq has for this loads asyncio in every process.
 _EVENT = struct.Struct("=hi")
 
 

@@ -279,6 +279,31 @@ def test_exchanges_that_were_due_while_one_could_not_be_made_follow_it(
         assert len(calls) == 8
 
 
+def test_an_exchange_whose_center_could_not_be_asked_for_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    (w,) = tensors(4)
+    with kvmpi.create("dist_sync") as kv:
+        diloco = DiLoCo([w], kv, 2, lr=1.0, momentum=0.0, nesterov=False)
+        diloco._unknown.add(0)  # as after one that was broken off
+        pushpull, calls = kv.pushpull, list[Any]()
+        monkeypatch.setattr(kv, "pushpull", lambda *a, **options: calls.append(a) or pushpull(*a, **options))
+
+        def nobody_answers(*_: Any) -> None:
+            raise KVTimeoutError("nobody has come")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kv, "pull", nobody_answers)
+            local_step([w], 1)
+            diloco.step()
+            with pytest.raises(KVTimeoutError, match="nobody has come"):
+                diloco.step()
+        assert not calls
+        diloco.finish()
+        assert len(calls) == 1
+        assert torch.equal(w, diloco.pull_center()[0])
+        assert [diloco.step() for _ in range(2)] == [False, True]
+        assert len(calls) == 2
+
+
 def test_reset_forgets_what_is_under_way() -> None:
     (w,) = tensors(4)
     with kvmpi.create("dist_sync") as kv:

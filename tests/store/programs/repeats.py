@@ -26,7 +26,7 @@ from kvmpi.errors import (
 )
 from kvmpi.store.repeats import kept_for_late_ranks
 
-SEED, STEPS, TIMEOUT_S = 23, 50, 20
+SEED, STEPS, TIMEOUT_S = 23, 90, 20
 #: Importing torch takes longer than all the rest.
 WITH_TORCH = int(os.environ["KVMPI_NUM_WORKERS"]) == 2
 if WITH_TORCH:
@@ -172,7 +172,7 @@ def random_steps(kv, folder):
         right([out], [name], values, "value", step)
         right([kv.view(name)], [name], values, "view", step)
     assert hits.found > STEPS, (hits.found, hits.missed)
-    assert hits.missed > 10, (hits.found, hits.missed)
+    assert hits.missed > 20, (hits.found, hits.missed)
 
 
 def filled(kv, name, value):
