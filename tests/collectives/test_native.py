@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_helpers import Contribution, all_vectors, assert_is_sum, built, on_host, vectors
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
@@ -78,7 +78,12 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
     monkeypatch.setattr(native, "_BLOCK_COUNT", 1000)
     monkeypatch.setattr(rings, "PACKED_BYTES", 600)
 
-    @settings(max_examples=40 if most_ms else 12, deadline=None)
+    middling: Any = {
+        "attach": True, "common": False, "count": 5000, "num_vectors": 2, "in_place": False, "num_rings": 2,
+        "num_chunks": 3, "scale": 1.0, "dtype": "float32", "cuts": [7, 3000],
+    }  # fmt: skip
+
+    @settings(max_examples=38 if most_ms else 10, deadline=None)
     @given(
         hosts=st.sampled_from(["ab", "abc", "abcd", "abcdefg", "aab", "aabb", "abab", "aabbbcc"]),
         attach=st.booleans(), common=st.booleans(), count=st.one_of(st.integers(0, 40), st.integers(1000, 60_000)),
@@ -86,6 +91,8 @@ def test_ranks_of_both_kinds_sum_together_to_the_bit(
         num_chunks=st.integers(1, 9), scale=st.sampled_from([1.0, 0.37]), dtype=st.sampled_from(list(DTYPES)),
         cuts=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 60_000)), max_size=30),
     )  # fmt: skip
+    @example(**middling, hosts="abc")
+    @example(**middling, hosts="aabb")
     def check(
         hosts: str, attach: bool, common: bool, count: int, num_vectors: int, in_place: bool, num_rings: int,
         num_chunks: int, scale: float, dtype: str, cuts: list[int],
