@@ -5,6 +5,6 @@ from kvmpi.ps.embedded import EmbeddedJob
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.placement import Placement
 from kvmpi.ps.row_chunks import ArrivingRows
-from kvmpi.ps.steps import Turn
+from kvmpi.ps.steps import Turn, finds_position
 
-__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient", "Turn"]
+__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient", "Turn", "finds_position"]

@@ -18,7 +18,7 @@ from kvmpi.ps.incarnations import new_incarnation
 from kvmpi.ps.link import Link
 from kvmpi.ps.reply import name_and_text, why_ended
 from kvmpi.ps.spans import Spans
-from kvmpi.ps.steps import Steps
+from kvmpi.ps.steps import Steps, finds_position
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -53,7 +53,7 @@ class Participant(ABC):
     ) -> None:  # fmt: skip
         self._config, self._store, self._mode = config, store, mode
         self._client, self._num_clients, self._recorder = client, num_clients, recorder
-        finds = mode == "sync" and config.on_client_loss != "fail"
+        finds = finds_position(mode, config.on_client_loss)
         self._steps = Steps(counts=finds or (mode == "sync" and bool(config.snapshot_dir)), finds=finds)
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
         self._link.done = self._steps.done
@@ -170,7 +170,7 @@ class Participant(ABC):
         self, name: str, kind: type[Message], fields: tuple[Any, ...], deadline: Deadline, counts: str
     ) -> Work:
         ordinal, settle = self._next_ordinal(counts)
-        step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
+        step, position = self._furthest_step(), self.position if self._steps.finds else 0
         pushed = step > position and (position > 0 or self._has_entered)
         step, number = max(step, position), ordinal
 
@@ -211,7 +211,7 @@ class Participant(ABC):
     @property
     def _is_waited_for(self) -> bool:
         """Whether others wait for another process, if one of this client is lost."""
-        return self._mode == "sync" and self._config.on_client_loss == "wait"
+        return self._config.on_client_loss == "wait"
 
     def _entry(self) -> list[Ask]:
         """What a process says with its first push if it goes on where another was: it has left behind the barriers
@@ -237,7 +237,7 @@ class Participant(ABC):
                 if any of them has said yes.
         """
         ordinal, settle = self._next_ordinal("barrier")
-        step, position = self._furthest_step(), self.position if self._mode == "sync" else 0
+        step, position = self._furthest_step(), self.position if self._steps.finds else 0
         # Where others have gone on without it, what its program repeats is told by how far that has come itself.
         at = step if self._has_entered else max(step, position)
         # Before its first push, its program meets those barriers again that it does not skip: they are over, or open.

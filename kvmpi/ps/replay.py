@@ -73,7 +73,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
                 if is_of_this_server(error):
                     raise
                 return  # as at the head, whose client was told
-            slot.note_single(entry.client, entry.step, answer, fused=entry.fused)
+            slot.note_single(entry.client, entry, answer)
         case entries.Answered():
             _slot(shard, entry).met_by.pop(entry.client, None)
         case entries.Restored():

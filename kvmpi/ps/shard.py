@@ -36,6 +36,7 @@ from kvmpi.ps.rounds import Log, Rounds, changed, nothing, steps_of
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
+from kvmpi.ps.steps import finds_position
 from kvmpi.trace import timeline
 from kvmpi.wire import Message, as_array, entries
 from kvmpi.wire import messages as m
@@ -71,6 +72,7 @@ class Shard:
         self.server, self.store, self.mode, self.num_clients = server, store, mode, num_clients
         self.saved: frozenset[Key] = frozenset()
         self._log = log
+        self._finds = finds_position(mode, on_client_loss)
         self.discipline = consistency.get(mode)
         self.slots: dict[tuple[Key, int], Slot] = {}
         self.layouts: dict[Key, m.Init] = {}
@@ -135,11 +137,11 @@ class Shard:
     def take_in(self, client: int, incarnation: int) -> bool:
         """``join``, as it was logged; whether the process takes the place of another."""
         replaces = self.clients.take_in(client, incarnation)
-        if replaces and not self.discipline.in_rounds:
-            # It counts its steps from the beginning; nothing of the process before it can still come.
+        if replaces and not self.discipline.in_rounds:  # nothing of the process before it can still come
             for slot in self.slots.values():
-                slot.steps.pop(client, None)
                 slot.met_by.pop(client, None)
+                if not self._finds:
+                    slot.forget_steps(client)
         return replaces
 
     @property
@@ -379,14 +381,15 @@ class Shard:
                 "call kv.set_optimizer(...) on all workers first"
             )
         single = entries.Single(
-            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused
-        )
+            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused, message.at,
+            message.done,
+        )  # fmt: skip
         self._log(single, tuple(as_array(payload, DTYPES["uint8"]) for payload in payloads))
         start_ns = timeline.now() if timeline.on else 0
         answer = slot.apply_alone(wire, wire_dtype)
         if start_ns:
             self.rounds.span("update", start_ns, slot, wire, message.step, client)
-        old = slot.note_single(client, message.step, answer, fused=message.fused)
+        old = slot.note_single(client, message, answer)
         self.rounds.on_update(slot)
         if not message.fused:
             return [Reply(route, m.Ack(message.request, slot.rounds))]

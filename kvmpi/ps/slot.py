@@ -20,6 +20,8 @@ from kvmpi.kernels.rows import Rows
 from kvmpi.ps.order import UNSAID, Span, common
 from kvmpi.ps.reply import name_and_text
 from kvmpi.ps.steps import Mark
+from kvmpi.wire import entries
+from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
@@ -252,11 +254,13 @@ class Slot:
         self.met = self.touched = None
         return answer
 
-    def note_single(self, client: int, step: int, answer: Buffer, *, fused: bool) -> bool:
-        """The push ``step`` of a client was applied alone; whether its ``answer`` is kept in case it asks again."""
-        self.steps[client] = step
+    def note_single(self, client: int, push: m.Push | entries.Single, answer: Buffer) -> bool:
+        """A client's push was applied alone; whether its ``answer`` is kept in case it asks again."""
+        self.steps[client] = push.step
+        if push.at:
+            self.marks.setdefault(client, Mark()).note(push.at, push.done)
         self.met_by.pop(client, None)
-        keeps = fused and answer is not self.value
+        keeps = push.fused and answer is not self.value
         if keeps:
             self.met_by[client] = self.rounds, answer
         return keeps
@@ -445,6 +449,11 @@ class Slot:
         """The client's steps without its push in the open round, which may be lost with this server."""
         steps = self.steps.get(client, 0)
         return min(steps, self.rounds) if client in self.contributors else steps
+
+    def forget_steps(self, client: int) -> None:
+        """Another process of the client counts its pushes from the beginning."""
+        self.steps.pop(client, None)
+        self.marks.pop(client, None)
 
     def last_steps(self, client: int, with_open: bool) -> tuple[dict[int, int], int]:
         """The overall steps of the client's last pushes, by their numbers, and what it knows to be done."""

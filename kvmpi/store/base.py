@@ -88,12 +88,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def resumed_step(self) -> int:
         """How many steps the values had when ``kvmpi run --resume`` started the job; 0 in a new one.
 
-        In a client that was started again while others waited for it (``--restart``): also the rounds that it has
-        pushed before, known when all keys have their ``init``. If they went on without it
-        (``KVMPI_ON_CLIENT_LOSS=shrink``): also the rounds until it was back, known from the first ``init`` on.
+        In a client that was started again (``--restart``): also the steps that it has pushed before, known when all
+        keys have their ``init``. If others went on without it (``KVMPI_ON_CLIENT_LOSS=shrink``): also the rounds until
+        it was back, known from the first ``init`` on; in an asynchronous store it begins anew then.
 
-        Of a synchronous store: the pushes of the key that is pushed most; of an asynchronous one: its updates, divided
-        by its clients. The same on every worker; a loop begins with ``for step in range(kv.resumed_step, steps)``.
+        Of a synchronous store: the pushes of the key that is pushed most; of an asynchronous one: the updates of a
+        snapshot, divided by its clients, and this client's own pushes since. The same on every worker of a client; a
+        loop begins with ``for step in range(kv.resumed_step, steps)``.
         """
         return 0
 

@@ -19,7 +19,7 @@ from kvmpi.engine import Variable, Work
 from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn
+from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn, finds_position
 from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
@@ -116,7 +116,7 @@ class DistStore(Commanding):
 
     def _create(self, found: Sequence[tuple[Group, Vector]], call: Invocation) -> None:
         super()._create(found, call)
-        if self._mode == "sync" and self._config.on_client_loss != "fail":
+        if finds_position(self._mode, self._config.on_client_loss):
             self._position = self._learn_position()
 
     def _learn_position(self) -> int:

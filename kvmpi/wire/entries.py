@@ -126,7 +126,7 @@ class Partial(_Entry, tag="partial"):
 
 
 class Single(_Entry, tag="single"):
-    """An asynchronous push has been applied: its payloads, as they came; ``rows`` and ``fused`` as in Push."""
+    """An asynchronous push has been applied: its payloads, as they came; ``rows`` and what follows as in Push."""
 
     key: Key
     chunk: int
@@ -135,6 +135,8 @@ class Single(_Entry, tag="single"):
     codec: str
     rows: int = -1
     fused: bool = False
+    at: int = 0
+    done: int = 0
 
 
 class Answered(_Entry, tag="answered"):

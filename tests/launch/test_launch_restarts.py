@@ -243,6 +243,44 @@ kv.close()
 """
 
 
+#: Two stores, of which a process may have pushed to one alone in the step in which it dies.
+TWO_STORES = """
+import os, signal, sys
+import numpy as np
+import kvmpi
+
+STEPS, DIES_IN, COUNT = 20, 7, 70_000
+is_back = os.path.exists(sys.argv[1])
+with kvmpi.create("dist_sync") as sums, kvmpi.create("dist_async") as updates:
+    out = np.empty(COUNT, "f4")
+    for kv in (sums, updates):
+        kv.init("w", np.zeros(COUNT, "f4"))
+        kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
+    for step in range(min(sums.resumed_step, updates.resumed_step), STEPS):
+        for kv in (sums, updates):
+            if kv is updates and step == DIES_IN and kv.rank == 1 and not is_back:
+                open(sys.argv[1], "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step >= kv.resumed_step:
+                kv.push("w", np.full(COUNT, kv.rank + 1, "f4"))
+                kv.pull("w", out)
+        updates.barrier()
+    for kv in (sums, updates):
+        kv.pull("w", out)
+        assert (out == STEPS * 6).all(), out
+    print(f"worker {kv.rank} from {sums.resumed_step} and {updates.resumed_step}", flush=True)
+"""
+
+
+def test_a_client_that_is_back_finds_how_far_it_was_in_each_of_its_stores(launch, write, tmp_path):
+    """With rounds, and without: nothing counts twice, and its barriers are those of the others."""
+    layout = ("-n", "3", "-c", "3", "-s", "2", "--replicas", "1", "--restart", "1")
+    job = launch(*layout, write("stores.py", TWO_STORES), tmp_path / "back", whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    ends = [f"worker {rank} from {8 if rank == 1 else 0} and {7 if rank == 1 else 0}" for rank in range(3)]
+    assert sorted(re.findall("worker . from.*", job.stdout)) == ends, job.stdout
+
+
 @pytest.mark.parametrize(("how", "policy", "ends"), [
     ("early", "shrink", ["end 0 20 20", "end 2 20 20"]), ("5", "shrink", ["end 0 25 25", "end 2 25 25"]),
     ("0", "shrink", ["end 0 25 25", "end 2 25 25"]), ("0", "fail", []), ("0", "wait", []), ("nothing", "wait", []),

@@ -68,7 +68,7 @@ class Chain:
 
     def push(self, server: int = HEAD) -> Message | None:
         self.pushed += 1
-        request = m.Push(10 + self.pushed, "k", 0, self.pushed, "none", False)
+        request = m.Push(10 + self.pushed, "k", 0, self.pushed, "none", False, at=-self.pushed, done=self.pushed - 1)
         return self.ask(request, whole_numbers(COUNT, self.pushed), server=server)
 
     def after(self, seconds: float) -> None:

@@ -126,6 +126,26 @@ def test_a_new_incarnation_of_an_async_client_counts_from_the_beginning() -> Non
     assert isinstance(machine.error(machine.hello(0, 1)), ProtocolError)
 
 
+def test_a_new_incarnation_of_an_async_client_goes_on_where_it_was_if_somebody_may_wait_for_it() -> None:
+    machine = Machine("async", 2, on_client_loss="wait")
+    machine.init_all("k", np.zeros(COUNT, "f4"))
+    machine.rule(optim.Test(lr=-1.0))
+    said = {1: (-1, 0), 2: (-3, 1), 3: (4, 2)}  # another key was pushed in between
+    for step, (at, done) in said.items():
+        fields = ("k", 0, step, "none", False, False, 0, -1, False, at, done)
+        assert machine.ok(machine.send(0, m.Push, *fields, payloads=[np.ones(COUNT, "f4")]))
+    machine.push(1, "k", 1, np.full(COUNT, 10, "f4"))
+    machine.lose(0)
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))
+    asked = machine.send(b"reborn", m.Init, "k", 0, 1, COUNT, [COUNT], "float32", payloads=[np.zeros(COUNT, "f4")])
+    found = machine.last(asked)
+    assert isinstance(found, m.Found)
+    assert (found.version, found.at, found.done) == (3, {2: -3, 3: 4}, 2)
+    for step, count in ((3, 13), (4, 14)):  # what is there is not added again
+        push = machine.send(b"reborn", m.Push, "k", 0, step, "none", True, payloads=[np.ones(COUNT, "f4")])
+        np.testing.assert_array_equal(machine.value(push), np.full(COUNT, count))
+
+
 def test_a_new_incarnation_of_a_sync_client_is_refused_and_the_others_are_told() -> None:
     machine = Machine("sync", 2)
     machine.init_all("k", whole_numbers(COUNT))

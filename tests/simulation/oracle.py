@@ -380,7 +380,8 @@ class Oracle:
                 continue
             before, before_most = self._from_snapshot(other, key)
             this = self._bit(client, key, step) if met and other == client else 0
-            most = before_most + (self._begun[other, key] & ~this).bit_count()
+            # Of what a process before this one has pushed some chunks know no more what it has met.
+            most = before_most + (self._begun[other, key] & ~(0 if later else this)).bit_count()
             if counts[0] < before + told.get((other, key), 0).bit_count():
                 known = told[other, key].bit_count()
                 raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvmpi import optim
+from kvmpi.ps import finds_position
 
 MOST_CLIENTS = 4
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
@@ -83,8 +84,9 @@ class Plan:
         self.doubles_from = schedule.randrange(1, steps + 1) if has_schedule else None
         self.hurries = random.Random(f"{seed} hurry").random() < 0.25
         meets = random.Random(f"{seed} barriers")
-        self.meets, self.meets_again = mode == "sync" and meets.random() < 0.6, meets.random() < 0.4
-        self.anew = mode == "async" and random.Random(f"{seed} anew").random() < 0.5
+        finds = finds_position(mode, policy)
+        self.meets, self.meets_again = (mode == "sync" or finds) and meets.random() < 0.6, meets.random() < 0.4
+        self.anew = mode == "async" and not finds and random.Random(f"{seed} anew").random() < 0.5
         saves = random.Random(f"{seed} saves")
         may_save = self.meets and policy != "wait" and saves.random() < 0.8
         self.saves = {step for step in (0, *range(1, steps, 2)) if may_save and saves.random() < 0.5}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import barriers, client, consistency, part, snapshot_book
+from kvmpi.ps import barriers, client, consistency, part, shard, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
@@ -324,6 +324,11 @@ def _begins_anew_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "is_over", False)
 
 
+def _forgets_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rounds, what a client has pushed counts again in another process of it."""
+    monkeypatch.setattr(shard, "finds_position", lambda mode, on_client_loss: False)
+
+
 def _answers_a_repetition_with_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a push without rounds is to be answered with what it has met."""
     real = Shard._answer_again
@@ -394,6 +399,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "late push forgotten": (_forgets_what_is_late, "still waiting|comes after|rounds hold"),
     "store begun anew": (_begins_anew_what_is_over, "must be there|goes back"),
     "answer of a repetition": (_answers_a_repetition_with_what_is_there_by_then, "pushes"),
+    "place forgotten": (_forgets_where_it_was, "goes on after step|pushes of client"),
     "error forgotten": (_forgets_what_codes_have_left, "must be there|rounds hold"),
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits"),

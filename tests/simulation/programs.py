@@ -75,7 +75,9 @@ class Programs:
         self._oracle.check_resumed(rank, ps.resumed_step)
         first = 1 + ps.resumed_step + ps.position
         yield from self._look_around(ps, rank, incarnation, entered, first)
-        if not self._sync and incarnation > 1:
+        if not self._sync and incarnation > 1 and self._policy == "wait":
+            self._network.faults.count("return to where it was")
+        elif not self._sync and incarnation > 1:
             self._network.faults.count("return without rounds")
             if plan.anew and incarnation == 2:
                 self._oracle.begin_anew(rank)
@@ -130,7 +132,7 @@ class Programs:
             if self._sync:
                 self._meetings.skip(rank, entered)
             yield from self._read_all(ps, rank, first - 1, later=True)
-        elif self._sync and self._policy == "wait" and follows:
+        elif self._policy == "wait" and follows:
             self._oracle.check_position(rank, first - 1, waits=not (plan.loose and plan.seldom))
             if plan.seldom:
                 count("seldom return")
@@ -147,14 +149,15 @@ class Programs:
             self._meetings.finished.add(rank)
             yield from self._leave(ps)
             return
-        while not self._sync and len(self.leaving | self._oracle.gone) < len(plan.last_step):
-            # What a slow one pushes meanwhile must be there, whichever server answers.
-            yield [self._network.pause(self._network.random.uniform(0.0, 0.3))]
-            yield from self._read_all(ps, rank, last)
         if last < steps:
             self._network.faults.count("finish")
             self._meetings.finished.add(rank)
             yield from self._insist([ps.finish])
+        # Who meets others lets them go by coming to the next barrier.
+        while not self._sync and not plan.meets and len(self.leaving | self._oracle.gone) < len(plan.last_step):
+            # What a slow one pushes meanwhile must be there, whichever server answers.
+            yield [self._network.pause(self._network.random.uniform(0.0, 0.3))]
+            yield from self._read_all(ps, rank, last)
         yield from self._meet(ps, rank, (steps, 1))
         yield from self._read_all(ps, rank, last, later=True)
         yield from self._meet(ps, rank, (steps, 2))

@@ -36,7 +36,7 @@ def test_jobs_survive_their_faults() -> None:
         "resume async", "resume shrink", "resume fail", "return after resume", "disk torn", "disk full",
         "kill client 0 early", "seldom snapshot", "seldom return to others", "ends before it is there",
         "schedule", "too little time", "congestion", "late key", "late copy", "save", "return without rounds", "taken",
-        "leave early",
+        "leave early", "return to where it was",
     )  # fmt: skip
     assert min(fired[fault] for fault in rare) > 0, f"a fault has never fired: {fired}"
 
