@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -58,7 +59,15 @@ def main(argv: list[str] | None = None) -> float:
             optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2, last_epoch=done - 1
         )
 
-        accuracy = float("nan")
+        def accuracy() -> float:
+            model.eval()
+            with torch.no_grad():
+                share = float((model(test_images).argmax(1) == test_labels).float().mean())
+            model.train()
+            return share
+
+        if done >= args.epochs and kv.rank == 0:
+            print(f"{args.checkpoint} has {done} epochs, nothing is left to do: accuracy {accuracy():.2%}", flush=True)
         for epoch in range(done, args.epochs):
             sampler.set_epoch(epoch)  # another order in each
             for x, y in batches:
@@ -67,18 +76,15 @@ def main(argv: list[str] | None = None) -> float:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of the mean: alike in all workers
                 optimizer.step()
             schedule.step()
-
-            model.eval()
-            with torch.no_grad():
-                accuracy = float((model(test_images).argmax(1) == test_labels).float().mean())
-            model.train()
             # (4) All have the same weights: one of them speaks, and writes.
             if kv.rank == 0:
-                print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}", flush=True)
+                print(f"epoch {epoch + 1}: accuracy {accuracy():.2%}", flush=True)
                 if args.checkpoint:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}
-                    torch.save(state, args.checkpoint)
-    return accuracy
+                    written = args.checkpoint.with_name(args.checkpoint.name + ".tmp")
+                    torch.save(state, written)
+                    os.replace(written, args.checkpoint)  # as a whole, whenever this is interrupted
+        return accuracy()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import compare
 import compare_ddp
 import matrix_factorization
 import pytest
+import torch
 import train_digits
 import train_gpt
 import train_images
@@ -185,11 +186,33 @@ def test_too_little_data_is_said(program: str, options: str, said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_short_program_goes_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--checkpoint", str(tmp_path / "digits.pt")]
-    assert train_digits.main(["--epochs", "2", *options]) > 0.8
-    assert train_digits.main(["--epochs", "3", *options]) > 0.8
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 1", "epoch 2", "epoch 3"]
+def test_the_short_program_goes_on_from_its_checkpoint_wherever_it_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(epochs: int = 2) -> float:
+        return train_digits.main(["--checkpoint", str(tmp_path / "digits.pt"), "--epochs", str(epochs)])
+
+    whole = {}
+
+    def interrupted(state: dict[str, Any], path: Path) -> None:
+        whole.update(state["model"])  # of a run that nobody has interrupted until then
+        path.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    saves = iter([torch.save, interrupted])
+    monkeypatch.setattr(torch, "save", lambda *given, usual=torch.save: next(saves, usual)(*given))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    accuracy = run()
+    assert accuracy > 0.8
+    again = torch.load(tmp_path / "digits.pt")["model"]
+    assert whole
+    assert all(torch.equal(whole[name], again[name]) for name in again)
+    assert run(1) == accuracy
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2", "epoch 2"]
+    assert last.endswith(f"digits.pt has 2 epochs, nothing is left to do: accuracy {accuracy:.2%}")
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
 
 
 def test_the_short_program_with_two_workers() -> None:
