@@ -422,10 +422,11 @@ class Shard:
             return [self.rounds.answer(slot, waiter)]
         if not message.fused and not self.rounds.acknowledges:
             return [Reply(route, m.Ack(message.request, slot.rounds))]
-        if wire is None and (known := slot.waiting.get(client)) is not None:
-            waiter = known._replace(route=route, request=message.request, fused=message.fused)
         slot.waiting[client] = waiter
-        replies = [Reply(route, m.Accepted(message.request)), self.rounds.who_is_missing(slot, message.request, route)]
+        replies = [self.rounds.who_is_missing(slot, message.request, route)]
+        if wire is None or not isinstance(slot.accumulator, Rows):
+            replies.insert(0, Reply(route, m.Accepted(message.request)))
+        # Else it says each time what it has pushed: the answer of a round of rows has that too, also if it was lost.
         return replies + self.rounds.fail_stuck(slot)
 
     def awaited(self) -> Iterator[tuple[Key, int, int, list[int]]]:
