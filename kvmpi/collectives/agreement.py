@@ -384,7 +384,7 @@ def first_difference(calls: Sequence[str]) -> KVError:
         if other_settings != settings:
             return ConfigError(
                 f"workers of one client have different settings: {settings} on MPI rank {first}, {other_settings} on "
-                f"MPI rank {rank}; give all of them the same KVMPI_* environment and arguments"
+                f"MPI rank {rank}; give all of them the same KVMPI_* environment, arguments and files"
             )
     return OrderMismatchError("the calls of the ranks differed in their digests but not in their texts")
 

@@ -111,7 +111,8 @@ class Invocation:
     ``num_joined`` of them make it because they have joined. Sums are multiplied by ``scale``. ``reduced``: what is
     pushed is a sum already, the same on all of them. ``about``: its keys, for the timeline. ``turns``: of its pushes
     that are not begun, by key. ``fences``: what was queued on devices before the call, and may still use what is pulled
-    into. ``signature``: by which it is known again, see ``repeats``.
+    into. ``signature``: by which it is known again, see ``repeats``. ``source``: where its values come from, if not
+    from its arguments, which has to be the same on all workers of the client.
     """
 
     op: str
@@ -128,6 +129,7 @@ class Invocation:
     turns: dict[Key, Any] = field(default_factory=dict)
     fences: list[Any] = field(default_factory=list)
     signature: Any = None
+    source: str = ""
     started_s: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:

@@ -60,11 +60,12 @@ class SavedKey:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A whole store."""
+    """A whole store. ``checksum``: of all that the file says."""
 
     clock: int
     rule: optim.Rule | None
     keys: list[SavedKey]
+    checksum: int
 
 
 def write(
@@ -113,8 +114,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             text = metadata.get("manifest", "{}")
-            checksum = str(zlib.crc32(text.encode()))
-            if metadata.get("manifest_crc32", checksum) != checksum:
+            checksum = zlib.crc32(text.encode())
+            if metadata.get("manifest_crc32", str(checksum)) != str(checksum):
                 raise KVError(f"load of {path}: the file is damaged: what it says of its keys is not what was saved")
             manifest = json.loads(text)
             if manifest.get("format") != _FORMAT:
@@ -136,7 +137,7 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
             RecursionError) as error:  # fmt: skip
         what = "" if isinstance(error, OSError) else "the file is damaged, or no checkpoint: "
         raise KVError(f"load of {path}: {what}{type(error).__name__}: {error}") from error
-    return Checkpoint(clock, rule, keys)
+    return Checkpoint(clock, rule, keys, checksum)
 
 
 def _checksum(array: Buffer) -> int:

@@ -261,6 +261,8 @@ class StoreCore:
                 settings = f"{settings} scale={call.scale}"
             if call.reduced:
                 settings = f"{settings} reduced"
+            if call.source:
+                settings = f"{settings} {call.source}"
             found = self._reduce.agree(signature, call.deadline, settings)
             call.num_joined += found.num_joined
         except BaseException as error:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
@@ -93,12 +92,14 @@ class Saving(Meeting):
     def load(self, path: Any) -> None:
         """Restore what ``save`` wrote. Collective; every worker reads ``path``. Keys that do not exist are created.
 
-        If one worker cannot read the file, all raise, and nothing is changed. A process that was started again, whose
-        program comes to it once more, changes nothing: what was trained since counts.
+        If one worker cannot read the file, or two of a client read different ones, all raise, and nothing is changed. A
+        process that was started again, whose program comes to it once more, changes nothing: what was trained since
+        counts.
 
         Raises:
             KVError: the file is missing or damaged.
-            ConfigError: it is no checkpoint of kvmpi, or holds optimizer states only.
+            ConfigError: it is no checkpoint of kvmpi, or holds optimizer states only; or workers of a client have
+                different ones, as on hosts without a common file system.
             KeyKindError, ShapeMismatchError, DTypeMismatchError: a key of it does not fit the store's.
         """
         self._load(path, with_values=True)
@@ -128,18 +129,14 @@ class Saving(Meeting):
     def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
             found = checkpoint.read(_file(path), self._keys, with_values=with_values)
+            call.source = f"file_checksum={found.checksum:08x}"
             self._check_kind([Group(saved.key, []) for saved in found.keys], "load")
             for saved in found.keys:
                 self._check_fits(saved, path)
             return found
 
         with self._meeting("load") as call:  # nothing is changed before every worker of every client has read it
-            found = self._enter_settled(
-                call,
-                prepare,
-                lambda c: [Entry(k.key, k.shape, k.dtype) for k in c.keys],
-                lambda _: [_file(path), with_values],
-            )
+            found = self._enter_settled(call, prepare, details=lambda _: [_file(path), with_values])
         self._by_one("load", lambda call: self._put(found, with_values, call.deadline))
 
     def _put(self, found: checkpoint.Checkpoint, with_values: bool, deadline: Deadline) -> None:

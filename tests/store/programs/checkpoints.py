@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import kvmpi
-from kvmpi.errors import KVError, OrderMismatchError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, KVError, OrderMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.store import checkpoint
 
 COUNT = 70_000  # large enough that the workers of a host share the value of an mpi store
@@ -84,6 +84,12 @@ expect("load of half a file", lambda: kv.load(folder / "torn"), KVError, "torn",
 for odd in (0, n - 1):  # a disk that is bad on one host
     file = folder / "damaged" if r == odd else good
     expect(f"load of a file damaged for worker {odd}", lambda file=file: kv.load(file), KVError, "damaged", "'w'")
+
+if kv.mpi_size > 1:  # hosts that have no common file system
+    kv.save(folder / "later")
+    for odd in (0, n - 1):
+        file = folder / "later" if r == odd else good
+        expect(f"load of another file by worker {odd}", lambda file=file: kv.load(file), ConfigError, "file_checksum=")
 
 for odd in (0, n - 1):
     size = COUNT + (r == odd)
