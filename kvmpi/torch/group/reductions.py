@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
@@ -21,11 +20,6 @@ from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
 Buffer = npt.NDArray[Any]
-
-_OPS = {
-    getattr(dist.ReduceOp, name): name.lower()
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-}
 
 
 @methods_not_compiled
@@ -233,11 +227,9 @@ class Reductions(GroupBase):
 
 
 def _op_of(options: Any) -> str:
-    """The name of a reduction; of none, a sum."""
+    """The name of a reduction, also of one that ``numbers`` refuses; of none, a sum."""
     wanted = getattr(options, "reduceOp", options)
     if wanted is None or isinstance(wanted, timedelta):
         return "sum"
-    for op, name in _OPS.items():
-        if wanted == op:
-            return name
-    raise UnsupportedError(f"reduction {wanted}: use one of {', '.join(name.upper() for name in _OPS.values())}")
+    name: str = getattr(wanted, "op", wanted).name
+    return name.lower()

@@ -13,6 +13,7 @@ from kvmpi import arrays
 from kvmpi.arrays import Vector
 from kvmpi.errors import DTypeMismatchError, UnsupportedError
 from kvmpi.kernels import host
+from kvmpi.kernels.combine import OPERATIONS
 
 Buffer = npt.NDArray[Any]
 
@@ -73,8 +74,11 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
 
     Raises:
         DTypeMismatchError: a dtype that ``op`` is not done on.
-        UnsupportedError: a layout or a device that kvmpi does not carry.
+        UnsupportedError: another ``op`` than "avg" and those of ``combine.OPERATIONS``, or a layout or a device that
+            kvmpi does not carry.
     """
+    if op != "avg" and op not in OPERATIONS:
+        raise UnsupportedError(f"reduction {op.upper()}: use one of {', '.join(OPERATIONS).upper()}, AVG")
     if tensor.is_complex() and op not in ("sum", "avg"):
         raise DTypeMismatchError(f"{op} of {tensor.dtype}: complex numbers are only added up")
     flat = _flat(tensor, reads)

@@ -327,6 +327,14 @@ def mistakes(rank: int, size: int) -> None:
             dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(1))
         with raises(UnsupportedError, "layout"):
             dist.all_reduce(torch.eye(2).to_mkldnn() if rank == 1 else torch.eye(2))
+        op: Any = dist._make_nccl_premul_sum(2.0) if rank == 1 else ReduceOp.SUM
+        for reduce in (
+            lambda: dist.all_reduce(torch.ones(3), op),
+            lambda: dist.reduce(torch.ones(3), 0, op),
+            lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * size, op),
+        ):
+            with raises(UnsupportedError, "reduction PREMUL_SUM: use one of SUM, "):
+                reduce()
         with raises(ShapeMismatchError, "sends 2 elements to MPI rank 0, which expects 1"):
             dist.all_to_all_single(
                 torch.empty(size if rank == 0 else size + (rank != 1)),
