@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,12 +27,21 @@ Buffer = npt.NDArray[Any]
 class Reductions(GroupBase):
     """``torch.distributed``: all_reduce, reduce, reduce_scatter, and their forms."""
 
+    def __init__(self, *who: Any) -> None:
+        super().__init__(*who)
+        # DDP's join counts the ranks that go on, by a sum of one element whose work it hands to C++ in the forward pass
+        # and lets go of; C++ waits for it in backward, for ever if the Python half of the work is gone by then.
+        self._counts_of_ranks: deque[GroupWork] = deque(maxlen=64)
+
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
         op = _op_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if len(found) == 1 and found[0].layout is torch.sparse_coo:
             return self.sum_sparse(found[0], op, f"all_reduce[{op}]", timeout or opts)
-        return self.reduce_all(found, op, f"all_reduce[{op}]", timeout or opts)
+        work = self.reduce_all(found, op, f"all_reduce[{op}]", timeout or opts)
+        if len(found) == 1 and found[0].numel() == 1 and getattr(opts, "asyncOp", False):
+            self._counts_of_ranks.append(work)
+        return work
 
     def reduce_all(self, tensors: Tensors, op: str, title: str, options: Any = None) -> GroupWork:
         """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS`` or "avg"."""

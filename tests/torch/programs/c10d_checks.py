@@ -428,6 +428,7 @@ def training(rank: int, size: int) -> None:
     for found, wanted in zip(mine.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     compiled(rank, size, expected)
+    uneven(rank, size)
     torch.manual_seed(5)
     words = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3))
     parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(words))
@@ -458,6 +459,24 @@ def training(rank: int, size: int) -> None:
     with FullyShardedDataParallel.summon_full_params(older):
         for found, wanted in zip(older.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+def uneven(rank: int, size: int) -> None:
+    """Rank r has 2 + r batches, and means are over the ranks that still have one."""
+    alone, mine = model(), model()
+    parallel = nn.parallel.DistributedDataParallel(mine)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (alone, mine)]
+    with parallel.join(divide_by_initial_world_size=False):
+        for step in range(2 + rank):
+            optimizers[1].zero_grad()
+            parallel(batch(step, rank)).square().mean().backward()
+            optimizers[1].step()
+    for step in range(1 + size):
+        optimizers[0].zero_grad()
+        alone(torch.cat([batch(step, r) for r in range(size) if step < 2 + r])).square().mean().backward()
+        optimizers[0].step()
+    for found, wanted in zip(mine.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
 def memory(rank: int, size: int) -> None:
