@@ -208,7 +208,7 @@ class KvmpiProcessGroup(Reductions):
             mine = text() if self.rank() == root else b""
             return Plan([], lambda *where: heard.append(self._collectives.tell(mine, root, *where)), heard)
 
-        return self._start(title, None, prepare)
+        return self._start(f"{title} from {root}", None, prepare)
 
     def all_gather_texts(self, text: Callable[[], bytes], title: str) -> GroupWork:
         """What ``text`` gives on each rank, of whatever lengths, as the results; where that fails, all ranks fail."""

@@ -237,6 +237,10 @@ def objects(rank: int, size: int) -> None:
     for root in range(min(2, size)):
         with raises(UnsupportedError, "Stranger is not sent between ranks: it would have to be pickled"):
             hvd.broadcast_object({"a": [Stranger()]} if rank == root else None, root_rank=root)
+    if size > 1:
+        with raises(OrderMismatchError, "broadcast_object of None from 0"):
+            hvd.broadcast_object(rank, root_rank=min(rank, 1))
+        assert hvd.broadcast_object(rank) == 0
     with raises(UnsupportedError, "Stranger is not sent between ranks"):
         hvd.allgather_object(Stranger() if rank == size - 1 else 1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=np.float64(0.1) if rank == 0 else 5.0)
