@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvmpi.config import client_bounds, env_name
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
-from kvmpi.launchers import batch, mpirun, processes, program, remote_exec, summary, where
+from kvmpi.launchers import batch, limits, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
 from kvmpi.launchers.cores import usable
 from kvmpi.launchers.jsrun import Jsrun
@@ -141,6 +141,12 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
         return _run(args, words, commands)
     except KeyboardInterrupt:  # so early that no job was there to stop
         return 128 + signal.SIGINT
+    except OSError as error:
+        advice = limits.advice([str(error).encode()])
+        if not advice:
+            raise
+        print(f"kvmpi run: {error.strerror}; {advice}", file=sys.stderr)
+        return 1
     except KVError as error:
         print(f"kvmpi run: {error}", file=sys.stderr)
         if isinstance(error, program.ProgramNotFoundError):
@@ -248,7 +254,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
                 output.say(f"kvmpi run: {timeline.make(job_id)}")
             _summarise(args, runner.picture, output, time.monotonic() - started_s)
     except OSError as error:
-        if error.filename is None:  # nobody takes the output
+        if error.filename is None or limits.advice([str(error).encode()]):  # nobody takes the output, or see main
             raise
         raise KVError(f"{error.filename}: {error.strerror}") from None
     finally:

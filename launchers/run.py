@@ -15,7 +15,7 @@ from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
 from kvmpi.errors import VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
-from kvmpi.launchers import processes, questions
+from kvmpi.launchers import limits, processes, questions
 from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import SHM, Job, Process
@@ -526,7 +526,7 @@ class Runner:
         child = self._children.get(failure.label)
         if isinstance(child, RemoteProcess):
             where += f" on {child.host}"
-        tail = last_words(self._tails.get(failure.label, ()), _OWN_FOLDERS)
+        words = tail = last_words(self._tails.get(failure.label, ()), _OWN_FOLDERS)
         text = f"kvmpi run: {failure.label}{where} {failure.text}"
         newest = list(self._output.newest)[-len(tail) :]
         if tail and newest == [(failure.label, 2)] * len(tail):
@@ -545,12 +545,13 @@ class Runner:
             else:
                 self._output.say(f"kvmpi run: worker {gone} had ended in good order before that")
         others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
+        advice = limits.advice([*words, failure.text.encode()])
         if failure.status == 128 + signal.SIGBUS:
             where = " ".join(dict.fromkeys((SHM, os.path.dirname(self._job.job_dir))))
-            self._output.say(
-                f"kvmpi run: mostly that is memory in a file system that has no room for it: df -h {where}"
-            )
-        elif others and (advice := self._restarts.advice(failure.label, failure.status)):
+            advice = f"mostly that is memory in a file system that has no room for it: df -h {where}"
+        elif others and not advice:
+            advice = self._restarts.advice(failure.label, failure.status)
+        if advice:
             self._output.say(f"kvmpi run: {advice}")
 
     def _gone_before(self, label: str) -> list[int]:

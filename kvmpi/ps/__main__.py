@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 
 from kvmpi.config import Config
 from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
+from kvmpi.ps import descriptors
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.trace import stall, timeline
 from kvmpi.wire import create_keys, new_context
-
-_DESCRIPTORS = 1 << 16
 
 
 def main(role: str) -> int:
@@ -24,7 +22,7 @@ def main(role: str) -> int:
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
     timeline.begin(config)
     stall.begin(config)
-    _allow_many_connections()
+    descriptors.allow_many(config, role)
     context = new_context(config)
     gc.freeze()  # what was imported stays: the collector need not look through it again and again
     try:
@@ -51,14 +49,6 @@ def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon) -> None:
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
     # Ctrl-C goes to the whole terminal group; the launcher decides when servers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _allow_many_connections() -> None:
-    """Strangers may hold a connection each until their handshake is over; members must find a descriptor then too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _say(text: str) -> None:

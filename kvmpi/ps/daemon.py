@@ -16,6 +16,7 @@ from kvmpi.errors import ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps import scheduler_file
 from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.descriptors import Shortage
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
 from kvmpi.ps.endings import Endings, Losses
 from kvmpi.ps.incarnations import last_incarnation, new_incarnation
@@ -131,6 +132,7 @@ class SchedulerDaemon(Daemon):
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
         folder = self._config.job_dir
         endings, losses = Endings(folder), Losses(folder, self._config.heartbeat_s)
+        shortage = Shortage("scheduler")
         showing: Showing | None = None
         try:
             showing = Showing(self._config, self._state.describe, 0, self._say)
@@ -164,6 +166,7 @@ class SchedulerDaemon(Daemon):
                 for role, rank in self._state.take_unheard():
                     losses.tell(role, rank)
                 losses.live(now_s)
+                shortage.look(now_s)
                 self._save(now_s)
                 self._send(listener, replies)
                 showing.step(now_s)
@@ -309,6 +312,7 @@ class ServerDaemon(Daemon):
         next_tick_s = next_sweep_s = 0.0
         next_report_s = math.inf if self._config.report_s == 0 else time.monotonic()
         readiness: Readiness | None = None
+        shortage = Shortage(f"server {self._rank}")
         while not self._stopped or self._writer.busy(time.monotonic()):
             if self._readiness_changed or readiness is None:
                 readiness = Readiness([listener, scheduler, self._waker, *self._others.values()])
@@ -333,6 +337,7 @@ class ServerDaemon(Daemon):
                 for report in self._state.reports():
                     scheduler.send(report)
                 next_tick_s = now_s + _TICK_S
+            shortage.look(now_s)
             if now_s >= next_sweep_s:
                 listener.forget_gone()
                 next_sweep_s = now_s + _SWEEP_S

@@ -136,7 +136,33 @@ def test_a_process_that_no_descriptors_are_left_for_is_named(write, tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 126, done.stderr
     assert f"kvmpi run: server 0 could not be started: {sys.executable}: Too many open files" in done.stderr
+    assert "raise the limit of open files, ulimit -n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("limit", [12, 22])  # too few for the launcher, and for the scheduler
+def test_a_job_that_may_have_too_few_descriptors_says_what_helps(write, tmp_path, limit):
+    write("prog.py", "import time\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "kvmpi", "run", "-n", "2", "-c", "2", "-s", "1", "prog.py"]
+    few = ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh", *words]
+    done = subprocess.run(few, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode in (1, 126), done.stderr
+    assert "raise the limit of open files, ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("words", "option"), [
+    ("Too many open files (src/epoll.cpp:38)", "ulimit -n"),
+    ("Resource temporarily unavailable (src/thread.cpp:241)", "ulimit -u"),
+    ("RuntimeError: can't start new thread", "ulimit -u"), ("MemoryError", "ulimit -v"),
+    ("ImportError: libquadmath.so.0: failed to map segment from shared object", "ulimit -v"),
+])  # fmt: skip
+def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, option):
+    write("prog.py", f"import sys\nsys.exit({words!r})\n")
+    job = launch("-n", "1", "-s", "1", "prog.py")
+    assert job.finish() == 1
+    assert option in job.stderr
+    assert "KVMPI_ON_CLIENT_LOSS" not in job.stderr
 
 
 def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):

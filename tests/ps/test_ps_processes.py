@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,8 +18,9 @@ from ps_helpers import TIMEOUT_S, whole_numbers
 from kvmpi import optim
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, ServerLostError
-from kvmpi.ps import PsClient
+from kvmpi.errors import ConfigError, KVTimeoutError, ServerLostError
+from kvmpi.ps import PsClient, descriptors
+from kvmpi.ps.descriptors import Shortage
 from kvmpi.trace import Recorder
 from kvmpi.wire import create_keys
 
@@ -232,3 +234,31 @@ def test_a_rule_of_ones_own_comes_by_import(processes: Processes) -> None:
     ps.pushpull("k", whole_numbers(200_000, 1), out, Deadline(TIMEOUT_S)).wait()
     np.testing.assert_array_equal(out, 3.0 * whole_numbers(200_000, 1))
     ps.close(Deadline(TIMEOUT_S))
+
+
+def test_descriptors_that_are_missing_are_a_word_and_not_a_wait(caplog):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shortage = Shortage("server 3")
+    shortage.look(10.0)
+    assert not caplog.messages
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        for now_s in (10.5, 11.5, 12.5):
+            shortage.look(now_s)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [message[:40] for message in caplog.messages] == ["server 3: no descriptors are left for ot"]
+    assert "ulimit -n" in caplog.text
+
+
+@pytest.mark.parametrize(("role", "least"), [("scheduler", 36 + 2 * 1000 + 4), ("server", 36 + 1000 + 4)])
+def test_a_job_with_too_few_descriptors_for_its_members_does_not_begin(monkeypatch, role, least):
+    config, limits = Config(num_workers=1000, num_clients=1000, num_servers=4), (256, least)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: raised.append(pair))
+    descriptors.allow_many(config, role)
+    assert raised == [(least, least)]
+    limits = (256, least - 1)
+    with pytest.raises(ConfigError, match=f"the {role} may have {least - 1} descriptors, and needs {least}.*ulimit -n"):
+        descriptors.allow_many(config, role)

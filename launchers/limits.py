@@ -1,0 +1,29 @@
+"""Says which limit of the system a process has met, as its words tell, and how to raise it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: What the system, Python, libzmq and OpenBLAS say, and what helps; the first that fits counts.
+_ADVICE = (
+    (
+        re.compile(rb"Too many open files"),
+        "no descriptors were left: raise the limit of open files, ulimit -n (ulimit -Hn says how far it goes)",
+    ),
+    (
+        re.compile(rb"can't start new thread|Resource temporarily unavailable"),
+        "no thread or process could be started: raise the limit of processes, ulimit -u or pids.max of the cgroup, or "
+        "that of memory, ulimit -v, if there is one",
+    ),
+    (
+        re.compile(rb"^MemoryError|Cannot allocate memory|failed to map segment|Memory allocation still failed"),
+        "there was no memory: raise the limit, ulimit -v or memory.max of the cgroup, or run fewer processes here",
+    ),
+)
+
+
+def advice(lines: Iterable[bytes]) -> str:
+    """What helps a process whose last words these are; empty if they tell of no limit."""
+    words = list(lines)
+    return next((text for pattern, text in _ADVICE if any(map(pattern.search, words))), "")
