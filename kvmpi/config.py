@@ -52,6 +52,9 @@ class Config:
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
     # What users may set.
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
+    grace_s: float = _setting(
+        5.0, "seconds that processes have to end after SIGTERM, when a job ends early, before the launcher kills them"
+    )
     heartbeat_s: float = _setting(
         1.0, "seconds between two heartbeats of a server or a master; at most half of KVMPI_HEARTBEAT_TIMEOUT_S"
     )  # fmt: skip
@@ -163,8 +166,9 @@ class Config:
         for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
-        if self.stall_s < 0:
-            raise ConfigError(f"KVMPI_STALL_S={self.stall_s}: must not be negative")
+        for name in ("stall_s", "grace_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
         if not 1 <= self.num_rings <= 8:
             raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
         if self.ring_chunk_bytes < 0:

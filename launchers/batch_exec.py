@@ -31,8 +31,8 @@ RUNS_S = 5.0
 PATIENCE_S, ANSWER_S = 120.0, 10.0
 #: After the end of a batch job, for its last output to come over a shared file system.
 SETTLE_S = 5.0
-#: Between the signal that ends it gently and the system's; less than the launcher's own patience.
-GRACE_S = 3.0
+#: Added to the time that a process has to end, for the order to come there; less than what the launcher adds.
+ORDER_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -68,6 +68,7 @@ class BatchJob:
         self._out, self._err = Follower(f"{self._base}.out", 1), Follower(f"{self._base}.err", 2)
         self._command, self._asked = [*command, self._base], asked
         self._number = ""
+        self.grace_s = 0.0
         self._end_word = b""
         self._tail = b""
         self.status: int | None = None
@@ -82,7 +83,9 @@ class BatchJob:
         self._write("orders", b"", 0o600)
         self._write("alive", b"", 0o600)
         self._write("sh", script(self._command, f"{self._base}.out", f"{self._base}.err").encode(), 0o700)
-        self._end_word = f"{json.loads(spec)['word']} end ".encode()
+        told = json.loads(spec)
+        self.grace_s = float(told["env"]["KVMPI_GRACE_S"])
+        self._end_word = f"{told['word']} end ".encode()
         path = f"{self._base}.sh"
         words = self._system.submit(self._name, path, f"{self._base}.out", f"{self._base}.err", self._asked)
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -154,7 +157,7 @@ def follow(job: BatchJob, orders: int) -> int:
                 orders = -1
             numbers = [int(word) for word in text.split()] or [signal.SIGTERM]
             if signal.SIGTERM in numbers:
-                ending_s = time.monotonic() + GRACE_S
+                ending_s = time.monotonic() + job.grace_s + ORDER_S
             if signal.SIGKILL in numbers:
                 job.cancel()
                 return 128 + signal.SIGKILL

@@ -313,6 +313,7 @@ def plan(
         defaults[THREADS] = threads(cores, num_workers)
     common.update({name: value for name, value in defaults.items() if name not in base})
     config = Config.from_env({**base, **common, "KVMPI_ROLE": "scheduler"})  # a bad setting must not start anything
+    common["KVMPI_GRACE_S"] = str(config.grace_s)  # for those who know no defaults
     if config.security == "curve":
         common["KVMPI_KEYS"] = f"{job_dir}/keys"  # the scheduler makes it before it says where it listens
     elif places is not None and places.others:

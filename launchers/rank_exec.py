@@ -26,7 +26,6 @@ SEPARATOR = ":"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
-GRACE_S = 5.0
 
 
 def mpi_rank(environ: dict[str, str]) -> int:
@@ -118,10 +117,12 @@ def end_with_input(child: int) -> None:
     import threading
     import time
 
+    grace_s = float(os.environ["KVMPI_GRACE_S"])
+
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        for number, pause_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 0.0)):
+        for number, pause_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 0.0)):
             os.killpg(child, number)
             time.sleep(pause_s)
 
@@ -131,20 +132,22 @@ def end_with_input(child: int) -> None:
 def supervise(child: int) -> int:
     """Wait for ``child``, passing signals on to its process group; its wait status."""
 
+    questions = sibling("questions")
+
     def forward(number: int, frame: object) -> None:
         try:
-            os.killpg(child, number)
+            os.killpg(child, signal.SIGTERM if number == questions.END else number)
         except OSError:
             pass
 
     def ask(number: int, frame: object) -> None:
-        questions, folder = sibling("questions"), os.environ.get("KVMPI_JOB_DIR", "")
+        folder = os.environ.get("KVMPI_JOB_DIR", "")
         if os.path.isdir(folder):
             questions.ask(folder, group=child)
         else:  # who answers has nowhere to say so
             questions.ask_ranks(child)
 
-    for number in FORWARDED:
+    for number in (*FORWARDED, questions.END):
         signal.signal(number, forward)
     signal.signal(signal.SIGUSR1, ask)  # a question, for those who answer: others would be killed by it
     return os.waitpid(child, 0)[1]

@@ -55,7 +55,8 @@ class RemoteProcess:
         spec = {
             "word": self._word, "command": list(command), "env": dict(env), "cwd": os.getcwd(),
             "folders": list(folders), "files": dict(files), "kept": list(KEPT) if reach.kind != "ssh" else [],
-            "alone": reach.is_apart, "spans": spans, "job": env.get("KVMPI_JOB_ID", ""), **address,
+            "alone": reach.is_apart, "spans": spans, "mpirun": role == "client" and not is_step,
+            "job": env.get("KVMPI_JOB_ID", ""), **address,
         }  # fmt: skip
         read_end, self._orders = os.pipe()
         try:

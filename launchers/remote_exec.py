@@ -35,7 +35,7 @@ from types import ModuleType
 LIFE_S = 60.0
 GONE_S = 4.0  # what is not there for so long has been removed; on a shared file system it may only be late
 LOOK_S = 0.5
-GRACE_S = 5.0
+KILL_S = 5.0  # for those that are killed to have ended
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -111,7 +111,7 @@ class Remote:
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
         kept = tuple(spec["kept"])  # type: ignore[arg-type,var-annotated]
         self._env.update({name: value for name, value in os.environ.items() if kept and name.startswith(kept)})
-        self._cwd, self._spans = str(spec["cwd"]), bool(spec["spans"])
+        self._cwd, self._spans, self._is_mpirun = str(spec["cwd"]), bool(spec["spans"]), bool(spec["mpirun"])
         if "network" in spec:
             self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
         if self._env.get("KVMPI_ROLE") == "worker":  # a client's ranks do so themselves
@@ -175,14 +175,16 @@ class Remote:
                 if not orders:  # the launcher is gone
                     watched.remove(self.orders)
                     self._pass_on(signal.SIGTERM)
-                    deadline = time.monotonic() + GRACE_S
+                    deadline = time.monotonic() + float(self._env["KVMPI_GRACE_S"])
             if deadline is not None and time.monotonic() >= deadline:
                 self._pass_on(signal.SIGKILL)
                 deadline = None
 
     def _pass_on(self, number: int) -> None:
+        questions = sibling("questions")
+        if number == signal.SIGTERM and self._is_mpirun and questions.end_ranks(self.pid):
+            return
         if number == signal.SIGUSR1:  # a question, for those who answer
-            questions = sibling("questions")
             if not (self._spans and questions.ask_ranks(self.pid)):
                 questions.ask(self._env.get("KVMPI_JOB_DIR", ""), self.pid)
             return
@@ -192,7 +194,7 @@ class Remote:
             pass
 
 
-def end_orphans(deadline_s: float = GRACE_S) -> None:
+def end_orphans(deadline_s: float = KILL_S) -> None:
     """Kill what is left of our children, and what becomes our child by that; nothing where there is no /proc."""
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:

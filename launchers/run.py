@@ -29,7 +29,8 @@ from kvmpi.launchers.starting import Starter
 
 HANDSHAKE_S = 30.0  # for the scheduler to say where it listens
 RESUME_S = 600.0  # the same if it reads a snapshot first, to see whether it is whole
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
+KILL_S = 5.0  # for those that are killed to have ended
+BATCH_S = 3.0  # for orders to jobs of a batch system, and words of theirs, which go through files
 VERDICT_S = 1.0  # for a scheduler to end that has closed what it says where it listens through
 _FOLLOWED_S = 3.0  # for the client to end whose loss others have failed for
 _KEPT_LINES = 200  # of each process's standard error: of a long traceback not all is shown once more
@@ -48,6 +49,8 @@ class Runner:
         self._children: dict[str, Child] = {}
         self._plans = {process.label: process for process in job.processes}
         config = Config.from_env(job.env)
+        is_batch = job.places is not None and job.places.reach.is_batch
+        self._grace_s = config.grace_s + (BATCH_S if is_batch else 0.0)
         self._restarts = Restarts(job.restarts, job.replicas, config.on_client_loss, config.heartbeat_timeout_s)
         self._starter = Starter(job)
         self._starts: Counter[str] = Counter()  # how often processes were started
@@ -327,9 +330,16 @@ class Runner:
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:
                 rank, status = stream.label.split()[1], found[1].decode()
                 self._rank_report(stream.client, ["raised", rank, status])
-        if stream.label.startswith("client") and (self._stopping or self._inquest.has_said_why(stream.label)):
-            return  # how an mpirun comments on being stopped by us, or by a rank with a traceback, helps nobody
+        if stream.label.startswith("client") and self._is_comment(stream):
+            return
         self._output.lines(stream.label, stream.target, lines)
+
+    def _is_comment(self, stream: Stream) -> bool:
+        """Of an mpirun on being stopped by us, or by a rank with a traceback, which helps nobody."""
+        plan = self._plans[stream.label]
+        # Ranks elsewhere print through it.
+        by_us = self._stopping and not (stream.target == 1 and (plan.host or plan.spans))
+        return by_us or self._inquest.has_said_why(stream.label)
 
     def _rank_report(self, client: str, words: list[str]) -> None:
         """``start RANK PID`` and ``end RANK WAITSTATUS`` from rank_exec, ``raised RANK STATUS`` from rank_main."""
@@ -454,17 +464,17 @@ class Runner:
         asked = len(self._signals)
         for roles in (("worker", "client"), ("server",), ("scheduler",)):
             labels = [label for label in self._children if self._plans[label].role in roles]
-            self._end(labels, signal.SIGTERM, enough=lambda: len(self._signals) > asked)
+            self._end(labels, signal.SIGTERM, self._grace_s, enough=lambda: len(self._signals) > asked)
             if left := list(filter(self._still_runs, labels)):
                 self._output.say(f"kvmpi run: SIGTERM did not end {', '.join(left)}; killed")
-                self._end(left, signal.SIGKILL, enough=lambda: False)
+                self._end(left, signal.SIGKILL, KILL_S, enough=lambda: False)
 
-    def _end(self, labels: list[str], number: int, enough: Callable[[], bool]) -> None:
-        """Send a signal to those that run, and wait until they have ended, for the grace, or until it is ``enough``."""
+    def _end(self, labels: list[str], number: int, patience_s: float, enough: Callable[[], bool]) -> None:
+        """Send a signal to those that run, and wait until they have ended, at most so long, or it is ``enough``."""
         alive = list(filter(self._still_runs, labels))
         for label in alive:
             self._signal(label, number)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + patience_s
         while any(map(self._still_runs, alive)) and not enough():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -477,13 +487,16 @@ class Runner:
 
     def _signal(self, label: str, number: int) -> None:
         """To a process and its group. An mpirun would kill its ranks one second after SIGTERM, so they get that."""
+        child = self._children[label]
         programs = [pid for pid in self._open_ranks.get(label, {}).values() if pid]
         if number == signal.SIGTERM and programs and len(programs) == len(self._plans[label].workers):
             for pid in programs:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, number)
-        else:
-            signal_group(self._children[label], number)
+            return
+        is_mpirun = self._plans[label].role == "client" and not isinstance(child, RemoteProcess)
+        if not (number == signal.SIGTERM and is_mpirun and questions.end_ranks(child.pid)):
+            signal_group(child, number)
 
     def _read_picture(self) -> None:
         """Before the job's folder is gone."""

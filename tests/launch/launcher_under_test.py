@@ -11,7 +11,6 @@ from kvmpi.launchers.job import RoleCommands
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 if __name__ == "__main__":
-    run.GRACE_S = float(os.environ.get("TEST_GRACE_S", run.GRACE_S))
     run.HANDSHAKE_S = float(os.environ.get("TEST_HANDSHAKE_S", run.HANDSHAKE_S))
     roles = {role: (sys.executable, STAND_IN, role) for role in ("scheduler", "server")}
     sys.exit(main(sys.argv[1:], commands=RoleCommands(**roles)))

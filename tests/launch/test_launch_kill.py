@@ -239,7 +239,7 @@ while True: time.sleep(1000)
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch, write):
-    job = launch(write("stubborn.py", STUBBORN), env={"TEST_GRACE_S": "1"})
+    job = launch(write("stubborn.py", STUBBORN), env={"KVMPI_GRACE_S": "1"})
     wait_until((job.folder / "ready").exists)
     start = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
@@ -249,7 +249,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch, write):
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(launch, write):
-    job = launch(write("stubborn.py", STUBBORN), env={"TEST_GRACE_S": "1000"})
+    job = launch(write("stubborn.py", STUBBORN), env={"KVMPI_GRACE_S": "1000"})
     wait_until((job.folder / "ready").exists)
     job.process.send_signal(signal.SIGINT)
     time.sleep(0.3)  # two signals at once would be one

@@ -92,6 +92,23 @@ def test_ranks_that_cannot_answer_are_left_alone(request: pytest.FixtureRequest,
     assert said.count("stopped by SIGINT") == 1, said
 
 
+@pytest.mark.parametrize("place", ["hosts", "slurm"])
+def test_ranks_on_all_hosts_have_the_grace(place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    with PLACES[place](request, tmp_path) as (command, env):
+        env = {**{name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}, **env}
+        program = str(PROGRAMS / "saving.py")
+        with subprocess.Popen(
+            [*command, "-n3", "-s1", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            assert job.stdout is not None
+            assert all("is at work" in job.stdout.readline() for _ in range(3))
+            job.send_signal(signal.SIGTERM)
+            out, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 143, out + err
+    assert out.count("has summed 3.0 after 2 s") == 3, out + err
+    assert err.count("kvmpi run:") == 1, err
+
+
 def answered(who: str, lines: list[str]) -> bool:
     return any(f"kvmpi: {who} waits for nothing" in line for line in lines)
 

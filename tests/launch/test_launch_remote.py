@@ -105,7 +105,7 @@ def test_an_order_that_is_there_already_reaches_the_process(tmp_path: Path) -> N
     """A job that ends while it begins: what is to run has not got as far as having a group of its own."""
     spec = {
         "word": "word", "command": ["sleep", "5"], "env": dict(os.environ), "cwd": "/", "folders": [str(tmp_path)],
-        "files": {}, "kept": [], "alone": False, "spans": False, "job": "",
+        "files": {}, "kept": [], "alone": False, "spans": False, "mpirun": False, "job": "",
     }  # fmt: skip
     slow = "import os, sys, time; from kvmpi.launchers import remote_exec; setsid = os.setsid\n"
     slow += "os.setsid = lambda: (time.sleep(0.3), setsid()); sys.exit(remote_exec.main([]))"
@@ -164,7 +164,7 @@ def test_a_batch_system_that_does_not_answer(
     real = batch_exec.BatchJob.show
     monkeypatch.setattr(batch_exec.BatchJob, "show", lambda self: (signs.append(1), real(self))[1])
     orders, write_end = os.pipe()
-    os.write(write_end, json.dumps({"word": "w"}).encode() + b"\n")
+    os.write(write_end, json.dumps({"word": "w", "env": {"KVMPI_GRACE_S": "5.0"}}).encode() + b"\n")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     stdin = os.dup(0)
     os.dup2(orders, 0)
