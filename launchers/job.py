@@ -266,7 +266,9 @@ def plan(
     bounds = client_bounds(num_workers, num_clients)
     if num_servers < 0:
         raise ConfigError(f"-s {num_servers}: the number of servers must not be negative")
-    if replicas < 0 or replicas >= max(1, num_servers):
+    if replicas < 0:
+        raise ConfigError(f"--replicas {replicas}: must not be negative")
+    if replicas >= max(1, num_servers):
         raise ConfigError(f"--replicas {replicas}: {replicas + 1} servers or more are needed, -s says {num_servers}")
     brings_clients_back = bool(restarts)
     if restarts is None:

@@ -64,7 +64,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.workers < 1:
         options.error(f"-n {args.workers}: there is at least one worker")
-    if bool(args.model) != bool(args.step_seconds) or not 0 <= args.step_seconds < math.inf:
+    if not 0 <= args.step_seconds < math.inf:
+        options.error(f"--step-seconds {args.step_seconds:g}: expected a positive number")
+    if bool(args.model) != bool(args.step_seconds):
         options.error("--model and --step-seconds go together: --model resnet50 --step-seconds 0.25")
     if args.machine and (args.hosts or args.hostfile):
         options.error("--machine looks at this host only: leave it out, or --hosts and --hostfile")

@@ -58,7 +58,7 @@ def _number(rule: Rule, name: str, kind: str) -> Any:
             return _finite(value)
         first, second = value
         return (_finite(first), _finite(second))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         wanted = {"bool": "True or False", "float": "a finite number"}.get(kind, "a pair of finite numbers")
         raise ConfigError(f"{type(rule).__name__}({name}={value!r}): expected {wanted}") from None
 

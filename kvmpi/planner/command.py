@@ -118,7 +118,13 @@ def _plan(args: argparse.Namespace) -> int:
         )  # fmt: skip
         if not jobs:
             raise ConfigError("no algorithm can run like that; leave out -c or -s, or name others with --algorithm")
-        found = recommend(jobs, one)
+        from rich.console import Console
+        from rich.progress import track
+
+        # For thousands of workers this takes a minute or two.
+        console = Console(stderr=True)
+        shown = track(jobs, "predicting", console=console, transient=True, disable=not console.is_terminal)
+        found = recommend(shown, one)
         _show(args, title, found.sorted, found)
         return 0
     clients, servers = 1 if args.clients is None else args.clients, 1 if args.servers is None else args.servers

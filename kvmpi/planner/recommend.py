@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvmpi.planner.predict import Prediction
@@ -49,7 +49,7 @@ def candidates(
     return found
 
 
-def recommend(jobs: Sequence[Job], predict: Callable[[Job], Prediction]) -> Recommendation:
+def recommend(jobs: Iterable[Job], predict: Callable[[Job], Prediction]) -> Recommendation:
     """Predict all of ``jobs``, of which there is at least one, and choose.
 
     Fewer servers win where more do not help. Synchronous gradients train as one process would; asynchronous ones are

@@ -175,9 +175,12 @@ class Saving(Meeting):
 
 def _file(path: Any) -> str:
     try:
-        return os.fsdecode(path)
+        name = os.fsdecode(path)
     except TypeError:
-        raise ConfigError(f"path is {path!r}: expected the name of a file") from None
+        name = "\0"
+    if "\0" in name:
+        raise ConfigError(f"path is {path!r}: expected the name of a file")
+    return name
 
 
 def _library_of(saved: checkpoint.SavedKey) -> str:

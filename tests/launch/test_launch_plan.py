@@ -223,6 +223,7 @@ def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeyp
         (["--hostfile", "hosts", "train.py"], 2, "--hostfile hosts: No such file"),
         (["-s2", "--restart", "-1", "train.py"], 2, "must not be negative"),
         (["-s2", "--replicas=2", "train.py"], 2, "3 servers or more are needed"),
+        (["-s2", "--replicas=-1", "train.py"], 2, "--replicas -1: must not be negative"),
         (["--timeline", "no-such/t.json", "train.py"], 2, "t.json.parts cannot be written to"),
     ],
 )

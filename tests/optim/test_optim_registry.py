@@ -94,6 +94,7 @@ def test_repr_and_equality():
         (lambda: optim.SGD(lr="fast"), "expected a finite number"),
         (lambda: optim.SGD(lr="0.1"), "expected a finite number"),
         (lambda: optim.SGD(lr=None), "expected a finite number"),
+        (lambda: optim.SGD(lr=10**400), "expected a finite number"),
         (lambda: optim.SGD(lr=0.1, momentum=-1), "momentum"),
         (lambda: optim.SGD(lr=0.1, weight_decay=-1), "weight_decay"),
         (lambda: optim.SGD(lr=0.1, nesterov=True), "nesterov.*momentum"),

@@ -131,7 +131,7 @@ def test_arguments_that_make_no_sense(any_store: Any) -> None:
         for call in (kv.push, kv.pull, kv.pushpull):
             with pytest.raises(errors.ConfigError, match="priority="):
                 call("k", array(2), priority=priority)
-    for path in (None, 3, [b"x"]):
+    for path in (None, 3, [b"x"], "a\0b"):
         for call in (kv.save, kv.load, kv.save_optimizer_states, kv.load_optimizer_states):
             with pytest.raises(errors.ConfigError, match="expected the name of a file"):
                 call(path)
