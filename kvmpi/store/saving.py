@@ -174,13 +174,9 @@ class Saving(Meeting):
 
 
 def _file(path: Any) -> str:
-    try:
-        name = os.fsdecode(path)
-    except TypeError:
-        name = "\0"
-    if "\0" in name:
-        raise ConfigError(f"path is {path!r}: expected the name of a file")
-    return name
+    if isinstance(path, str | bytes | os.PathLike) and "\0" not in (name := os.fsdecode(path)):
+        return name
+    raise ConfigError(f"path is {path!r}: expected the name of a file")
 
 
 def _library_of(saved: checkpoint.SavedKey) -> str:
