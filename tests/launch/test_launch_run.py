@@ -99,7 +99,11 @@ def test_environment_of_workers(launch, write, tmp_path):
 
 def test_output_of_every_role_has_its_name_and_keeps_its_stream(launch, write):
     program = write(
-        "speak.py", "import sys; print('out [bold]'); print('err', file=sys.stderr)\nprint('no end', end='')"
+        "speak.py",
+        "import pathlib, sys, time\n"
+        "while not all('up' in pathlib.Path(f'logs/{role}.log').read_text() for role in ('scheduler', 'server-1')):\n"
+        "    time.sleep(0.01)  # when workers end, so does who has not spoken yet\n"
+        "print('out [bold]'); print('err', file=sys.stderr)\nprint('no end', end='')",
     )
     job = launch("-n", "2", "-c", "2", "-s", "2", "--log-dir", "logs", program)
     assert job.finish() == 0
