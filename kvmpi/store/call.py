@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import numbers
+import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -270,11 +271,15 @@ def keep_apart(parts: Sequence[Part], call: Invocation) -> None:
     targets = [target for target in targets if target[1] < high and target[2] > low]
     if not targets:  # which is where most calls end
         return
-    owner, _, start, stop = np.array(sources, np.int64).T
-    mine, first, last = np.array(targets, np.int64).T[:, :, None]
-    exact = (owner == mine) & (start == first) & (stop == last)
-    for index in np.flatnonzero(((start < last) & (stop > first) & ~exact).any(axis=0)).tolist():
-        number, i, _, _ = sources[index]
+    targets.sort(key=operator.itemgetter(1))
+    _, _, start, stop = np.array(sources, np.int64).T
+    _, first, last = np.array(targets, np.int64).T
+    # All that a source meets lie between: the first to reach behind its start, and the first to begin behind its end.
+    begin = np.searchsorted(np.maximum.accumulate(last), start, "right").tolist()
+    end = np.searchsorted(first, stop).tolist()
+    for (number, i, *span), met in zip(sources, map(slice, begin, end), strict=True):
+        if all(target == (number, *span) or target[2] <= span[0] for target in targets[met]):
+            continue
         vector = parts[number].vectors[i]
         call.await_vector(vector)
         parts[number].vectors[i] = vector.copied()

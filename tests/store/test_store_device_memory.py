@@ -1,13 +1,16 @@
-"""Arrays on a device that lie in each other's memory, by a stand-in: what one key is pulled into another may push."""
+"""Arrays that lie in each other's memory, on a device by a stand-in: what one key is pulled into another may push."""
 
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmpi import arrays
 from kvmpi.deadline import Deadline
@@ -73,3 +76,40 @@ def test_what_is_pulled_into_the_middle_of_what_is_pushed(array: Any) -> None:
     assert inside.vectors[0].buffer.memory.tolist() == [0, 1, 2, 3]
     assert inside.vectors[0].address != x.data.ptr
     assert exactly.vectors[0].address == x.data.ptr
+
+
+def host_part(key: int, pushed: list[np.ndarray], outs: list[np.ndarray]) -> Part:
+    state = KeyState(key, pushed[0].shape, "float32", 0, "numpy", None, None)  # type: ignore[arg-type]
+    return Part(state, [arrays.read(each) for each in pushed], outs, in_place=True)
+
+
+@given(st.data())
+def test_copied_is_what_would_be_overwritten_and_nothing_else(data: st.DataObject) -> None:
+    memory = np.arange(24, dtype="f4")
+    pieces = st.builds(lambda start, count: memory[start : start + count], st.integers(0, 20), st.integers(1, 4))
+    lists = st.lists(pieces, min_size=1, max_size=3)
+    keys = data.draw(st.lists(st.tuples(lists, st.booleans(), lists), min_size=1, max_size=6))
+    keys = [(pushed, pushed if same else outs) for pushed, same, outs in keys]
+    parts = [host_part(key, pushed, outs) for key, (pushed, outs) in enumerate(keys)]
+    keep_apart(parts, CALL)
+    for key, (pushed, _) in enumerate(keys):
+        for source, vector in zip(pushed, parts[key].vectors, strict=True):
+            met = [
+                (other, out) for other, (_, outs) in enumerate(keys) for out in outs if np.shares_memory(source, out)
+            ]
+            meets = any(
+                other != key or out.ctypes.data != source.ctypes.data or out.size != source.size for other, out in met
+            )
+            assert (vector.address != source.ctypes.data) == meets
+            assert vector.buffer.tolist() == source.tolist()
+
+
+def test_many_keys_are_not_compared_with_each_other() -> None:
+    values = np.zeros((5000, 8), "f4")
+    parts = [host_part(key, [row], [row]) for key, row in enumerate(values)]
+    tracemalloc.start()
+    keep_apart(parts, CALL)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1000 * len(parts)
+    assert all(part.vectors[0].address == row.ctypes.data for part, row in zip(parts, values, strict=True))
