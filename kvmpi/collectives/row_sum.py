@@ -33,7 +33,7 @@ def sum_rows(collectives: Collectives, rows: Rows, dtype: str, deadline: Deadlin
     if collectives.size == 1:
         return rows
     counts, ids = _gathered_ids(collectives, rows.ids, deadline, label)
-    union, most = np.unique(ids), int(counts.max())
+    union, most = by_rows.distinct(ids), int(counts.max())
     width = rows.width
     if not union.size or not width:
         return Rows(union, np.empty((union.size, width), host.STORAGE[dtype]))
@@ -52,7 +52,7 @@ def union_of_ids(collectives: Collectives, ids: Buffer, deadline: Deadline, labe
     """All ranks' ``ids`` (int64) in ascending order, none twice, on every rank."""
     if collectives.size == 1:
         return ids
-    return np.unique(_gathered_ids(collectives, ids, deadline, label)[1])
+    return by_rows.distinct(_gathered_ids(collectives, ids, deadline, label)[1])
 
 
 def broadcast_rows(collectives: Collectives, rows: Rows, root: int, deadline: Deadline, label: str) -> Rows:

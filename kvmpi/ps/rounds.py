@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi.errors import ClientLostError, ProtocolError, ServerLostError
-from kvmpi.kernels.rows import Rows
+from kvmpi.kernels.rows import Rows, distinct
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure, name_and_text
@@ -210,7 +209,7 @@ class Rounds:
         if slot.failed is not None:
             return failure(waiter.route, waiter.request, slot.failed, used=True)
         if slot.touched is not None and not waiter.whole:  # else it is not in that round, and others pushed rows only
-            ids = slot.touched if waiter.ids is None else np.union1d(slot.touched, waiter.ids)
+            ids = slot.touched if waiter.ids is None else distinct(slot.touched, waiter.ids)
             return changed(slot, waiter.request, waiter.route, ids)
         payload = slot.lend() if slot.met is None else slot.met
         return Reply(waiter.route, m.Value(waiter.request, slot.rounds), (payload,))

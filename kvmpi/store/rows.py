@@ -158,7 +158,7 @@ def sparse_outs(targets: Sequence[Any], shape: tuple[int, ...], dtype: str, wher
 def union_of(outs: Sequence[RowOut]) -> npt.NDArray[np.int64]:
     """All ids that ``outs`` name, ascending, none twice."""
     named = [out.ids for out in outs if out.ids is not None]
-    return np.unique(np.concatenate(named)) if named else np.empty(0, np.int64)
+    return by_rows.distinct(*named) if named else np.empty(0, np.int64)
 
 
 def _check_rows(rows: Any, ids_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, where: str) -> None:

@@ -30,7 +30,7 @@ def drawn(seed: int, n: int, width: int, dtype: str = "float32") -> tuple[np.nda
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "uint8"])
-@pytest.mark.parametrize(("n", "width"), [(0, 3), (1, 1), (7, 3), (200, 1), (90, 4), (3, 0)])
+@pytest.mark.parametrize(("n", "width"), [(0, 3), (1, 1), (7, 3), (200, 1), (90, 4), (3, 0), (900, 2)])
 def test_equal_ids_are_summed_and_sorted(n: int, width: int, dtype: str) -> None:
     ids, values = drawn(1, n, width, dtype)
     found = by_rows.summed(ids, values, dtype)
@@ -81,3 +81,13 @@ def test_rows_without_elements_go_into_a_value_without_elements(count: int, widt
     by_rows.add_into(value, rows)
     by_rows.put(value, rows)
     assert by_rows.take(value, width, np.arange(count)).shape == (count, width)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u4"])
+@pytest.mark.parametrize("sizes", [(0,), (1,), (300,), (0, 0), (7, 0, 200)])
+def test_ids_of_several(sizes: tuple[int, ...], dtype: str) -> None:
+    several = [np.random.default_rng([*sizes, i]).integers(0, NUM_ROWS, n).astype(dtype) for i, n in enumerate(sizes)]
+    before = [ids.tolist() for ids in several]
+    found = by_rows.distinct(*several)
+    np.testing.assert_array_equal(found, np.array(sorted(set().union(*before)), dtype), strict=True)
+    assert [ids.tolist() for ids in several] == before
