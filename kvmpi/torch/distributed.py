@@ -163,13 +163,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         follows = self._update_on_kvstore and given is not None
         in_force = not follows or rules.agrees(given, optimizer, self._keys_of_groups())  # type: ignore[arg-type]
         self._in_force = (options_of(optimizer), kvstore.num_optimizers) if in_force else None
-        if self._model is not None:
-            if norm_buffers != "own":
-                self._exchange.norms = NormBuffers(
-                    kvstore, self._model, norm_buffers, in_client=self._update_on_kvstore
-                )
-            if self._weights is not None:
-                self._layers = Layers(self._model, self._index, self._weights)
+        self._norm_buffers = norm_buffers
+        self._look_at_layers()
         rules.move_in(kvstore, self._tenant)
 
     # ---- construction
@@ -244,6 +239,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             average=self._average, bucket_bytes=self._bucket_bytes, overlap=self._overlaps(),
             before_pass=lambda: None if self._in_step else self._bring_up_to_date(),
         )  # fmt: skip
+
+    def _look_at_layers(self) -> None:
+        """Of the model as it is now: whose statistics are exchanged, and who waits for weights. Collective."""
+        if self._model is None:
+            return
+        if self._norm_buffers != "own":
+            in_client = self._update_on_kvstore
+            self._exchange.norms = NormBuffers(self._kv, self._model, self._norm_buffers, in_client=in_client)
+        if self._layers is not None:
+            self._layers.close()
+        if self._weights is not None:
+            self._layers = Layers(self._model, self._index, self._weights)
 
     def _keys_in(self, client: KVStore) -> list[int]:
         """Keys of the store inside the client, for what is large enough to be summed by itself."""
@@ -338,9 +345,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         In asynchronous stores, the workers of a client.
 
         Raises:
-            KVError: another ``DistributedOptimizer`` was made for one of the parameters since.
+            KVError: another ``DistributedOptimizer`` was made for one of the parameters since; or the optimizer that
+                this one was made from has got others since.
         """
         self._exchange.check_own()
+        strangers = sum(len(group["params"]) for group in self._inner.param_groups) - len(self._params)
+        if strangers > 0:
+            raise ConfigError(
+                f"the optimizer has {strangers} parameters that this DistributedOptimizer has not, whose gradients "
+                "would differ from worker to worker: call add_param_group of this one, which adds them to both"
+            )
         if not self._update_on_kvstore:
             if closure is None and not self._exchange.complete:
                 self._exchange.finish()
@@ -462,6 +476,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: gradients have been exchanged, for a step that is still to come, and cannot be a second time.
+            KVError: the store cannot take the group; then there is none.
         """
         self.synchronize()
         if self._exchange.fresh and ((self._update_on_kvstore and not self._in_step) or not self._average):
@@ -469,20 +484,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._weights is not None:
             self._weights.hand_over()
         self._inner.add_param_group(param_group)
-        if self._update_on_kvstore:
-            assert self._kv.optimizer is not None
-            rules.stated(self._kv.optimizer, self._inner, self._keys_of_groups())
-        added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
-        new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
-        new.create_in(self._kv, as_they_lie=True)
+        try:
+            if self._update_on_kvstore:
+                assert self._kv.optimizer is not None
+                rules.stated(self._kv.optimizer, self._inner, self._keys_of_groups())
+            added = [tensor for tensor in self._own_tensors() if id(tensor) not in self._index]
+            new = KeyedParameters(self._named(added, len(self._params)), next_key(self._kv))
+            new.create_in(self._kv, as_they_lie=True)
+        except BaseException:
+            self._inner.param_groups.pop()
+            raise
         self._params.extend(new)
-        norms = self._exchange.norms
         self._exchange.close()
         self._exchange = self._new_exchange()
-        self._exchange.norms = norms
-        if self._layers is not None:
-            assert self._weights is not None
-            self._layers.watch(self._index, self._weights)
+        self._look_at_layers()  # the group may be of new ones
 
     def state_dict(self) -> dict[str, Any]:
         """As of every optimizer. Where the store updates, it has the state, and a ``UserWarning`` says so."""

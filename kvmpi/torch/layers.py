@@ -43,13 +43,8 @@ class Layers:
         self._before: dict[torch.nn.Module, dict[int, int]] = {}
         self._handles: list[Any] = []
         self._hook = _Hook(self._before_forward)
+        self._index, self._weights, self._stale = index, weights, True
         self._visit(model, None, hooked=True)
-        self.watch(index, weights)
-
-    def watch(self, index: Mapping[int, int], weights: Weights) -> None:
-        """Go on with other parameters."""
-        self._index, self._weights = index, weights
-        self._stale = True
 
     def close(self) -> None:
         """Take the hooks away."""

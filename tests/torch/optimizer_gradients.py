@@ -66,6 +66,18 @@ def groups_that_are_added(kv: kvmpi.KVStore) -> None:
         return model
 
     same_in_all(kv, loop, make=make, optimizer=lambda m: torch.optim.SGD(m[2:].parameters(), lr=0.1, momentum=0.9))
+    # Statistics of layers that were not there before are exchanged as well.
+    model = mlp(kv.rank)
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)], 1)
+    model[3] = nn.BatchNorm1d(6).double()
+    optimizer.add_param_group({"params": model[3].parameters()})
+    plain_steps(model, optimizer, lambda step: [shard(step, kv.rank)])
+    mine = flat(model.buffers())
+    first = mine.clone()
+    kv.broadcast(kv.keys[-1] + 1, first, first)
+    assert torch.equal(mine, first), f"{mine}, on worker 0 {first}"
+    optimizer.detach()
 
 
 def half_types(kv: kvmpi.KVStore) -> None:

@@ -280,6 +280,31 @@ def test_sums_are_not_summed_again_by_a_backward_of_other_layers(kv: kvmpi.KVSto
     optimizer.step()
 
 
+@pytest.mark.parametrize("update", [False, True])
+def test_layers_that_are_added_are_like_the_others(kv: kvmpi.KVStore, update: bool) -> None:
+    """Also to what loads a checkpoint; those that the store cannot take, or only the inner optimizer has, are not."""
+    model = mlp()
+    inner = sgd(model)
+    optimizer = DistributedOptimizer(inner, kv, model, update_on_kvstore=update)
+    model[4] = nn.Linear(6, 3).double()
+    optimizer.add_param_group({"params": model[4].parameters()})
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    refused = [({"params": nn.Parameter(torch.ones(3, dtype=torch.complex64))}, "parameter 8 is of torch.complex64")]
+    if update:
+        refused.append(({"params": nn.Parameter(torch.ones(3)), "maximize": True}, "maximize=True"))
+    for group, said in refused:
+        with pytest.raises(KVError, match=said):
+            optimizer.add_param_group(group)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    plain_steps(model, optimizer, lambda step: [shard(step, 0)], 1)
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    inner.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(ConfigError, match="2 parameters that this DistributedOptimizer has not"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_of_two_for_one_parameter_the_last_exchanges(kv: kvmpi.KVStore, overlap: bool) -> None:
     """Both would sum the same memory."""
