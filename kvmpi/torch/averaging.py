@@ -15,6 +15,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
+from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.fragments import Fragments, Timetable, groups
 from kvmpi.torch.parameters import KeyedParameters, Parameters
 
@@ -83,6 +84,7 @@ class Averaging(ABC):
         self._failed: dict[int, Failed] = {}  # by key, what is to be made again
         self._owed = Counter[int]()  # by key, how many more were due meanwhile, which others make in their turn
         self._unknown: set[int] = set()  # keys of exchanges that were broken off: the servers know what came of them
+        warn_of_forks(kvstore)
         self._params.create_in(kvstore)
         kvstore.set_optimizer(rule)
         self._kind = type(rule)

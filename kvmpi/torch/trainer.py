@@ -15,6 +15,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.files import replacing
 from kvmpi.store import KVStore
+from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.gradients import keep_apart
 from kvmpi.torch.kinds import GradientKinds, no_rows
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
@@ -96,6 +97,7 @@ class Trainer:
             self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
             if self._kv is not None:
+                warn_of_forks(self._kv)
                 if self._update_on_kvstore:
                     self._params.check_memory()
                     if self._torch is not None:

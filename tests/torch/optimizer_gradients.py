@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import unittest.mock
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch import nn
 import kvmpi
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVError
-from kvmpi.torch import DistributedOptimizer
+from kvmpi.torch import DiLoCo, DistributedOptimizer, Trainer
 
 
 def every_loop(kv: kvmpi.KVStore) -> None:
@@ -540,19 +542,33 @@ def summed_with_other_passes(kv: kvmpi.KVStore) -> None:
 
 
 def forks(kv: kvmpi.KVStore) -> None:
-    """A DataLoader that forks is a warning, once, where the loop asks for it; only if there is MPI."""
-    model = mlp(0)
-    DistributedOptimizer(sgd(model), kv, model).detach()
-    found = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert sum(map(float, torch.utils.data.DataLoader([1.0, 2.0], num_workers=1))) == 3.0
-        found += [w for w in caught if w.category is RuntimeWarning]
-    assert len(found) == (kv.mpi_size > 1), [str(w.message) for w in found]
-    for warning in found:
-        assert "multiprocessing_context='forkserver'" in str(warning.message)
-        assert warning.filename == __file__, warning.filename
+    """A DataLoader that forks is a warning, once, where the loop asks for it; only if there is MPI, and for all."""
+
+    def distributed(model: nn.Module, own: kvmpi.KVStore) -> None:
+        DistributedOptimizer(sgd(model), own, model)
+
+    def trainer(model: nn.Module, own: kvmpi.KVStore) -> None:
+        Trainer(model.parameters(), sgd(model), own)
+
+    def averaging(model: nn.Module, own: kvmpi.KVStore) -> None:
+        DiLoCo(model.parameters(), own)
+
+    for make in (distributed, trainer, averaging):
+        found = []
+        with (
+            kvmpi.create(kv.type) as own,
+            unittest.mock.patch.multiple("kvmpi.torch.forks", _warned=False, _speakers=weakref.WeakSet()),
+        ):
+            make(mlp(0), own)
+            for _ in range(2):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    assert sum(map(float, torch.utils.data.DataLoader([1.0, 2.0], num_workers=1))) == 3.0
+                found += [w for w in caught if w.category is RuntimeWarning]
+        assert len(found) == (kv.mpi_size > 1), (make, [str(w.message) for w in found])
+        for warning in found:
+            assert "multiprocessing_context='forkserver'" in str(warning.message)
+            assert warning.filename == __file__, warning.filename
 
 
 def uneven_batches(kv: kvmpi.KVStore) -> None:
