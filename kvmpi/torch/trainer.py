@@ -51,10 +51,11 @@ class Trainer:
     client itself has pushed; what others change, ``pull_rows`` brings.
 
     A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros, or no rows if
-    any worker has had sparse gradients of it, since other workers may have a gradient for it; an asynchronous client of
-    one worker skips it. Which parameters are frozen must be the same in all workers. Learning rates (and other options)
-    that a ``torch.optim.lr_scheduler``, or anybody else, writes into the torch optimizer reach the store at the next
-    step.
+    any worker has had sparse gradients of it, since other workers may have a gradient for it. Where the store updates
+    and there are several clients, one of which no worker of a client has had a gradient yet contributes no rows from
+    there: what nobody ever uses does not move. An asynchronous client of one worker skips it. Which parameters are
+    frozen must be the same in all workers. Learning rates (and other options) that a ``torch.optim.lr_scheduler``, or
+    anybody else, writes into the torch optimizer reach the store at the next step.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Trainer:
         self._kv: KVStore | None = kvmpi.create(kvstore) if isinstance(kvstore, str) else kvstore
         try:
             self._update_on_kvstore = self._decide(update_on_kvstore)
-            self._kinds = GradientKinds(self._params.tensors, self._kv)
+            self._kinds = GradientKinds(self._params.tensors, self._kv, in_store=self._update_on_kvstore)
             self._warned = self._is_summed = False
             self._client_keys: Sequence[int] | None = None
             self._sent: Any = None
@@ -310,6 +311,7 @@ class Trainer:
             return
         active = self._active()
         self._kinds.learn(active)
+        active = [i for i in active if not self._kinds.is_left_to_others(i)]
         for i in active:
             self._kinds.fill_in(i)
         for is_sparse in (False, True):

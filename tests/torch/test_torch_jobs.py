@@ -68,3 +68,9 @@ def test_workers_together_train_as_one_process_does(options: str, check: str) ->
     said = done.stdout + done.stderr
     assert done.stdout.count(f"] {check} passed") == int(options.split()[1]), f"{check}, or what comes before\n{said}"
     assert done.returncode == 0 or check != JOBS[options][-1].partition("=")[0], said
+
+
+def test_a_client_that_is_started_again_learns_by_itself_what_has_rows() -> None:
+    program = HERE / "programs" / "started_again.py"
+    done = run_job("-n 3 -c 2 -s 1 --restart 1", program, settings={"timeout_s": 60})
+    assert done.stdout.count("as if nothing had happened") == 3, done.stdout + done.stderr
