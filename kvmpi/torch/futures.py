@@ -16,11 +16,17 @@ _engine: Engine | None = None
 _engine_lock = threading.Lock()
 
 
-def future_of(work: Work, value: Callable[[], Any]) -> torch.futures.Future[Any]:
+def future_of(
+    work: Work, value: Callable[[], Any], call_back: Callable[[Callable[[], Any]], Any] | None = None
+) -> torch.futures.Future[Any]:
     """A future of ``value()`` that is set when ``work`` is done, or fails with its error.
 
-    Callbacks run in threads that do nothing else, so that they may start and await further operations.
+    Args:
+        call_back: runs what sets the future, and with it the future's callbacks, when called in the thread that
+            finishes ``work``. By default in threads that do nothing else, so that callbacks may start and await further
+            operations.
     """
+    run = call_back or _run_aside
     start: torch.futures.Future[Any] = torch.futures.Future()
 
     def finish(_: Any) -> Any:
@@ -32,8 +38,12 @@ def future_of(work: Work, value: Callable[[], Any]) -> torch.futures.Future[Any]
     if work.done():
         start.set_result(None)
     else:
-        work.add_done_callback(lambda _: _callbacks().push(lambda: start.set_result(None), lane="futures"))
+        work.add_done_callback(lambda _: run(lambda: start.set_result(None)))
     return found
+
+
+def _run_aside(callback: Callable[[], Any]) -> None:
+    _callbacks().push(callback, lane="futures")
 
 
 def _callbacks() -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from kvmpi.collectives.transfers import Transfers
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.engine import create_engine
+from kvmpi.engine import Work, create_engine
 from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
@@ -72,6 +73,8 @@ class GroupBase(_ProcessGroup):
         self._transfers = Transfers(self._comms[1])
         self._engine = create_engine(config.engine)
         self._engine.add_lane(_LANE, ordered=True)
+        self._thread = 0  # the lane's
+        self._calls_back = False  # whether that runs callbacks of futures now
         self._closed = self._stuck = False
 
     # ---- who and where
@@ -144,6 +147,7 @@ class GroupBase(_ProcessGroup):
         call = Call(op, tuple(plan.entries), failure, lambda: plan.details)
 
         def run() -> None:
+            self._thread = threading.get_ident()
             deadline = Deadline(timeout_s)
             try:
                 self._collectives.agree(call, deadline)
@@ -151,7 +155,7 @@ class GroupBase(_ProcessGroup):
             except KVError as error:
                 raise self._reworded(error) from None
 
-        work = GroupWork(self._engine.push(run, lane=_LANE, name=op), plan.results)
+        work = GroupWork(self._push(run, op), plan.results, self._call_back)
         if failure is not None:
             try:
                 work.wait()
@@ -159,6 +163,34 @@ class GroupBase(_ProcessGroup):
                 pass  # as this rank's error, but for those that could not come
             raise failure
         return work
+
+    def _push(self, run: Callable[[], None], op: str) -> Work:
+        """Run it on the lane: behind what is queued there, or, out of a callback that runs there, at once."""
+        if not (self._calls_back and threading.get_ident() == self._thread):
+            return self._engine.push(run, lane=_LANE, name=op)
+        work = Work(op)
+        try:
+            run()
+        except BaseException as error:
+            work.finish(error)
+        else:
+            work.finish()
+        return work
+
+    def _call_back(self, callback: Callable[[], Any]) -> None:
+        """Run callbacks of a future, in the thread in which its operation has finished.
+
+        On the lane nothing else begins meanwhile, so that what they start comes next on all ranks: where it comes on a
+        rank on which the operation is done before the callback is added, and the program waits for it.
+        """
+        if threading.get_ident() != self._thread:
+            callback()
+            return
+        self._calls_back = True
+        try:
+            callback()
+        finally:
+            self._calls_back = False
 
     def join(self) -> GroupWork:
         """This rank has no more data: it adds zeros to what the others sum, until all have joined.

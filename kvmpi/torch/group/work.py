@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +21,14 @@ class GroupWork(_TorchWork):
 
     Args:
         results: what the future holds.
+        call_back: as of ``future_of``.
     """
 
-    def __init__(self, work: Work, results: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, work: Work, results: Sequence[Any] = (), call_back: Callable[[Callable[[], Any]], Any] | None = None
+    ) -> None:
         super().__init__()
-        self._work, self._results = work, results
+        self._work, self._results, self._call_back = work, results, call_back
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -54,7 +57,7 @@ class GroupWork(_TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = future_of(self._work, lambda: list(self._results))
+            self._future = future_of(self._work, lambda: list(self._results), self._call_back)
         return self._future
 
     def source_rank(self) -> int:

@@ -314,6 +314,15 @@ def asynchronous(rank: int, size: int) -> None:
     tensor = torch.ones(3)
     dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
     same(tensor, torch.full((3,), float(size * size)), "a collective inside a callback")
+    # Several chains, as of its buckets: ranks that are slow to begin the next one must not mix them up.
+    chains = []
+    for i in range(6):
+        if i % size == rank:
+            time.sleep(0.02)
+        tensor = torch.ones(3 + i)
+        chains.append(dist.all_reduce(tensor, async_op=True).get_future().then(again).then(again))
+    for i, chain in enumerate(chains):
+        same(chain.wait()[0], torch.full((3 + i,), float(size**3)), "one of several chains")
 
 
 def mistakes(rank: int, size: int) -> None:
