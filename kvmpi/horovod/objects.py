@@ -110,6 +110,8 @@ def _plain(obj: Any, depth: int) -> Any:
         return obj
     if isinstance(obj, np.generic) and not isinstance(obj, str | bytes):  # some are floats, too
         return _plain(np.asarray(obj), depth)
+    if isinstance(obj, str) and not _is_unicode(obj):
+        return ["text", str.encode(obj, "utf-8", "surrogatepass")]
     for basic, narrow in _BASICS:  # msgpack knows these, but no subclasses of them
         if isinstance(obj, basic):
             return narrow(obj)
@@ -136,6 +138,15 @@ def _plain(obj: Any, depth: int) -> Any:
     )
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether it has no halves of characters, as the names of files have that are not UTF-8; msgpack knows none."""
+    try:
+        str.encode(text, "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _object(plain: Any, depth: int) -> Any:
     if not isinstance(plain, list):
         return plain
@@ -144,6 +155,8 @@ def _object(plain: Any, depth: int) -> Any:
     kind, *rest = plain
     if kind == "int":
         return int(rest[0])
+    if kind == "text":
+        return rest[0].decode("utf-8", "surrogatepass")
     if kind == "array":
         found = np.lib.format.read_array(io.BytesIO(rest[0]), allow_pickle=False)
         return found if found.shape else found[()]

@@ -191,7 +191,8 @@ class Steps(enum.IntEnum):
 
 def objects(rank: int, size: int) -> None:
     obj = {
-        "list": [1, -2.5, None, True, "ä", b"\0"], "tuple": (0.9, 0.999), 3: {"set": {1, 2}}, "large": 1 << 80,
+        "list": [1, -2.5, None, True, "ä", b"\0", "name\udcff"], "tuple": (0.9, 0.999), 3: {"set": {1, 2}},
+        "large": 1 << 80,
         "ordered": OrderedDict([("b", 1), ("a", 2)]), "tensor": torch.arange(6).reshape(2, 3).bfloat16(),
         "scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "array": np.arange(4.0).reshape(2, 2),
         "infinite": float("inf"), "number": np.float32(1.5), "double": np.float64(0.1), "whole": np.int64(7),
