@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,10 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
                 f"ddp_comm_hook: the store applies {kv.optimizer!r} to what is pushed, and gives no gradients back; "
                 "create another, or take kvmpi.torch.DistributedOptimizer without DDP"
             )
+        if (
+            kv.num_clients > 1 and torch._C._current_graph_task_id() != -1
+        ):  # not in a pass that DDP's join stands in for
+            _after_ddp(partial(_fill_unused, bucket.parameters(), bucket.gradients()))
         gradients: torch.Tensor = bucket.buffer()
         key = f"{prefix}.{bucket.index()}.{gradients.numel()}.{str(gradients.dtype).removeprefix('torch.')}"
         if key not in made:
@@ -75,3 +80,17 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
 
     hook.__annotations__.clear()  # DDP compares them with its own, which are no strings
     return hook
+
+
+def _after_ddp(call: Callable[[], None]) -> None:
+    """Call it at the end of the backward pass, after DDP, in such a callback, has put gradients where they belong."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _fill_unused(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Gradients of what no worker of this client has used and those of others have: DDP, which knows of the ranks of
+    its process group only, leaves them as they were."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if (parameter.grad is None or not parameter.grad.any()) and gradient.any():
+            parameter.grad = gradient.to(parameter.dtype, copy=True)

@@ -288,7 +288,36 @@ def unmodified_ddp_over_a_store(store: str) -> None:
             difference = (flat(each.parameters()) - flat(plain_torch().parameters())).abs().max()
             assert difference < 1e-6, f"{store} under DDP: {difference}"
         assert {key.partition(".")[0] for key in kv.keys} == {"ddp", "ddp2"}
+        for view in (False, True):
+            layers_of_one_client(kv, gradient_as_bucket_view=view)
     torch.distributed.destroy_process_group()
+
+
+class Choice(nn.Module):
+    """Of three layers one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        result: torch.Tensor = self.layers[layer](x)
+        return result
+
+
+def layers_of_one_client(kv: kvmpi.KVStore, **how: bool) -> None:
+    """What a client does not use, and does not know to be used, has the gradient that others have; else none."""
+    model = Choice()
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, **how)
+    parallel.register_comm_hook(None, ddp_comm_hook(kv))
+    size = kv.mpi_size
+    for clear in (True, False):
+        parallel.zero_grad(set_to_none=clear)
+        parallel(torch.full((1, 3), kv.rank + 1.0), kv.client_rank).sum().backward()
+        for client in range(2):
+            mean = sum(rank + 1 for rank in range(client * size, (client + 1) * size)) / kv.num_workers
+            torch.testing.assert_close(model.layers[client].weight.grad, torch.full((1, 3), mean))
+        assert model.layers[2].weight.grad is None
 
 
 def states_of_one_worker(store: str, folder: Path) -> None:
