@@ -276,6 +276,8 @@ class Averaging(ABC):
 
         Collective over the workers of a client; waits for exchanges under way. The center is what one deploys.
         """
+        if isinstance(out, torch.nn.Module):
+            raise ConfigError(f"pull_center: out is of {type(out).__name__}: pass other_model.parameters()")
         found = [torch.empty_like(p) for p in self._params.data] if out is None else [p.detach() for p in out]
         if len(found) != len(self._params):
             raise ConfigError(f"pull_center: out has {len(found)} tensors, the model {len(self._params)} parameters")

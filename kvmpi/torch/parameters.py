@@ -26,6 +26,9 @@ class KeyedParameters:
         """
         if isinstance(params, torch.Tensor):
             raise ConfigError("params is one tensor: pass a list, model.parameters() or model.named_parameters()")
+        if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+            kind = type(params).__name__
+            raise ConfigError(f"params is of {kind}: pass model.parameters() or model.named_parameters()")
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         items: Iterable[Any] = params.items() if isinstance(params, Mapping) else params

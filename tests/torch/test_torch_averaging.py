@@ -222,6 +222,12 @@ def test_arguments_are_checked() -> None:
                 DiLoCo(model.parameters(), kv, interval=interval)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="alpha"):
             ElasticAveraging(model.parameters(), kv, alpha=1.5)
+        for net in (nn.Linear(2, 2), model):  # of which only the second can be iterated over
+            with pytest.raises(ConfigError, match=r"params is of \w+: pass model\.parameters\(\)"):
+                DiLoCo(net, kv)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"out is of Linear: pass other_model\.parameters"):
+            DiLoCo(model.parameters(), kv).pull_center(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with kvmpi.create("mpi") as kv:
         with pytest.raises(ConfigError, match="expected a store"):
             ElasticAveraging(model.parameters(), "mpi", alpha=0.5)  # type: ignore[arg-type]
         kv.set_optimizer(optim.SGD(0.1))
