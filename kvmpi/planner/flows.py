@@ -2,7 +2,8 @@
 
 A flow leaves (or reaches) one host, whose link its flows share evenly; flows of servers share, besides, what the
 servers' links carry together. All flows of hosts with as many flows each have one rate, so a change of rates costs as
-much as there are different numbers of flows on a host, and not as many flows as there are: 10,000 workers are cheap.
+much as there are different numbers of flows on a host, and not as many flows as there are: 10,000 workers are cheap,
+on one host too, whose flows change their rate as a group.
 
 Source: progressive filling, Bertsekas & Gallager, Data Networks, 2nd edition 1992, section 6.5.2.
 """
@@ -10,6 +11,7 @@ Source: progressive filling, Bertsekas & Gallager, Data Networks, 2nd edition 19
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,21 +24,40 @@ _Load = tuple[int, int]
 
 
 @dataclass(slots=True)
-class _Flow:
+class _Group:
+    """The flows of a host to servers, or its others: all have one rate.
+
+    Attributes:
+        heap: of each flow, its end and number; an end is a number of bytes that one of them would have carried.
+        served: how many that were when the group got its place.
+        joined: the clock of its class at that time.
+        place: entries of heaps of classes with another number are stale; 0: in no class.
+    """
+
     host: int
-    serves: bool
-    left_bytes: float  # at the time when it got its place
-    end: float = 0.0  # on the clock of its class
-    place: int = 0  # counts how often it was moved; entries of heaps with another number are stale
+    heap: list[tuple[float, int]] = field(default_factory=list)
+    served: float = 0.0
+    joined: float = 0.0
+    place: int = 0
+
+    def end(self) -> float:
+        """When its next flow ends, on the clock of its class."""
+        return self.joined + (self.heap[0][0] - self.served)
 
 
 @dataclass(slots=True)
 class _Class:
-    """Flows of one rate. ``served`` is the number of bytes that one of them would have carried since the beginning."""
+    """Groups of one rate. ``served``, its clock, is what one of their flows would have carried since the beginning."""
 
     served: float = 0.0
     rate: float = 0.0
-    heap: list[tuple[float, int, int]] = field(default_factory=list)
+    heap: list[tuple[float, int, _Group]] = field(default_factory=list)
+
+    def next_end(self) -> float:
+        """When the next flow ends, on the clock; infinity if there is none."""
+        while self.heap and self.heap[0][2].place != self.heap[0][1]:
+            heapq.heappop(self.heap)
+        return self.heap[0][0] if self.heap else math.inf
 
 
 class Flows:
@@ -52,8 +73,8 @@ class Flows:
         self._host_rate, self._servers_rate, self._flow_rate = host_rate, servers_rate, flow_rate
         self._now = 0.0
         self._next_id = 0
-        self._flows: dict[int, _Flow] = {}
-        self._on_host: dict[int, set[int]] = {}
+        self._places = itertools.count(1)
+        self._groups: dict[int, dict[bool, _Group]] = {}  # by host, and by whether they go to servers
         self._loads: dict[int, _Load] = {}
         self._hosts_with: Counter[_Load] = Counter()
         self._classes: dict[tuple[_Load, bool], _Class] = {}
@@ -64,9 +85,10 @@ class Flows:
     def add(self, host: int, nbytes: float, *, serves: bool) -> int:
         """A flow begins now; its number."""
         number = self._next_id = self._next_id + 1
-        self._flows[number] = _Flow(host, serves, max(nbytes, _NOTHING_BYTES))
-        self._on_host.setdefault(host, set()).add(number)
-        self._move(host)
+        self._take(host)
+        group = self._groups[host][serves]
+        heapq.heappush(group.heap, (group.served + max(nbytes, _NOTHING_BYTES), number))
+        self._put(host)
         return number
 
     def next_end_s(self) -> float:
@@ -75,10 +97,8 @@ class Flows:
             self._settle()
         soonest = math.inf
         for of in self._classes.values():
-            while of.heap and not self._holds(of.heap[0]):
-                heapq.heappop(of.heap)
-            if of.heap and of.rate > 0:
-                soonest = min(soonest, (of.heap[0][0] - of.served) / of.rate)
+            if of.rate > 0:
+                soonest = min(soonest, (of.next_end() - of.served) / of.rate)
         return self._now + max(0.0, soonest)
 
     def advance(self, now_s: float) -> list[int]:
@@ -89,43 +109,43 @@ class Flows:
         self._now = now_s
         if elapsed_s > 0:
             self.carried_bytes += elapsed_s * self.server_rate_now
-        ended = []
+        ended, hosts = [], set()
         for of in self._classes.values():
             of.served += elapsed_s * of.rate
             # Also what no clock can tell from now, or time would stand still.
             slack = max(_NOTHING_BYTES, 1e-9 * of.served, of.rate * max(1e-9, 1e-12 * now_s))
-            while of.heap and (of.heap[0][0] <= of.served + slack or not self._holds(of.heap[0])):
-                entry = heapq.heappop(of.heap)
-                if self._holds(entry):
-                    ended.append(entry[1])
-        hosts = set()
-        for number in ended:
-            flow = self._flows.pop(number)
-            self._on_host[flow.host].discard(number)
-            hosts.add(flow.host)
+            while of.next_end() <= of.served + slack:
+                group = heapq.heappop(of.heap)[2]
+                while group.heap and group.end() <= of.served + slack:
+                    ended.append(heapq.heappop(group.heap)[1])
+                hosts.add(group.host)
         for host in sorted(hosts):
-            self._move(host)
+            self._take(host)
+            self._put(host)
         return sorted(ended)
 
     # ---- classes
 
-    def _holds(self, entry: tuple[float, int, int]) -> bool:
-        flow = self._flows.get(entry[1])
-        return flow is not None and flow.place == entry[2]
+    def _take(self, host: int) -> None:
+        """The flows of a host become more or fewer: take its groups out of their classes."""
+        groups = self._groups.setdefault(host, {True: _Group(host), False: _Group(host)})
+        for serves, group in groups.items():
+            if group.place:
+                group.served += self._classes[self._loads[host], serves].served - group.joined
+                group.place = 0
 
-    def _move(self, host: int) -> None:
-        """The flows of a host have become more or fewer: put them where others are treated alike."""
-        numbers = self._on_host.get(host, set())
-        serving = sum(self._flows[number].serves for number in numbers)
-        before, load = self._loads.get(host, (0, 0)), (serving, len(numbers) - serving)
-        for number in sorted(numbers):
-            flow = self._flows[number]
-            if flow.place:
-                flow.left_bytes = max(flow.end - self._classes[before, flow.serves].served, 0.0)
-            flow.place += 1
-            of = self._classes.setdefault((load, flow.serves), _Class())
-            flow.end = of.served + flow.left_bytes
-            heapq.heappush(of.heap, (flow.end, number, flow.place))
+    def _put(self, host: int) -> None:
+        """Put its groups where others are treated alike."""
+        groups = self._groups[host]
+        load = (len(groups[True].heap), len(groups[False].heap))
+        for serves, group in groups.items():
+            if not group.heap:
+                group.served = 0.0
+                continue
+            of = self._classes.setdefault((load, serves), _Class())
+            group.joined, group.place = of.served, next(self._places)
+            heapq.heappush(of.heap, (group.end(), group.place, group))
+        before = self._loads.get(host, (0, 0))
         self._hosts_with[before] -= 1
         if not self._hosts_with[before]:
             del self._hosts_with[before]
