@@ -56,6 +56,8 @@ class PeerLostError(KVError, ConnectionError):
 
 #: In a ``ServerLostError`` of values that nobody has any more: no other process of a client would find them.
 VALUES_LOST = "its part of the values is lost"
+#: In a ``ClientLostError`` of a store that nobody is in any more: another process would come too late as well.
+STORE_OVER = "is over, all its clients have left"
 
 
 class ServerLostError(PeerLostError):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
-from kvmpi.errors import VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
+from kvmpi.errors import STORE_OVER, VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
 from kvmpi.launchers import limits, processes, questions
 from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
@@ -370,10 +370,17 @@ class Runner:
         names = (PeerLostError, ClientLostError, ServerLostError)
         return any(name.__name__.encode() in last.partition(b":")[0] for name in names)
 
-    def _has_lost_values(self, label: str) -> bool:
-        """Whether a worker under ``label`` has ended since nobody has some values any more: so would another."""
+    def _would_fail_again(self, label: str) -> bool:
+        """Whether a worker under ``label`` has ended with an error that another in its place would meet too.
+
+        Nobody has some values any more, or all have left the store. Where the job goes on without clients that are
+        lost, one that comes too late is another of those.
+        """
+        final: list[tuple[type[PeerLostError], str]] = [(ServerLostError, VALUES_LOST)]
+        if self._restarts.on_client_loss != "shrink":
+            final.append((ClientLostError, STORE_OVER))
         words = [line for rank in self._plans[label].workers for line in self._tails.get(f"worker {rank}", ())]
-        return any(ServerLostError.__name__.encode() in line and VALUES_LOST.encode() in line for line in words)
+        return any(error.__name__.encode() in line and text.encode() in line for line in words for error, text in final)
 
     def _blame(self, failure: Failure) -> None:
         """Settle the matter. Who was under suspicion already came earlier."""
@@ -403,7 +410,7 @@ class Runner:
             else:
                 how = f"{processes.describe_end(code)}{' while workers were still running' if code == 0 else ''}"
                 # Somebody has sent it SIGTERM, upon which it ends in good order: that is no other death for the job.
-                bears = self._restarts.bears(label, code or -signal.SIGTERM) and not self._has_lost_values(label)
+                bears = self._restarts.bears(label, code or -signal.SIGTERM) and not self._would_fail_again(label)
                 bears &= "KVMPI_SCHEDULER" in self._env  # else it is the scheduler, and there is no job yet
                 if bears and self._goes_on_after(label):
                     self._tell_end(label)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
 from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, how_it_left
@@ -249,9 +249,7 @@ class SchedulerState:
             raise ProtocolError(f"scheduler: {message.role} {message.rank} has a later incarnation already")
         if message.role == "client":
             if message.store in self._over:
-                raise ClientLostError(
-                    f"client {message.rank} comes too late: store {message.store} is over, all its clients have left"
-                )
+                raise ClientLostError(f"client {message.rank} comes too late: store {message.store} {STORE_OVER}")
             self._ended.pop(self._client_of(message.rank, message.num_members), None)
             if message.store not in self._stores:
                 self._stores[message.store] = self._new_store(message.num_members)

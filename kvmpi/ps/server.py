@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvmpi.errors import ClientLostError, ConfigError, KVError, ProtocolError, ServerLostError
+from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError, ServerLostError
 from kvmpi.ps.membership import how_it_left
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
@@ -316,7 +316,7 @@ class ServerState:
 
     def _shard_for(self, part: Part, hello: m.Hello) -> Shard:
         if hello.store in part.over:
-            raise ClientLostError(f"client {hello.client}: store {hello.store} is over, all its clients have left")
+            raise ClientLostError(f"client {hello.client}: store {hello.store} {STORE_OVER}")
         new = hello.store not in part.shards or part.shards[hello.store].untouched
         shard = part.shard(hello.store, hello.mode, hello.num_clients)
         if (shard.mode, shard.num_clients) != (hello.mode, hello.num_clients):

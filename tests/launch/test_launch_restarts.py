@@ -449,6 +449,28 @@ def test_clients_are_not_started_again_for_values_that_nobody_has_any_more(launc
     assert not re.search(r"(worker|client) \d ended with exit status 1; it is started again", job.stderr)
 
 
+#: Worker 0 is killed when all have closed the store.
+LATE = """
+import os, signal
+import numpy as np
+import kvmpi
+
+with kvmpi.create("dist_sync") as kv:
+    kv.init("w", np.zeros(5, "f4"))
+    kv.barrier()
+    rank = kv.rank
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_clients_are_not_started_again_and_again_for_a_store_that_is_over(launch, write):
+    job = launch("-n", "2", "-c", "2", "-s", "1", "--restart", "50", write("late.py", LATE), whole=True)
+    assert job.finish(60.0) == 1
+    assert job.stderr.count("it is started again (") == 1
+    assert "comes too late: store 1 is over, all its clients have left" in job.stderr
+
+
 #: Worker DIES stops once in the middle: STORE DIES.
 STOPPING = """
 import os, signal, sys
