@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from kvmpi.errors import ConfigError
 #: One name of Slurm's short form, and one number, ``3`` or ``08-11``, in its brackets.
 _NAME = r"(?:[^,\[\]]|\[[^\[\]]+\])+"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_HOSTS = 1_000_000  # of one range; names of more would only fill the memory
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def _members(inside: str, text: str) -> list[str]:
         if match is None:
             raise ConfigError(f"{text!r} is no list of nodes")
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= _MOST_HOSTS:
+            raise ConfigError(f"{text!r}: {part} are more than {_MOST_HOSTS} nodes")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
 
@@ -188,7 +192,7 @@ def lay_out(
         ConfigError: there are fewer slots than workers.
     """
     num_workers = bounds[-1][1]
-    slots = [host.name for host in hosts for _ in range(host.slots)]
+    slots = list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), num_workers))
     if len(slots) < num_workers:
         listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
         raise ConfigError(f"{num_workers} workers, and the hosts have {len(slots)} slots ({listed})")

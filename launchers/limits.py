@@ -20,6 +20,11 @@ _ADVICE = (
         re.compile(rb"^MemoryError|Cannot allocate memory|failed to map segment|Memory allocation still failed"),
         "there was no memory: raise the limit, ulimit -v or memory.max of the cgroup, or run fewer processes here",
     ),
+    (
+        re.compile(rb"Argument list too long"),
+        "the program's arguments are too many for the system, or for an mpirun, which passes them on in an environment "
+        "variable of 128 KiB at most: put them into a file",
+    ),
 )
 
 

@@ -138,6 +138,7 @@ def test_hosts_in_a_list(text: str, expected: list[Host]) -> None:
     (" ", "expected NAME:WORKERS"), ("a,", "expected NAME:WORKERS"), ("a b:1", "expected NAME:WORKERS"),
     ("a:0", "expected NAME:WORKERS"), ("a:\N{SUPERSCRIPT TWO}", "expected NAME:WORKERS"), ("::1", "IPv6"),
     ("[::1]:2", "IPv6"), ("n[1-:2", "no list of nodes"), ("n[1,2", "no list of nodes"),
+    ("n[1-20000000]", "more than 1000000 nodes"),
 ])  # fmt: skip
 def test_what_is_no_list_of_hosts(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -160,6 +160,7 @@ def test_a_job_that_may_have_too_few_descriptors_says_what_helps(write, tmp_path
     ("Resource temporarily unavailable (src/thread.cpp:241)", "ulimit -u"),
     ("RuntimeError: can't start new thread", "ulimit -u"), ("MemoryError", "ulimit -v"),
     ("ImportError: libquadmath.so.0: failed to map segment from shared object", "ulimit -v"),
+    ("  Error:             Argument list too long", "put them into a file"),
 ])  # fmt: skip
 def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, option):
     write("prog.py", f"import sys\nsys.exit({words!r})\n")
@@ -167,6 +168,14 @@ def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, opt
     assert job.finish() == 1
     assert option in job.stderr
     assert "KVMPI_ON_CLIENT_LOSS" not in job.stderr
+
+
+def test_a_current_folder_that_is_gone_is_said(tmp_path):
+    gone = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    words = ["sh", "-c", gone, "sh", sys.executable, "-m", "kvmpi", "run", "-n", "1", "/bin/true"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "kvmpi run: the current folder has been removed, or made anew; cd to one that is there\n"
 
 
 def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):
