@@ -51,7 +51,10 @@ def own_address(network: str, towards: str) -> str:
     """
     if not network:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing
+            try:
+                probe.connect((towards, 9))  # sends nothing
+            except OSError as error:
+                raise OSError(f"{socket.gethostname()} has no way to {towards}: {error.strerror}") from None
             return str(probe.getsockname()[0])
     found = sibling("cores").machine()["interfaces"]()
     if "/" not in network:
@@ -113,7 +116,10 @@ class Remote:
         self._env.update({name: value for name, value in os.environ.items() if kept and name.startswith(kept)})
         self._cwd, self._spans, self._is_mpirun = str(spec["cwd"]), bool(spec["spans"]), bool(spec["mpirun"])
         if "network" in spec:
-            self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
+            try:
+                self._env["KVMPI_HOST"] = own_address(str(spec["network"]), str(spec["towards"]))
+            except OSError as error:
+                raise OSError(f"{error}; name a network that all hosts have with --interface") from None
         if self._env.get("KVMPI_ROLE") == "worker":  # a client's ranks do so themselves
             sibling("cores").share_cores(self._env)
         self.pid = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from kvmpi.doctor.finding import Finding, Surroundings
@@ -68,9 +69,11 @@ def ports(at: Surroundings, network: str = "") -> Finding:
                         sender.sendall(b"here")
                         accepted.recv(4)
         except OSError as error:
+            is_down = where == "127.0.0.1" and error.errno == errno.ENETUNREACH
             return Finding(
                 "ports", "problem", f"cannot listen on {where} and connect to it: {error.strerror or error}",
                 "The scheduler and the servers of a job do just that.",
+                "bring the loopback interface up, as root:\nip link set lo up" if is_down else
                 "allow it in this host's firewall (iptables -L, nft list ruleset), or run on another interface",
             )  # fmt: skip
     span = at.read("/proc/sys/net/ipv4/ip_local_port_range").split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -341,4 +342,10 @@ def test_host_names_interfaces_and_ports(tmp_path: Path, monkeypatch: pytest.Mon
     assert network.name(at(tmp_path)).level == "warning"
     monkeypatch.setattr(network.socket, "create_connection", refuse)
     found = network.ports(at(tmp_path), "lo")
-    assert (found.level, "Operation not permitted" in found.seen) == ("problem", True)
+    assert (found.level, "Operation not permitted" in found.seen, "firewall" in found.do) == ("problem", True, True)
+
+    def find_it_down(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(network.socket, "create_connection", find_it_down)
+    assert network.ports(at(tmp_path), "lo").do.endswith("ip link set lo up")

@@ -203,6 +203,11 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_addresses() -> None:
     assert own_address("lo", "") == own_address("127.0.0.0/8", "") == own_address("", "127.0.0.1") == "127.0.0.1"
+    with pytest.raises(OSError, match=r"^.* has no way to 255\.255\.255\.255: "):  # which needs leave to broadcast
+        own_address("", "255.255.255.255")
+    spec = {"word": "", "command": [], "env": {}, "kept": [], "cwd": "", "spans": False, "mpirun": False}
+    with pytest.raises(OSError, match=r"has no address on 'no0'; it has .*; name a network that .* with --interface$"):
+        remote_exec.Remote({**spec, "network": "no0", "towards": ""})
 
 
 @pytest.mark.parametrize("sign", ["none", "gone"])
