@@ -158,8 +158,12 @@ class Listener:
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
-            reason = "the address is in use" if error.errno == zmq.EADDRINUSE else error.strerror
-            raise ConfigError(f"cannot listen on {endpoint}: {reason}; choose another host or port") from None
+            reason = "the address is in use" if error.errno == zmq.EADDRINUSE else zmq.strerror(error.errno or 0)
+            what_helps = {
+                _TCP: "set KVMPI_HOST to an address of this host, and KVMPI_SCHEDULER_PORT to 0 or a port that is free",
+                _IPC: "set TMPDIR to another folder",
+            }
+            raise ConfigError(f"cannot listen on {endpoint}: {reason}; {what_helps[kind]}") from None
         bound = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
         self.endpoints.append(bound)
         return bound
