@@ -70,6 +70,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         options.error("--model and --step-seconds go together: --model resnet50 --step-seconds 0.25")
     if args.machine and (args.hosts or args.hostfile):
         options.error("--machine looks at this host only: leave it out, or --hosts and --hostfile")
+    if args.clean and (args.hosts or args.hostfile or args.json):
+        options.error(
+            "--clean is for this host only, and prints no JSON: leave it out, or --hosts, --hostfile and --json"
+        )
     environ = dict(os.environ) if environ is None else environ
     if args.clean:
         return _clean(Surroundings(environ))

@@ -252,6 +252,8 @@ def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
     (["--interface", "lo"], "for several hosts"),
     (["--hosts", "a:2", "--machine"], "--machine looks at this host only"),
     (["--hostfile", "hosts", "--machine"], "--machine looks at this host only"),
+    (["--clean", "--hosts", "a:2"], "--clean is for this host only"),
+    (["--clean", "--json"], "--clean is for this host only"),
     (["--model", "resnet50"], "go together"),
     (["--model", "resnet50", "--step-seconds", "nan"], "nan: expected a positive"),
     (["--model", "resnet50", "--step-seconds", "inf"], "inf: expected a positive"),
