@@ -85,7 +85,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     if min(args.rank, args.epochs, args.batch_size) < 1:
         parser.error("--rank, --epochs and --batch-size must be at least 1")
 
-    pairs, ratings, num_users, num_items = read(args.ratings) if args.ratings else generate()
+    try:
+        pairs, ratings, num_users, num_items = read(args.ratings) if args.ratings else generate()
+    except OSError as error:
+        parser.error(f"--ratings {args.ratings}: {error.strerror}")
     apart = np.arange(len(ratings)) % 10 == 9  # every tenth rating is for testing
     test, test_ratings, pairs, ratings = pairs[apart], ratings[apart], pairs[~apart], ratings[~apart]
 

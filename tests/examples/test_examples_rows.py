@@ -86,6 +86,12 @@ def test_a_header_is_no_rating(ratings: Path, tmp_path: Path) -> None:
         matrix_factorization.read(str(path))
 
 
+def test_a_file_of_ratings_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        matrix_factorization.main(["--ratings", str(tmp_path / "none")])
+    assert f"error: --ratings {tmp_path / 'none'}: No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "options", "said"), [
     ("", "", "0 ratings for training and 0 for testing are too few"),
     ("a b 1\na c 2\n", "--batch-size 1", "2 ratings for training and 0 for testing are too few"),
