@@ -27,7 +27,6 @@ from kvmpi.store.call import Invocation, KeyState, Part, about, copy_to_host, de
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.repeats import Repeating
-from kvmpi.store.rows import union_of
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -323,10 +322,8 @@ class ReplicatedStore(Repeating, KVStore):
         state = part.state
 
         def run() -> None:
-            start_s, ids = time.perf_counter(), union_of(part.row_outs)
-            found = Rows(ids, by_rows.take(self._replicas[state.key].value, state.width, ids))
-            self._fill(part, found)
-            nbytes = sum(out.nbytes(found) for out in part.row_outs)
+            start_s, value = time.perf_counter(), self._replicas[state.key].value
+            nbytes = sum(out.fill_from(value, state.width) for out in part.row_outs)
             self._recorder.add("copy", time.perf_counter() - start_s, nbytes)
 
         lane = "cpu" if call.async_op else "inline"

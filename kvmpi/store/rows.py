@@ -39,7 +39,24 @@ class RowOut:
         if self.ids is None:
             arrays.write_sparse(self.target, rows.ids, rows.values.reshape(-1), dtype)
         else:
-            arrays.write(self.target, rows.values[np.searchsorted(rows.ids, self.ids)].reshape(-1))
+            self._take(rows.values, np.searchsorted(rows.ids, self.ids))
+
+    def fill_from(self, value: Buffer, width: int) -> int:
+        """``value`` is a key's whole one, flat. Returns how many bytes are written."""
+        assert self.ids is not None
+        if not value.size:
+            return 0
+        if self.fence is not None:
+            self.fence.synchronize()
+        self._take(value.reshape(-1, width), self.ids)
+        return int(self.ids.size * width * value.itemsize)
+
+    def _take(self, matrix: Buffer, numbers: Buffer) -> None:
+        memory = arrays.memory_of(self.target)
+        if memory is None:
+            arrays.write(self.target, matrix.take(numbers, axis=0).reshape(-1))
+        else:  # none of them is out of range, which would have to be checked in a copy
+            matrix.take(numbers, axis=0, out=memory.buffer.reshape(-1, matrix.shape[1]), mode="clip")
 
     def nbytes(self, rows: Rows) -> int:
         """Of what ``fill`` writes."""
