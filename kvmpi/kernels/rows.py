@@ -108,18 +108,19 @@ def added(total: Rows, more: Rows) -> Rows:
     union = distinct(total.ids, more.ids)
     if union.size > total.count:
         values = np.zeros((union.size, total.width), total.values.dtype)
-        values[np.searchsorted(union, total.ids)] = total.values
+        put(values, np.searchsorted(union, total.ids), total.values)
         total = Rows(union, values)
-    with np.errstate(all="ignore"):
-        total.values[np.searchsorted(union, more.ids)] += more.values
+    add_into(total.values, Rows(np.searchsorted(union, more.ids), more.values))
     return total
 
 
 def add_into(matrix: Array, rows: Rows) -> None:
-    """Add ``rows`` to the flat ``matrix``, both in one dtype, that of sums."""
+    """Add ``rows`` to ``matrix``, flat or not, both in one dtype, that of sums."""
     if matrix.size:
+        found = take(matrix, rows.width, rows.ids)
         with np.errstate(all="ignore"):
-            matrix.reshape(-1, rows.width)[rows.ids] += rows.values
+            found += rows.values
+        put(matrix, rows.ids, found)
 
 
 def widened(values: Array, dtype: str) -> Array:
@@ -141,13 +142,17 @@ def narrowed(values: Array, dtype: str) -> Array:
 
 
 def take(matrix: Array, width: int, ids: Array) -> Array:
-    """Copies of rows of the flat ``matrix``, shape ``(ids.size, width)``; an id may stand there several times."""
+    """Copies of rows of ``matrix``, flat or not, shape ``(ids.size, width)``; an id may stand there several times."""
     if not matrix.size:  # no rows, or rows without elements, of which NumPy could not tell how many there are
         return np.empty((ids.size, width), matrix.dtype)
     return matrix.reshape(-1, width).take(ids, axis=0)
 
 
-def put(matrix: Array, rows: Rows) -> None:
-    """Replace rows of the flat ``matrix``, which has the dtype of ``rows``."""
-    if matrix.size:
-        matrix.reshape(-1, rows.width)[rows.ids] = rows.values
+def put(matrix: Array, ids: Array, values: Array) -> None:
+    """Replace rows ``ids`` of ``matrix``, flat or not, by ``values`` of its dtype; both are C-contiguous.
+
+    Each row is one element of the copy, which takes half as long as an assignment by rows.
+    """
+    if values.size:
+        row = np.dtype((np.void, values.shape[1] * values.itemsize))
+        np.put(matrix.reshape(-1).view(row), ids, values.view(row))

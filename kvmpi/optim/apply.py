@@ -6,7 +6,7 @@ import numpy as np
 
 from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.kernels.rows import Rows
+from kvmpi.kernels.rows import Rows, put, take
 from kvmpi.optim.rule import Array, Rule
 
 
@@ -155,15 +155,14 @@ def update_rows(
     rule.ensure_state(state, stored.size, host.STORAGE[host.ACCUMULATE[dtype]])
     if not stored.size:
         return
-    tables = {name: state[name].reshape(-1, width) for name in rule.slots()}
-    value = stored.reshape(-1, width)
+    tables = {name: state[name] for name in rule.slots()}
     # What raises does so before anything is written back.
     length = max(1, host.BLOCK_BYTES // (4 * width) if _never_raises(rule) else pushed.count)
     for start in range(0, pushed.count, length):
         ids = pushed.ids[start : start + length]
-        some = value[ids]
-        states = {name: table[ids] for name, table in tables.items()}
-        masters = None if master is None else master.reshape(-1, width)[ids]
+        some = take(stored, width, ids)
+        states = {name: take(table, width, ids) for name, table in tables.items()}
+        masters = None if master is None else take(master, width, ids)
         update(
             rule,
             some.reshape(-1),
@@ -174,8 +173,8 @@ def update_rows(
             count,
             None if masters is None else masters.reshape(-1),
         )
-        value[ids] = some
+        put(stored, ids, some)
         for name, rows in states.items():
-            tables[name][ids] = rows
-        if master is not None:
-            master.reshape(-1, width)[ids] = masters
+            put(tables[name], ids, rows)
+        if master is not None and masters is not None:
+            put(master, ids, masters)

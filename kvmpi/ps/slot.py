@@ -332,7 +332,7 @@ class Slot:
 
     def _apply_rows(self, rule: optim.Rule | None, pushed: Rows, count: int) -> None:
         if rule is None:
-            by_rows.put(self.own_value(), Rows(pushed.ids, by_rows.narrowed(pushed.values, self.dtype)))
+            by_rows.put(self.own_value(), pushed.ids, by_rows.narrowed(pushed.values, self.dtype))
             return
         optim.check_by_rows(rule)
         self._prepare_master(rule)

@@ -316,7 +316,7 @@ class ReplicatedStore(Repeating, KVStore):
             optim.update_rows(rule, replica.value, state.dtype, wide, replica.state, step, master=replica.master)
             replica.updates = step
         else:
-            by_rows.put(replica.value, rows)
+            by_rows.put(replica.value, rows.ids, rows.values)
 
     def _start_row_pull(self, part: Part, call: Invocation) -> Work:
         state = part.state

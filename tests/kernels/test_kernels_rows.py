@@ -66,12 +66,13 @@ def test_sums_of_two(first: list[int], second: list[int]) -> None:
 def test_rows_are_taken_in_any_order_and_put_back() -> None:
     matrix = np.arange(12.0)
     np.testing.assert_array_equal(by_rows.take(matrix, 3, np.array([3, 0, 3])), [[9, 10, 11], [0, 1, 2], [9, 10, 11]])
-    by_rows.put(matrix, Rows(np.array([1]), np.full((1, 3), -1.0)))
+    by_rows.put(matrix, np.array([1]), np.full((1, 3), -1.0))
     assert matrix.tolist() == [0, 1, 2, -1, -1, -1, 6, 7, 8, 9, 10, 11]
     for width in (0, 4):
         nothing = np.empty(0)
         assert by_rows.take(nothing, width, np.arange(0 if width else 5)).shape == (0 if width else 5, width)
-        by_rows.put(nothing, by_rows.no_rows(width, "float64"))
+        none = by_rows.no_rows(width, "float64")
+        by_rows.put(nothing, none.ids, none.values)
 
 
 @pytest.mark.parametrize(("count", "width"), [(0, 0), (0, 4), (3, 0)])
@@ -79,7 +80,7 @@ def test_rows_without_elements_go_into_a_value_without_elements(count: int, widt
     """A round in which one client pushes the whole value, and another one rows of it."""
     value, rows = np.zeros(count * width, "f4"), Rows(np.arange(count), np.zeros((count, width), "f4"))
     by_rows.add_into(value, rows)
-    by_rows.put(value, rows)
+    by_rows.put(value, rows.ids, rows.values)
     assert by_rows.take(value, width, np.arange(count)).shape == (count, width)
 
 
