@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := pyproject.toml setup.py constraints.txt $(wildcard kvmpi/collectives/compiled/*)
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard kvmpi/*/compiled/*)
 
 .PHONY: help demo test test-mxnet test-mpich lint check simulate docs bench clean
 

@@ -5,14 +5,22 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 # Without a C compiler the same work is done in Python.
-compiled = Path("kvmpi/collectives/compiled")
+collectives, kernels = Path("kvmpi/collectives/compiled"), Path("kvmpi/kernels/compiled")
 native = Extension(
     "kvmpi.collectives._native",
     [
-        str(compiled / name)
-        for name in ("native.c", "copies.c", "rings.c", "segments.c", "slots.c", "terms.c", "elements.c")
+        *(str(collectives / f"{name}.c") for name in ("native", "copies", "rings", "segments", "slots", "terms")),
+        str(kernels / "elements.c"),
     ],
-    depends=[str(compiled / name) for name in ("native.h", "copies.h", "terms.h", "elements.h")],
+    include_dirs=[str(kernels)],
+    depends=[*(str(collectives / f"{name}.h") for name in ("native", "copies", "terms")), str(kernels / "elements.h")],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+halves = Extension(
+    "kvmpi.kernels._halves",
+    [str(kernels / "halves.c"), str(kernels / "elements.c")],
+    depends=[str(kernels / "elements.h")],
     extra_compile_args=["-O3"],
     optional=True,
 )
@@ -20,6 +28,6 @@ native = Extension(
 setup(
     packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
     package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
-    ext_modules=[native],
+    ext_modules=[native, halves],
     package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"], "kvmpi.trace": ["web/*"]},
 )

@@ -25,17 +25,13 @@ SIZES = [0, 1, 2, 7, 1000, 4097]
 TINY_BLOCK_BYTES = 256
 
 
-@pytest.fixture(params=[pytest.param("torch", marks=needs_torch), "numpy"])
+@pytest.fixture(params=["compiled", "numpy"])
 def backend(request, monkeypatch):
-    """Run a test once with torch loaded and once as if the program had never imported it."""
+    """Run a test once with compiled conversions, and once as where there is no compiler."""
+    assert host._halves is not None, "they are not built: python setup.py build_ext --inplace"
     if request.param == "numpy":
-        hide_torch(monkeypatch)
+        monkeypatch.setattr(host, "_halves", None)
     return request.param
-
-
-def hide_torch(monkeypatch) -> None:
-    # None, and not no entry: torch cannot be imported a second time.
-    monkeypatch.setitem(sys.modules, "torch", None)
 
 
 @pytest.fixture
@@ -132,9 +128,8 @@ def test_round_trip_returns_the_bits(backend, small_blocks, dtype, count):
     np.testing.assert_array_equal(back.view("u2"), src.view("u2"))
 
 
-@needs_torch
-def test_bits_do_not_depend_on_torch(monkeypatch):
-    """Conversions, NaNs of every kind included, and sums: once with torch, once without."""
+def test_bits_do_not_depend_on_what_is_compiled(monkeypatch):
+    """Conversions, NaNs of every kind included, and sums: once compiled, once by NumPy."""
 
     def results() -> list[np.ndarray]:
         found = []
@@ -148,17 +143,25 @@ def test_bits_do_not_depend_on_torch(monkeypatch):
             found += [wide.view("u4"), half.view("u2"), total.view("u2")]
         return found
 
-    used = []
-    from_numpy = torch.from_numpy
-    monkeypatch.setattr(torch, "from_numpy", lambda array: (used.append(1), from_numpy(array))[1])
-    with_torch = results()
-    assert used, "torch was not used: the comparison would prove nothing"
-    used.clear()
-    hide_torch(monkeypatch)
-    without = results()
-    assert not used
-    for a, b in zip(with_torch, without, strict=True):
+    compiled = results()
+    monkeypatch.setattr(host, "_halves", None)
+    for a, b in zip(compiled, results(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["widen", "narrow"])
+def test_compiled_conversions_look_at_lengths(name):
+    convert = getattr(host._halves, name)
+    sizes = (4, 2) if name == "widen" else (2, 4)
+    for kind, into, source in (("e", 3, 4), ("y", 5, 4), ("f", 4, 4), ("q", 0, 0)):
+        memory = bytearray(into * sizes[0])
+        with pytest.raises(ValueError, match="expected a half type and vectors of one length"):
+            convert(kind, memory, bytes(source * sizes[1]))
+        assert not any(memory)
+    with pytest.raises(ValueError, match="expected a half type"):
+        convert("e", bytearray(4), bytes(3))
+    with pytest.raises(TypeError, match="bytes"):
+        convert("e", bytes(4), bytes(4))  # cannot be written
 
 
 def test_float16_from_read_only_memory_does_not_warn(backend, recwarn):

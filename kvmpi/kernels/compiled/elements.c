@@ -48,7 +48,8 @@ static inline float from_float16(uint16_t half)
     /* Subnormal numbers: with the exponent of the smallest normal one, from which that is taken off again. */
     const uint32_t small = bits_of(float_of(rest + bias + (1 << 23)) - float_of(bias + (1 << 23)));
     const uint32_t large = rest + bias + choose(exponent == 0x0F800000, bias, 0); /* infinity stays that */
-    return float_of(sign | choose(exponent != 0, large, small));
+    const uint32_t quiet = choose(rest > 0x0F800000, 0x00400000, 0);              /* as every NaN becomes */
+    return float_of(sign | quiet | choose(exponent != 0, large, small));
 }
 
 static inline uint16_t to_float16(float value)
