@@ -159,7 +159,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--algorithms names none of {', '.join(COLOURS)}")
     if own := [word for word in options if word.startswith(("--alg", "--lo"))]:
         parser.error(f"{own[0]}: --algorithms says which, and their logs go to --out")
-    args.out.mkdir(parents=True, exist_ok=True)
+    if min(args.n, args.c) < 1:
+        parser.error("-n and -c must be at least 1")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}")
     results = []
     for name in names:
         results.append(run(name, args.n, args.c, args.s, args.out, options))

@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> float:
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size) < 1:
         parser.error("--epochs and --batch-size must be at least 1")
+    if args.checkpoint:
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # workers share the cores of a host
 
     digits = load_digits()

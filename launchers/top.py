@@ -165,6 +165,8 @@ def _follow(card: Picture) -> None:
                 break
             live.update(show(picture, card, max(5, console.height - 14)), refresh=True)
             time.sleep(1.0)
+    if not console.is_terminal:
+        console.print()  # there it leaves its last line open
     console.print(f"job {card['job'][:8]} has ended")
 
 

@@ -137,9 +137,11 @@ def test_comparison_fails_with_its_runs(
         (["--algorithms", " , "], "--algorithms names none of local, dist-sgd"),
         (["--log", "x"], "--log: --algorithms says which"),
         (["--algorithm=local"], "--algorithm=local: --algorithms says which"),
+        (["-n", "0"], "-n and -c must be at least 1"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
     ):
         with pytest.raises(SystemExit):
-            compare.main([*options, "--out", str(tmp_path)])
+            compare.main(["--out", str(tmp_path), *options])
         assert said in capsys.readouterr().err
 
 
@@ -190,7 +192,7 @@ def test_the_short_program_goes_on_from_its_checkpoint_wherever_it_was_interrupt
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(epochs: int = 2) -> float:
-        return train_digits.main(["--checkpoint", str(tmp_path / "digits.pt"), "--epochs", str(epochs)])
+        return train_digits.main(["--checkpoint", str(tmp_path / "of" / "digits.pt"), "--epochs", str(epochs)])
 
     whole = {}
 
@@ -205,14 +207,14 @@ def test_the_short_program_goes_on_from_its_checkpoint_wherever_it_was_interrupt
         run()
     accuracy = run()
     assert accuracy > 0.8
-    again = torch.load(tmp_path / "digits.pt")["model"]
+    again = torch.load(tmp_path / "of" / "digits.pt")["model"]
     assert whole
     assert all(torch.equal(whole[name], again[name]) for name in again)
     assert run(1) == accuracy
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2", "epoch 2"]
     assert last.endswith(f"digits.pt has 2 epochs, nothing is left to do: accuracy {accuracy:.2%}")
-    assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
+    assert [path.name for path in (tmp_path / "of").iterdir()] == ["digits.pt"]
 
 
 def test_the_short_program_with_two_workers() -> None:

@@ -321,6 +321,20 @@ def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             top.choose(cards, wanted)
 
 
+def test_the_end_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = iter([{}])
+
+    def look(_: Path) -> object:
+        for picture in pictures:
+            return picture
+        raise ConfigError("the job has ended")
+
+    monkeypatch.setattr(top, "look", look)
+    monkeypatch.setattr(top, "show", lambda *_: "what it does")
+    top._follow({"folder": Path(), "job": "0123456789"})
+    assert capsys.readouterr().out.splitlines() == ["what it does", "job 01234567 has ended"]
+
+
 def test_summary_lines_up() -> None:
     rows = summary.aligned([["", "steps"], ["worker 10", "1"], ["worker 9", "12345"]])
     assert rows == ["             steps", "  worker 10      1", "  worker 9   12345"]
