@@ -269,6 +269,15 @@ def kill_inside(namespaces: Iterable[int], deadline_s: float = 30.0) -> int:
         time.sleep(0.002)
 
 
+def remove_sessions(hosts: Iterable[str]) -> None:
+    """Remove what an Open MPI of these hosts, which share /tmp, has left there because it was killed."""
+    base = os.environ.get("TMPDIR", "/tmp")
+    beginnings = tuple(f"ompi.{host}." for host in hosts)
+    for name in os.listdir(base):
+        if name.startswith(beginnings):
+            shutil.rmtree(f"{base}/{name}", ignore_errors=True)
+
+
 def check(result: int, what: str) -> None:
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -331,7 +340,9 @@ def keep(owner: int, hosts: list[str]) -> int:
         poll.register(os.pidfd_open(owner), select.POLLIN)
     if os.getppid() == owner:
         poll.poll()
-    return 1 if kill_inside(namespaces) else 0
+    left = kill_inside(namespaces)
+    remove_sessions(hosts)
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

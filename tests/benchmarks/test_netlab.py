@@ -235,6 +235,15 @@ def test_an_exception_in_the_block_leaves_nothing(keeper_is_killed):
 
 
 @needs_lab
+@needs_lab
+def test_what_a_killed_mpirun_has_left_in_tmp_goes(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with NetLab(2, link=None) as lab:
+        for host in (*lab.hosts, "kvmpi-another"):
+            (tmp_path / f"ompi.{host}.0" / "jf.0").mkdir(parents=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["ompi.kvmpi-another.0"]
+
+
 def test_a_forked_child_does_not_end_the_lab_of_its_parent(lab):
     child = os.fork()
     if child == 0:
