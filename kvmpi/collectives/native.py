@@ -20,6 +20,7 @@ from kvmpi.collectives.host_group import SlotMemory, Target, Word
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
 from kvmpi.collectives.schedule import Schedule
+from kvmpi.kernels.host import KINDS
 
 try:
     from kvmpi.collectives import _native
@@ -39,16 +40,7 @@ TERMS = np.dtype(
     [(name, np.int64) for name in _TERMS_WORDS.split()]
     + [("scale", np.float64), ("lost", np.int64), ("error", np.int64)]
 )
-#: What is added up as what in C, by the dtype's name.
-KINDS = {
-    name: ord(kind)
-    for kind, names in {
-        "f": ["float32"], "d": ["float64"], "e": ["float16"], "y": ["bfloat16"],
-        "b": ["int8", "uint8"], "h": ["int16"], "i": ["int32"], "q": ["int64"],
-    }.items()
-    for name in names
-}  # fmt: skip
-_KIND_OF = {dtype: KINDS[name] for name, dtype in DTYPES.items() if name != "bfloat16"}
+_KIND_OF = {dtype: ord(KINDS[name]) for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 _AT_THE_START = (0,) * 9
 _DONE, _FAILED = 2, 3
@@ -131,7 +123,7 @@ class NativeTerms:
         if len(parts) == 1:  # vectors of a reduce-scatter have more elements than it
             parts[0] = (0, _ENDLESS, address_of(outs[0]) - base * dtype.itemsize, *parts[0][3:])
         table = np.array(parts, np.int64)
-        kind, scale = (KINDS[terms[0].dtype], terms[0].scale) if terms else (0, 1.0)
+        kind, scale = (ord(KINDS[terms[0].dtype]), terms[0].scale) if terms else (0, 1.0)
         as_they_are = sum_dtype == dtype and all(len(of_part) == 1 for of_part in sources)
         fetched, wide = block
         head = [

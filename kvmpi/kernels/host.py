@@ -45,8 +45,16 @@ HALF = frozenset({"float16", "bfloat16"})
 #: Name of a dtype -> name of the dtype in which its values are added up.
 ACCUMULATE: Mapping[str, str] = MappingProxyType({name: "float32" if name in HALF else name for name in STORAGE})
 
-#: What compiled code calls them.
-_KINDS = {"float16": "e", "bfloat16": "y"}
+#: Name of a dtype -> what compiled code calls it (``kind_t``): of integers only the width counts.
+KINDS: Mapping[str, str] = MappingProxyType({
+    name: kind
+    for kind, names in {
+        "f": ["float32"], "d": ["float64"], "e": ["float16"], "y": ["bfloat16"],
+        "b": ["int8", "uint8"], "h": ["int16"], "i": ["int32"], "q": ["int64"],
+    }.items()
+    for name in names
+})  # fmt: skip
+
 _BFLOAT16_NAN = 0x7FC0
 _FLOAT16_NAN = 0x7E00
 _FLOAT32_QUIET_BIT = 0x0040_0000
@@ -202,7 +210,7 @@ def _widen_block(src: Array, dtype: str, out: Array) -> None:
     if dtype not in HALF:
         np.copyto(out, src)
     elif _halves is not None:
-        _halves.widen(_KINDS[dtype], out, src)
+        _halves.widen(KINDS[dtype], out, src)
     elif dtype == "bfloat16":
         bits = out.view(np.uint32)
         np.copyto(bits, src)
@@ -218,7 +226,7 @@ def _narrow_block(src: Array, out: Array, dtype: str, scratch: Array) -> None:
     if dtype not in HALF:
         np.copyto(out, src)
     elif _halves is not None:
-        _halves.narrow(_KINDS[dtype], out, src)
+        _halves.narrow(KINDS[dtype], out, src)
     elif dtype == "bfloat16":
         # Add half a unit of the last kept place, less one if that place is even, and cut: round to nearest even.
         # The carry runs into the exponent, up to infinity, as it should.

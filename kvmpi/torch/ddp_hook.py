@@ -66,9 +66,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
                 f"ddp_comm_hook: the store applies {kv.optimizer!r} to what is pushed, and gives no gradients back; "
                 "create another, or take kvmpi.torch.DistributedOptimizer without DDP"
             )
-        if (
-            kv.num_clients > 1 and torch._C._current_graph_task_id() != -1
-        ):  # not in a pass that DDP's join stands in for
+        joined = torch._C._current_graph_task_id() == -1  # there is no pass: DDP's join stands in for one
+        if kv.num_clients > 1 and not joined:
             _after_ddp(partial(_fill_unused, bucket.parameters(), bucket.gradients()))
         gradients: torch.Tensor = bucket.buffer()
         key = f"{prefix}.{bucket.index()}.{gradients.numel()}.{str(gradients.dtype).removeprefix('torch.')}"

@@ -147,7 +147,8 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
                 owner, method, number, number_of_signal, lambda name=name: (folder / f"struck-{name}").touch()
             )
             try:  # asleep in the middle; when it wakes up, the others are gone
-                seconds = 20.0 if op == "broadcast" and owner is HostGroup else TIMEOUT_S  # longer than the root waits
+                # Longer than the root waits; else enough to get there on a busy machine.
+                seconds = 20.0 if op == "broadcast" and owner is HostGroup else TIMEOUT_S
                 run(collectives, op, buffer, out, seconds, f"push of key '{name}'")
                 assert op != "broadcast" or (out == 1).all(), f"{name}: what the root's memory held afterwards"
             except (KVTimeoutError, PeerLostError):

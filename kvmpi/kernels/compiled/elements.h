@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-/* A dtype: a character of native.KINDS. Half types add up in float, all others in themselves. */
+/* A dtype: a character of host.KINDS. Half types add up in float, all others in themselves. */
 typedef char kind_t;
 
 /* into = total + own; into may be total. What adds up has the type of sums, own that of the dtype. */
