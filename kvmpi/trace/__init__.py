@@ -72,15 +72,19 @@ class Recorder:
                 self._last_s = end_s
 
     def _cover(self, end_s: float, seconds: float) -> None:
-        """Count what ends now once, however many calls were under way at the same time."""
-        start_s = end_s - seconds
+        """Count a call once, however many were under way at the same time, and whenever its thread gets to say so."""
+        start_s, later = end_s - seconds, []
         while self._stretches and self._stretches[-1][1] >= start_s:
             since_s, until_s = self._stretches.pop()
+            if since_s > end_s:  # a thread that stood still before it could say what it had done
+                later.append((since_s, until_s))
+                continue
             self._busy_s -= until_s - since_s
             start_s, end_s = min(start_s, since_s), max(end_s, until_s)
         self._stretches.append((start_s, end_s))
+        self._stretches.extend(reversed(later))
         self._busy_s += end_s - start_s
-        self._last_s = end_s
+        self._last_s = self._stretches[-1][1]
 
     def blocked(self, seconds: float) -> None:
         """Count time that the program's own thread has spent in a call, and so not on the work that calls are for."""

@@ -21,19 +21,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_time_in_which_something_is_under_way_is_counted_once(clock: list[float]) -> None:
-    """However calls overlap, brief ones too: against a grid of tenths of a second."""
+    """However calls overlap, and however late a thread says what it did: against a grid of tenths of a second."""
     rng = random.Random(3)
     for _ in range(200):
-        recorder, busy = Recorder(), set[int]()
+        recorder, busy, late = Recorder(), set[int](), []
         calls = sorted((rng.randrange(100), rng.randrange(1, 30)) for _ in range(rng.randrange(1, 12)))
         calls.sort(key=lambda call: sum(call))
         for start, length in calls:
             busy.update(range(start, start + length))
             clock[0] = (start + length) / 10
-            if rng.random() < 0.5:
+            if rng.random() < 0.3:
                 recorder.add_brief("reduce", start / 10, clock[0], 8)
+            elif rng.random() < 0.3:
+                late.append((start / 10, clock[0]))
             else:
                 recorder.add("push", length / 10, 8)
+        for start_s, end_s in rng.sample(late, len(late)):
+            recorder.add_brief("reduce", start_s, end_s, 8)
         assert recorder.busy_s == pytest.approx(len(busy) / 10)
         phases = recorder.snapshot()["phases"]
         assert sum(phase["calls"] for phase in phases.values()) == len(calls)
