@@ -22,6 +22,9 @@ if sys.dont_write_bytecode:
 if (startup := str(Path(__file__).parent / "startup")) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
 
+# The launcher leaves this to whoever has set it; tests say themselves what it is to be.
+os.environ.pop("OMP_NUM_THREADS", None)
+
 # A shell that starts something in the background lets it ignore Ctrl-C, and nohup a hang-up, and all processes that it
 # starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

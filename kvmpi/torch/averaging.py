@@ -278,11 +278,15 @@ class Averaging(ABC):
         """
         if isinstance(out, torch.nn.Module):
             raise ConfigError(f"pull_center: out is of {type(out).__name__}: pass other_model.parameters()")
-        found = [torch.empty_like(p) for p in self._params.data] if out is None else [p.detach() for p in out]
+        found = self._arrays_of_keys() if out is None else [p.detach() for p in out]
         if len(found) != len(self._params):
             raise ConfigError(f"pull_center: out has {len(found)} tensors, the model {len(self._params)} parameters")
         self._kv.pull(self._params.keys, found)
         return found
+
+    def _arrays_of_keys(self) -> list[torch.Tensor]:
+        """New ones, of the dtypes that the keys have; the model may have been converted since."""
+        return [torch.empty_like(p, dtype=d) for p, d in zip(self._params.data, self._params.dtypes, strict=True)]
 
     def reset(self) -> None:
         """Go on from the center: for after ``kv.load``. Collective over the workers of a client.
@@ -292,7 +296,8 @@ class Averaging(ABC):
         forgotten, self._under_way = self._under_way, []
         for exchange in forgotten:
             exchange.wait_for_each()  # where a failure matters, the pull says so too
-        self._kv.pull(self._params.keys, self._params.data)
+        for weight, center in zip(self._params.data, self.pull_center(), strict=True):
+            weight.copy_(center)
         self._unknown.clear()
         self._failed.clear()
         self._owed.clear()

@@ -90,10 +90,13 @@ class DiLoCo(Averaging):
             self._merge_center(k, self._params.tensors[k].detach(), whole=whole)
 
     def _merge_center(self, key: int, weights: torch.Tensor, *, whole: bool) -> None:
+        center = self._center[key]
         if whole or self._mixing == 0.0:
-            weights.copy_(self._center[key])
-        else:
-            torch.lerp(self._center[key], weights, self._mixing, out=weights)
+            weights.copy_(center)
+        elif weights.dtype == center.dtype:
+            torch.lerp(center, weights, self._mixing, out=weights)
+        else:  # the model has been converted since, model.to(torch.bfloat16)
+            weights.copy_(torch.lerp(center, weights.to(center.dtype), self._mixing))
 
     def _take_late(self, key: int, failed: Failed) -> None:
         weights = self._params.tensors[key].detach()

@@ -333,6 +333,27 @@ def test_exchange_merges_what_is_under_way_and_leaves_all_at_the_center() -> Non
         assert not diloco.step()  # step 5: merged already
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_model_that_is_converted_later_goes_on_from_the_center(overlap: int) -> None:
+    """``model.to(torch.bfloat16)`` gives the same parameters other memory."""
+    (w,) = tensors(4)
+    with kvmpi.create("dist_sync") as kv:
+        diloco = DiLoCo([w], kv, interval=2, lr=1.0, momentum=0.0, nesterov=False, overlap=overlap, mixing=overlap / 4)
+        w.data = w.data.to(torch.bfloat16)
+        for step in (1, 2):
+            local_step([w], step)
+            pushed = w.float()
+            diloco.step()
+        local_step([w], 3)
+        late = w.float()
+        assert diloco.step() == bool(overlap)
+        expected = 0.25 * late + 0.75 * pushed if overlap else late
+        torch.testing.assert_close(w, expected.to(torch.bfloat16))
+        torch.testing.assert_close(diloco.pull_center()[0], pushed)
+        diloco.reset()
+        torch.testing.assert_close(w, pushed.to(torch.bfloat16))
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     with kvmpi.create("dist_sync") as kv:
         diloco = DiLoCo(tensors(4, 2), kv, interval=4, overlap=1)
