@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -319,3 +320,24 @@ def test_a_tensor_that_has_no_memory_has_no_layout() -> None:
     found: list[Any] = []
     torch.func.vmap(lambda row: found.append(arrays.layout_of(row)) or row)(torch.ones(2, 3))
     assert found == [None]
+
+
+def test_the_span_of_an_array_is_from_its_first_byte_to_its_last() -> None:
+    """Against the addresses of all elements."""
+    whole = np.zeros((6, 10), np.float32)
+    found = [
+        whole, whole[1:3], whole[:, 3], whole.T, whole[::-1, ::-2], whole[2, 3:4], whole[2, 3:4].reshape(()),
+        np.broadcast_to(whole[0], (4, 10)), whole.astype(np.float16)[:, 1:],
+    ]  # fmt: skip
+    for array in found:
+        first = array.__array_interface__["data"][0]
+        steps = [
+            range(0, n * stride, stride) if stride else [0]
+            for n, stride in zip(array.shape, array.strides, strict=True)
+        ]
+        places = [first + sum(at) for at in itertools.product(*steps)]
+        expected = min(places), max(places) + array.itemsize
+        assert arrays.span_of(array) == expected, array.shape
+        if min(array.strides, default=0) >= 0 and array.flags.writeable:
+            assert arrays.span_of(torch.from_numpy(array)) == expected, array.shape
+    assert arrays.span_of(whole[:0]) == arrays.span_of(torch.zeros(3, 0)) == (0, 0)
