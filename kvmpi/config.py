@@ -103,9 +103,14 @@ class Config:
         "copied to shared memory", ("attach", "stage"),
     )  # fmt: skip
     placement: str = _setting("uniform", "which server owns which part of a key (a registered name)")
-    chunk_bytes: int = _setting(2 * MIB, "bytes of one message between master and server")
+    chunk_bytes: int = _setting(
+        0, "bytes of one message between master and server; 0 chooses by size: 2 MiB, up to 8 MiB for keys of which a "
+        "server has more than 32 MiB"
+    )  # fmt: skip
     window_bytes: int = _setting(
-        4 * MIB, "unacknowledged bytes of one master at one server; KVMPI_SHARED_BYTES if shared memory takes them"
+        4 * MIB,
+        "unacknowledged bytes of one master at one server, or two messages of the size that "
+        "KVMPI_CHUNK_BYTES=0 chooses; KVMPI_SHARED_BYTES if shared memory takes them",
     )
     retry_s: float = _setting(
         10.0, "seconds without any answer after which a request is sent again, the next time twice as many"
@@ -163,10 +168,10 @@ class Config:
                 f"KVMPI_HEARTBEAT_TIMEOUT_S={self.heartbeat_timeout_s}"
             )
         counts = ("engine_threads", "num_workers", "num_clients", "timeline_spans")
-        for name in (*counts, "bucket_bytes", "chunk_bytes", "window_bytes"):
+        for name in (*counts, "bucket_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
-        for name in ("stall_s", "grace_s"):
+        for name in ("stall_s", "grace_s", "chunk_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
         if not 1 <= self.num_rings <= 8:

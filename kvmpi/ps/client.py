@@ -100,10 +100,12 @@ class PsClient(Participant):
         for (key, shape, dtype), size, parts in zip(described, sizes, self._placement.place(sizes), strict=True):
             # A rule's state is kept in the accumulation dtype: its frames must not be too large to travel either.
             widened = DTYPES[host.ACCUMULATE[dtype]].itemsize
-            limit = min(self._config.chunk_bytes, self._config.max_message_bytes * size.itemsize // widened)
+            most_bytes = self._config.max_message_bytes * size.itemsize // widened
             most_rows = self._config.max_message_bytes // WIRE_ID.itemsize
-            chunks = placement.cut(parts, size.itemsize, limit, size.width, most_rows)
+            chunks = placement.cut(parts, size.itemsize, self._config.chunk_bytes, size.width, most_rows, most_bytes)
             self._layouts[key] = KeyLayout(shape, dtype, chunks, placement.digest(key))
+            if not self._config.chunk_bytes:
+                self._link.carry(max((chunk.stop - chunk.start) * size.itemsize for chunk in chunks))
 
     def forget_keys(self, keys: Sequence[Key]) -> None:
         """Undo ``add_keys`` of keys whose ``init`` failed."""

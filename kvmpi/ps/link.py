@@ -18,6 +18,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
 from kvmpi.ps.asks import SCHEDULER, Ask, Operation
+from kvmpi.ps.placement import CHUNK_BYTES
 from kvmpi.ps.session import ClientSession
 from kvmpi.trace import stall, timeline
 from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
@@ -69,6 +70,7 @@ class Link:
         self._next_heartbeat_s = self.now_s() + config.heartbeat_s
         self._epoch = -1
         self._shares = self._is_near = False
+        self._large_bytes = 0  # of the largest chunk, if it is larger than one is as a rule
         self._stop = False
         self._failed: KVError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
@@ -92,6 +94,14 @@ class Link:
     def servers(self) -> list[int]:
         """The servers that are in the job."""
         return self._session.servers
+
+    def carry(self, chunk_bytes: int) -> None:
+        """There is a key whose chunks were chosen to be so large: of these, too, one is to leave while another is on
+        its way."""
+        if chunk_bytes > max(CHUNK_BYTES, self._large_bytes):
+            self._large_bytes = chunk_bytes
+            self._set_window()
+            keep_large_buffers(2 * chunk_bytes)
 
     @property
     def shares(self) -> bool:
@@ -245,7 +255,7 @@ class Link:
 
     def _run(self) -> None:
         # Well above a received chunk, and no more: the program's own large arrays stay as they were.
-        keep_large_buffers(2 * self._config.chunk_bytes)
+        keep_large_buffers(2 * (self._config.chunk_bytes or CHUNK_BYTES))
         try:
             try:
                 # Words to the scheduler are said again; silence must not last longer than the partition that caused it.
@@ -315,8 +325,11 @@ class Link:
         shares = all(connection.shares for peer, connection in self._connections.items() if peer != SCHEDULER)
         if shares != self._shares:
             self._shares = shares
-            window_bytes = self._config.window_bytes
-            self._session.widen(max(window_bytes, self._context.shared_limit_bytes) if shares else window_bytes)
+            self._set_window()
+
+    def _set_window(self) -> None:
+        shared_bytes = self._context.shared_limit_bytes if self._shares else 0
+        self._session.widen(max(self._config.window_bytes, 2 * self._large_bytes, shared_bytes))
 
     def _receive(self, connection: Connection) -> bool:
         """Read some messages; whether that was all there is."""

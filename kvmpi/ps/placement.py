@@ -14,6 +14,11 @@ from kvmpi.wire import ALIGN_BYTES
 
 Key = int | str
 
+#: A chunk that moves best, in bytes. A part of more than so many has larger ones, up to a limit: each chunk takes a
+#: message, of a push of few rows too, and what is not yet sent of the first ones delays what is more urgent.
+CHUNK_BYTES, MOST_CHUNK_BYTES = 2 << 20, 8 << 20
+_SMALL_CHUNKS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class KeySize:
@@ -174,16 +179,22 @@ def _near_equal(count: int, num_pieces: int, apart: int) -> list[int]:
     return [min(count, apart * (i * base + min(i, extra))) for i in range(num_pieces + 1)]
 
 
-def cut(parts: Sequence[Part], itemsize: int, chunk_bytes: int, width: int = 1, most_rows: int = 1 << 62) -> list[Part]:
+def cut(
+    parts: Sequence[Part], itemsize: int, chunk_bytes: int, width: int = 1, most_rows: int = 1 << 62,
+    most_bytes: int = 1 << 62,
+) -> list[Part]:  # fmt: skip
     """The chunks of a key, in element order: each part in near-equal pieces of at most ``chunk_bytes``.
 
-    Pieces of whole rows, at most ``most_rows``, where the part consists of whole rows and one is not too large; else a
-    piece has at least one element, even where that is larger than ``chunk_bytes``. An empty part is one empty piece.
+    0 chooses by the size of the part; ``most_bytes`` are the limit of either. Pieces of whole rows, at most
+    ``most_rows``, where the part consists of whole rows and one is not too large; else a piece has at least one
+    element, even where that is larger than the limit. An empty part is one empty piece.
     """
     chunks = []
     apart = _elements_apart(itemsize)
     for part in parts:
-        count, longest = part.stop - part.start, max(1, chunk_bytes // itemsize)
+        count = part.stop - part.start
+        wanted_bytes = chunk_bytes or min(MOST_CHUNK_BYTES, max(CHUNK_BYTES, count * itemsize // _SMALL_CHUNKS))
+        longest = max(1, min(wanted_bytes, most_bytes) // itemsize)
         if 0 < width <= longest and part.start % width == 0 == part.stop % width:
             grain = math.lcm(width, apart) if math.lcm(width, apart) <= longest else width
             longest = min(longest, max(1, most_rows // (grain // width)) * grain)

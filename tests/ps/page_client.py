@@ -208,7 +208,8 @@ class PageClient:
         ranges = _near_equal(0, count, num_ranges, whole_rows if count >= 8 * num_ranges * whole_rows else grain)
         chunks = []
         for i, (start, stop) in enumerate(ranges):
-            longest = max(1, chunk_bytes // itemsize)
+            limit = chunk_bytes or min(8388608, max(2097152, (stop - start) * itemsize // 16))
+            longest = max(1, limit // itemsize)
             if width <= longest and start % width == stop % width == 0:
                 piece = whole_rows if whole_rows <= longest else width
             else:

@@ -122,6 +122,28 @@ def test_compression_halves_the_bytes_of_pushes_only(start_job: StartJob) -> Non
     np.testing.assert_array_equal(out, value.astype("f2").astype("f4"))
 
 
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_chunks_of_a_large_key_are_larger_and_two_of_them_are_under_way(start_job: StartJob, transport: str) -> None:
+    count = 40 << 18  # of which a sixteenth is 2.5 MiB
+    (ps,) = start_job(1).connect(1, transport=transport)
+    initialise([ps], {"k": count, "small": 1}, optim.Test(lr=-1.0))
+    pieces = [chunk.stop - chunk.start for chunk in ps._layouts["k"].chunks]
+    assert (sum(pieces), max(pieces), len(pieces)) == (count, 40 << 14, 16)
+    at_once, leave = 0, ps._link._session._leave
+
+    def look(ask: Any, now_s: float) -> None:
+        nonlocal at_once
+        leave(ask, now_s)
+        at_once = max(at_once, ps._link._session._in_flight[0, False] // (10 << 18))
+
+    ps._link._session._leave = look
+    value, out = whole_numbers(count, 1), np.empty(count, "f4")
+    ps.push("k", value, deadline()).wait()
+    ps.pull("k", out, deadline()).wait()
+    np.testing.assert_array_equal(out, whole_numbers(count).astype("f8") + value)
+    assert at_once >= 2
+
+
 def test_state_is_saved_and_restored_over_chunks_and_servers(start_job: StartJob) -> None:
     (ps,) = start_job(2, chunk_bytes=70_000).connect(1)
     count = 50_001

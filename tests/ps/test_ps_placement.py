@@ -124,6 +124,21 @@ def test_cut_makes_near_equal_chunks_within_the_limit(
     assert chunks[0].start == 10
 
 
+@pytest.mark.parametrize(("part_mib", "chunks", "most_mib"), [
+    (1, 1, 2), (20, 10, 2), (32, 16, 2), (33, 16, 2.0625), (80, 16, 5), (128, 16, 8), (1024, 128, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_large_parts_are_cut_into_larger_chunks(part_mib: int, chunks: int, most_mib: float, itemsize: int) -> None:
+    """Where no setting says how large: sixteen to a part, but of no less than 2 MiB and no more than 8."""
+    count = part_mib * 2**20 // itemsize
+    for most_bytes in (2**40, 2**20):
+        found = placement.cut([Part(0, 0, 4), Part(1, 4, 4 + count)], itemsize, 0, most_bytes=most_bytes)
+        assert found[0] == Part(0, 0, 4)
+        lengths = [(chunk.stop - chunk.start) * itemsize for chunk in found[1:]]
+        assert len(lengths) == (chunks if most_bytes == 2**40 else part_mib)
+        assert max(lengths) <= min(most_mib * 2**20, most_bytes)
+
+
 @pytest.mark.parametrize("num_servers", [2, 3])
 def test_lpt_keeps_grahams_bound(num_servers: int) -> None:
     """Within 4/3 - 1/(3m) of the best possible, which is found by trying everything."""

@@ -13,7 +13,7 @@ from page_client import PAGE, PageClient, text_of
 from ps_helpers import deadline, whole_numbers
 
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import PsClient
+from kvmpi.ps import PsClient, placement
 
 CHUNK_BYTES = 100_000
 
@@ -53,6 +53,16 @@ def test_a_client_written_from_the_page(start_job: Callable[..., Any], replicas:
         page.leave()
     finally:
         page.close()
+
+
+@pytest.mark.parametrize("shape", [(700_000, 64), (9_000_001,), (3_000_000, 30), (80_000_000, 1)])
+def test_the_page_says_how_large_keys_are_cut(shape: tuple[int, ...]) -> None:
+    page, (rows, width) = object.__new__(PageClient), (*shape, 1)[:2]
+    page.chains = [None] * 12
+    parts = placement.create("uniform", 3).place([placement.KeySize("k", rows * width, 4, width)])[0]
+    found = [(chunk.server, slice(chunk.start, chunk.stop)) for chunk in placement.cut(parts, 4, 0, width)]
+    assert [(part // 4, where) for part, where in page.places("k", rows, width, 4, 0)] == found
+    assert len({home for home, _ in found}) == 3
 
 
 def rows_from_the_page(page: PageClient, own: PsClient, values: np.ndarray, places: list[tuple[int, slice]]) -> None:

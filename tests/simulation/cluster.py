@@ -177,6 +177,9 @@ class SimulatedLink:
     def join(self) -> None:
         self._joined = True
 
+    def carry(self, chunk_bytes: int) -> None:
+        pass
+
     @property
     def servers(self) -> list[int]:
         return self.session.servers
