@@ -71,7 +71,7 @@ class Link:
         self._epoch = -1
         self._shares = self._is_near = False
         self._large_bytes = 0  # of the largest chunk, if it is larger than one is as a rule
-        self._stop = False
+        self._stop = True  # until it is started
         self._failed: KVError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvmpi-io-{name}", daemon=True)
 
@@ -84,6 +84,7 @@ class Link:
         """Start the thread, and the connection to the scheduler."""
         self._context = new_context(self._config)
         self._turn.acquire()  # the thread gives it back
+        self._stop = False
         self._thread.start()
 
     def join(self) -> None:
@@ -151,7 +152,7 @@ class Link:
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
         self._inbox.append((operation, asks, priority))
-        if not self.is_open:
+        if self._stop:
             self._drain_inbox()  # if the thread ends just now, it empties the inbox as its last act
         elif sum(ask.cost_bytes for ask in asks) > _HERE_BYTES:
             self._waker.wake()
@@ -245,7 +246,7 @@ class Link:
                 operation, asks, priority = self._inbox.popleft()
             except IndexError:
                 return  # another thread was faster
-            if not self.is_open:
+            if self._stop:
                 operation.finished = True
                 operation.on_done(
                     self._failed or ServerLostError(f"{operation.label}: the link to the servers is not open")

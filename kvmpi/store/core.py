@@ -82,6 +82,7 @@ class StoreCore:
             compare_clocks(self._comms[0])
         sums, casts, calls = self._comms
         self._reduce = Collectives.configured(sums, config, self._recorder, calls=calls)
+        self._mpi_rank, self._mpi_size = comm.rank, comm.size  # every call asks for them
         # What it carries is on the host, and NCCL does not want two of its communicators at work at the same time.
         casting = replace(config, allreduce="auto") if config.allreduce == "nccl" else config
         self._cast = Collectives.configured(casts, casting, self._recorder)
@@ -120,12 +121,12 @@ class StoreCore:
     @property
     def mpi_rank(self) -> int:
         """This worker's rank in its client."""
-        return self._reduce.rank
+        return self._mpi_rank
 
     @property
     def mpi_size(self) -> int:
         """Workers in this client."""
-        return self._reduce.size
+        return self._mpi_size
 
     @property
     def num_hosts(self) -> int:
@@ -225,10 +226,10 @@ class StoreCore:
             prepared = prepare()
             described = entries(prepared)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            if self._reduce.size == 1 or self._closed:
+            if self._mpi_size == 1 or self._closed:
                 raise
             failure = error
-        if self._reduce.size == 1:
+        if self._mpi_size == 1:
             return prepared
         signature = Call(call.op, tuple(described), failure, lambda: [self._clock, details(prepared)])
         work = self._agree_op(signature, call)
@@ -289,7 +290,7 @@ class StoreCore:
     def _enter_keys(self, call: Invocation, key: Any, value: Any = None, out: Any = None) -> list[Part]:
         """``_enter`` for a call on existing keys; failures of earlier calls on them surface here."""
         pushes, pulls = call.op != "pull", call.op != "push"
-        in_place, alone = pushes and pulls and out is value, self._reduce.size == 1
+        in_place, alone = pushes and pulls and out is value, self._mpi_size == 1
         if pushes and self._joined:  # the others expect no such call, so they need not hear of it
             raise KVError(f"{call.op} of key {key!r} on worker {self.rank}: it has called join, and pushes no more")
 

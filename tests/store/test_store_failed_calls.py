@@ -66,6 +66,26 @@ def test_a_wait_whose_time_is_over_says_so_although_something_has_failed() -> No
         both.wait(0.01)
 
 
+def test_to_ask_often_whether_many_operations_are_done_takes_little() -> None:
+    """In whatever order they end."""
+    asked = 0
+
+    class Counting(Work):
+        def done(self) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().done()
+
+    works = [Counting(str(i)) for i in range(1000)]
+    together = JoinedWork(works, "all")
+    for i in [*range(0, 1000, 2), *range(1, 999, 2)]:
+        works[i].finish()
+        assert not together.done()
+    works[999].finish()
+    assert together.done()
+    assert asked <= 2 * 1000 + 2
+
+
 @pytest.mark.parametrize("error", [None, KVError("planted")])
 def test_who_waits_for_a_meeting_finds_what_it_has_said(error: KVError | None) -> None:
     """Those who wait for the work alone are woken before its callbacks have been called."""
