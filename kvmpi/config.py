@@ -96,6 +96,10 @@ class Config:
         ("auto", "off"),
     )  # fmt: skip
     ring_chunk_bytes: int = _setting(0, "bytes of one message of a ring; 0 chooses by size")
+    ring_compression: str = _setting(
+        "none", "float32 sums of a client, from 256 KiB on, travel between hosts as float16 or bfloat16: half the "
+        "bytes; each host rounds what it sends on", ("none", "fp16", "bf16"),
+    )  # fmt: skip
     tuning: str = _setting("", "file of kvmpi bench tune, by which auto chooses; empty takes built-in figures")
     bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")
     shared_input: str = _setting(

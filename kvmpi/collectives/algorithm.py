@@ -65,7 +65,8 @@ def shared_bytes(nbytes: int) -> Buffer:
 class Act:
     """One collective under way on one rank: what it is called, and until when it may take.
 
-    ``scale``: what a sum is multiplied by, before half types are rounded.
+    ``scale``: what a sum is multiplied by, before half types are rounded. ``rounds``: so are their partial sums, each
+    time that they travel; else those are float32.
     """
 
     label: str
@@ -76,6 +77,7 @@ class Act:
     deadline: Deadline
     scratch: Scratch
     scale: float = 1.0
+    rounds: bool = False
 
     def describe(self) -> str:
         """For error messages."""

@@ -58,7 +58,8 @@ class Hierarchical:
     def _allreduce(self, tensor: Tensor, dtype: str, act: Act) -> None:
         group, count = self._group, tensor.out.size
         posted = Posted(group, [tensor], act)
-        terms = HostSum(group, posted, 0, tensor.vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
+        block = block_for(dtype, BLOCK_BYTES, act)
+        terms = HostSum(group, posted, 0, tensor.vectors, dtype, block, act.scale, rounds=act.rounds)
         result, segments = posted.results[0], act.segments(count)
         machines: list[Machine] = []
         for ring in range(self._num_rings):

@@ -290,15 +290,17 @@ class HostSum:
         number: which of the posted tensors it is.
         block: memory of the tensor's dtype, and for half types of float32: what is read at a time fits in there.
         scale: what the result is multiplied by.
+        rounds: partial sums are of the tensor's dtype; else those of half types are float32.
     """
 
     def __init__(
         self, group: HostGroup, posted: Posted | Delivery, number: int, vectors: Sequence[Buffer], dtype: str,
-        block: tuple[Buffer, Buffer], scale: float = 1.0,
+        block: tuple[Buffer, Buffer], scale: float = 1.0, *, rounds: bool = False,
     ) -> None:  # fmt: skip
         self._group, self._vectors, self.dtype, self.scale = group, vectors, dtype, scale
         self._half = dtype in host.HALF
-        self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
+        self._rounds = rounds and self._half
+        self.sum_dtype = host.STORAGE[dtype if rounds else host.ACCUMULATE[dtype]]
         self._fetched, self._wide = block
         self._places = [(peer, place) for peer in group.others for place in posted.places[peer][number][1]]
 
@@ -334,10 +336,10 @@ class HostSum:
                     self._sum_block(before, block, target)
                     times(target, scale)
                     continue
-                wide = self._wide[: target.size] if narrow else target
+                wide = self._wide[: target.size] if narrow or self._rounds else target
                 self._sum_half_block(before, block, wide)
                 times(wide, scale)
-                if narrow:
+                if wide is not target:
                     host.narrow(wide, target, self.dtype)
 
     def _sum_block(self, total: Buffer | None, block: slice, target: Buffer) -> None:
@@ -353,6 +355,8 @@ class HostSum:
         vectors = list(self._vectors)
         if before is None:
             host.widen(vectors.pop(0)[block], self.dtype, target)
+        elif self._rounds:
+            host.widen(before, self.dtype, target)
         else:
             np.copyto(target, before)
         for vector in vectors:

@@ -20,7 +20,7 @@ from kvmpi.collectives.host_group import SlotMemory, Target, Word
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
 from kvmpi.collectives.schedule import Schedule
-from kvmpi.kernels.host import KINDS
+from kvmpi.kernels.host import HALF, KINDS
 
 try:
     from kvmpi.collectives import _native
@@ -179,7 +179,8 @@ class NativeRings:
         self._most_ms = _MOST_MS if alone else min(_MOST_MS, _BESIDE_MS)
         dtype = outs[0].dtype
         sum_dtype = terms[0].sum_dtype if terms else dtype
-        block = scratch(_BLOCK_COUNT, dtype), scratch(_BLOCK_COUNT if sum_dtype != dtype else 0, sum_dtype)
+        half = bool(terms) and terms[0].dtype in HALF
+        block = scratch(_BLOCK_COUNT, dtype), scratch(_BLOCK_COUNT if half else 0, np.float32)
         self._terms = NativeTerms(outs, terms, block, base=base)
         self._alive = list[Any]([outs, terms, block])
         rows = list[tuple[int, ...]]()

@@ -40,7 +40,7 @@ class Rings:
         if channels:
             runs = runs_of(tensors)
             found = [pack(run, act) for run in runs]
-            terms = [HostTerms(tensor.vectors, dtype, act.scale) for tensor in found]
+            terms = [HostTerms(tensor.vectors, dtype, act.scale, rounds=act.rounds) for tensor in found]
             self._run_compiled(channels, [tensor.out for tensor in found], terms, act)
             for run, packed in zip(runs, found, strict=True):
                 unpack(run, packed)
@@ -53,7 +53,8 @@ class Rings:
             parts = parts_of(packed.devices, dtype)
             staged = [gpu.pinned_empty(packed.out.size, dtype) for _ in parts]
             vectors, start = [*vectors, *staged], partial(_start_sums, parts, staged, dtype)
-        self._run(packed.out.size, packed.out, HostTerms(vectors, dtype, act.scale), act, start=start)
+        own = HostTerms(vectors, dtype, act.scale, rounds=act.rounds)
+        self._run(packed.out.size, packed.out, own, act, start=start)
         unpack(tensors, packed)
 
     def reduce_scatter(self, vectors: Sequence[Buffer], out: Buffer, dtype: str, act: Act) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
-from kvmpi.collectives import arena, devices
+from kvmpi.collectives import arena, devices, narrowed
 from kvmpi.collectives.agreement import Call, Verdict, leave, roll_call, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Batch, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
@@ -40,6 +40,7 @@ _C = TypeVar("_C", bound="Collectives")
 _log = logging.getLogger(__name__)
 _SUMS_DEVICES = ("ring", "multi_ring", "nccl")
 _SHARING = ("auto", "shared", "hierarchical")
+_BETWEEN_HOSTS = ("ring", "multi_ring", "host_ring", "hierarchical")
 _TAG_TELL = 5
 _TELL_BYTES = 1 << 10
 #: Memory that ranks share is given out above this size, since of smaller sums every rank writes all, and would write
@@ -64,13 +65,14 @@ class Collectives:
         ring_transport: ``mpi``, ``tcp`` or ``auto``: what carries rings between hosts, see ``linking``.
         interface: for ``tcp``, see ``linking.own_addresses``.
         use_native: whether compiled code takes part, where it has been built.
+        compression: as what large sums of float32 travel between hosts, a name of ``narrowed.WIRES``.
         calls: what agreements travel over; they may then be made by another thread than collectives. None: ``comm``.
     """
 
     def __init__(
         self, comm: Comm, algorithm: str = "auto", chunk_bytes: int = 0, recorder: Recorder | None = None, *,
         num_rings: int = 2, attach: bool = True, figures: Figures | None = None, ring_transport: str = "mpi",
-        interface: str = "", use_native: bool = True, calls: Comm | None = None,
+        interface: str = "", use_native: bool = True, compression: str = "none", calls: Comm | None = None,
     ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
@@ -80,6 +82,7 @@ class Collectives:
         self._algorithm, self._chunk_bytes = algorithm, chunk_bytes
         self._num_rings, self._attach = num_rings, attach
         self._ring_transport, self._interface, self._use_native = ring_transport, interface, use_native
+        self._compression = compression
         self._figures = figures or Figures()
         self._choices: dict[tuple[str, int], Choice] = {}
         self._recorder = recorder or Recorder()
@@ -100,7 +103,7 @@ class Collectives:
             comm, config.allreduce, config.ring_chunk_bytes, recorder, num_rings=config.num_rings,
             attach=config.shared_input == "attach", figures=load_figures(config.tuning),
             ring_transport=config.ring_transport, interface=config.interface, use_native=config.native != "off",
-            calls=calls,
+            compression=config.ring_compression, calls=calls,
         )  # fmt: skip
 
     @property
@@ -183,7 +186,8 @@ class Collectives:
         """
         settings = (
             f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_NUM_RINGS={self._num_rings} "
-            f"KVMPI_RING_TRANSPORT={self._ring_transport} KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
+            f"KVMPI_RING_TRANSPORT={self._ring_transport} KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} "
+            f"KVMPI_RING_COMPRESSION={self._compression} {settings}"
         ).strip()
         with self._recorder.timed("wait"):
             found: Verdict = self._guarded(lambda: verdict(self._calls, call, deadline, settings))
@@ -258,7 +262,7 @@ class Collectives:
 
     def allreduce_many(
         self, tensors: Sequence[tuple[Sequence[Vector], Buffer, Sequence[Buffer]]], dtype: str, deadline: Deadline,
-        label: str, scale: float = 1.0,
+        label: str, scale: float = 1.0, *, exact: bool = False,
     ) -> None:  # fmt: skip
         """``allreduce`` of several tensors, given as (sources, out, copies), as one; ``copies`` get the result, too.
 
@@ -267,6 +271,7 @@ class Collectives:
         Args:
             scale: what the sums, of a float type, are multiplied by; the same on every rank. Half types are rounded
                 after that.
+            exact: nothing is rounded on its way, whatever is set.
         """
         nbytes = sum(out.nbytes for _, out, _ in tensors)
         with self._recorder.timed("reduce", nbytes):
@@ -281,10 +286,10 @@ class Collectives:
             self._scratch.begin()
             algorithm, act = self._begin("allreduce", nbytes, deadline, label, [tensor[0] for tensor in tensors])
             act.scale = scale
-            name = act.choice.algorithm
+            name, wire = act.choice.algorithm, "" if exact else self._wire(nbytes, dtype, act)
             given = [sources for sources, _, _ in tensors]
             self._guarded(lambda: devices.settle(given, act))
-            if name in _SUMS_DEVICES and (len(tensors) == 1 or name == "nccl"):
+            if name in _SUMS_DEVICES and (len(tensors) == 1 or name == "nccl") and not wire:
                 found = [
                     Tensor([s.buffer for s in sources if s.on_host], out, copies,
                            [s.settled() for s in sources if not s.on_host])
@@ -293,7 +298,22 @@ class Collectives:
             else:
                 hosts = self._guarded(lambda: devices.to_host(given, dtype, self._scratch))
                 found = [Tensor(own, out, copies) for own, (_, out, copies) in zip(hosts, tensors, strict=True)]
-            self._guarded(lambda: algorithm.allreduce(found, dtype, act), deadline, act=act)
+            self._guarded(lambda: self._sum(algorithm, found, dtype, act, wire), deadline, act=act)
+
+    @staticmethod
+    def _sum(algorithm: Algorithm, tensors: Sequence[Tensor], dtype: str, act: Act, wire: str) -> None:
+        act.rounds = bool(wire)
+        if wire and wire != dtype:
+            narrowed.allreduce(algorithm, tensors, wire, act)
+        else:
+            algorithm.allreduce(tensors, dtype, act)
+
+    def _wire(self, nbytes: int, dtype: str, act: Act) -> str:
+        """The half type as which vectors and partial sums travel, where links are slow and bytes count; else none."""
+        wire = narrowed.WIRES[self._compression] if dtype == "float32" or dtype in host.HALF else ""
+        if not wire or nbytes < LINKED_FROM_BYTES or act.choice.algorithm not in _BETWEEN_HOSTS or self.num_hosts < 2:
+            return ""
+        return wire if dtype == "float32" else dtype
 
     def sum_batch(self, batch: Batch, deadline: Deadline, label: str, scale: float = 1.0) -> None:
         """``allreduce_many`` of what has been described before, on two ranks or more."""
@@ -311,7 +331,8 @@ class Collectives:
                 self._scratch.begin()
                 algorithm, act = self._begin("allreduce", batch.nbytes, deadline, label)
                 act.scale = scale
-                self._guarded(lambda: algorithm.allreduce(batch, batch.dtype, act), deadline, act=act)
+                wire = self._wire(batch.nbytes, batch.dtype, act)
+                self._guarded(lambda: self._sum(algorithm, batch, batch.dtype, act, wire), deadline, act=act)
 
     def sum_own(self, sources: Sequence[Vector], out: Buffer, dtype: str, scale: float = 1.0) -> None:
         """Sum the vectors of this rank alone into ``out``; arguments as of ``allreduce``. Nobody else takes part."""

@@ -16,15 +16,16 @@ Buffer = npt.NDArray[Any]
 
 
 class HostTerms:
-    """Vectors in host memory, as ``ring.Terms``. Partial sums of half types are float32; results times ``scale``.
+    """Vectors in host memory, as ``ring.Terms``. Results are multiplied by ``scale``.
 
-    Callers ignore floating-point warnings.
+    Partial sums of half types are float32, unless it ``rounds`` them, too. Callers ignore floating-point warnings.
     """
 
-    def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0) -> None:
+    def __init__(self, vectors: Sequence[Buffer], dtype: str, scale: float = 1.0, *, rounds: bool = False) -> None:
         self._vectors, self.scale, self.dtype = vectors, scale, dtype
-        self._wide = dtype in host.HALF
-        self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype]]
+        self._half = dtype in host.HALF
+        self._wide = self._half and not rounds
+        self.sum_dtype = host.STORAGE[host.ACCUMULATE[dtype] if self._wide else dtype]
 
     @property
     def sources(self) -> list[Source]:
@@ -45,7 +46,7 @@ class HostTerms:
 
     def add(self, incoming: Buffer, start: int, stop: int, into: Buffer) -> None:
         """See ``ring.Terms``."""
-        if len(self._vectors) == 1 and not self._wide:  # as a rule, and for each of many chunks
+        if len(self._vectors) == 1 and not self._half:  # as a rule, and for each of many chunks
             np.add(incoming, self._vectors[0][start:stop], out=into)
             return
         parts = [vector[start:stop] for vector in self._vectors]
@@ -61,6 +62,9 @@ class HostTerms:
             self._add_widened(incoming, [vector[start:stop] for vector in self._vectors])
             times(incoming, self.scale)
             host.narrow(incoming, into, self.dtype)
+        elif self._half:
+            parts = [vector[start:stop] for vector in self._vectors]
+            host.sum_vectors(into, [incoming, *parts], self.dtype, self.scale)
         else:
             self.add(incoming, start, stop, into)
             times(into, self.scale)

@@ -129,6 +129,11 @@ class StoreCore:
         return self._mpi_size
 
     @property
+    def ring_compression(self) -> str:
+        """As what large sums of float32 travel between the hosts of a client (``KVMPI_RING_COMPRESSION``)."""
+        return self._config.ring_compression
+
+    @property
     def num_hosts(self) -> int:
         """Hosts on which the workers of this client are; 0 as long as that is not known, before its first sum."""
         return self._reduce.num_hosts

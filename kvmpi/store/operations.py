@@ -72,7 +72,8 @@ class Operations(StoreCore):
                 for part in (bucket if together or keeps else ())
             ]
             if not call.reduced:
-                self._reduce.allreduce_many(tensors, dtype, call.deadline, label, scale)
+                # A rule that averages is sent weights.
+                self._reduce.allreduce_many(tensors, dtype, call.deadline, label, scale, exact=averages)
             else:
                 root = self._who_has_sum(call) if together else self.mpi_rank
                 for sources, out, copies in tensors:

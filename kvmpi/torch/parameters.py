@@ -168,8 +168,9 @@ def start_sum(kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0
 
 def not_compressed(kv: KVStore, dtype: torch.dtype) -> torch.dtype:
     """In which dtype numbers of ``dtype`` travel that are no gradients: a store rounds what it is pushed of float32, if
-    it is told to by ``set_gradient_compression``."""
-    return torch.float64 if dtype == torch.float32 and kv.is_capable("compression") else dtype
+    it is told to by ``set_gradient_compression`` or a setting."""
+    may_round = kv.is_capable("compression") or kv.ring_compression != "none"
+    return torch.float64 if dtype == torch.float32 and may_round else dtype
 
 
 def next_key(kv: KVStore) -> int:

@@ -48,6 +48,44 @@ def test_a_scale_that_cannot_be_is_an_error_on_all_and_nothing_is_lost(run_ranks
     run_ranks(2, rank_main)
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+@pytest.mark.parametrize("places", ["private", "own"])
+def test_gradients_are_rounded_between_hosts_if_that_is_wanted_and_weights_are_not(
+    run_ranks: RunRanks, hosts: str, places: str
+) -> None:
+    """What the ranks of a host share, too; calls that are made again, a list of keys, and values that stay."""
+    count, size = 100_000, len(hosts)
+    base = np.random.default_rng(0).standard_normal((size, 3, count)).astype("f4")
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(ring_compression="bf16", timeout_s=20.0), comm)
+        assert kv.ring_compression == "bf16"
+        keys = ["a", "b", "c"]
+        kv.init(keys, [np.zeros(count, "f4")] * 3)
+        outs, values = ([kv.empty(count) if places == "own" else np.empty(count, "f4") for _ in keys] for _ in "ab")
+        for step in range(1, 9):  # the later ones as they were described before
+            for number, value in enumerate(values):
+                value[:] = step * base[comm.rank, number]
+            kv.pushpull(keys, values, outs) if step % 2 else kv.allreduce(keys, values, outs)
+            for number, out in enumerate(outs):
+                expected = step * base[:, number].astype("f8").sum(axis=0)
+                bound = (size + 2) / 256 * step * np.abs(base[:, number]).sum(axis=0)
+                assert (np.abs(out - expected) <= bound).all()
+                assert not np.array_equal(out, expected.astype("f4"))
+                assert np.array_equal(out.view("u4") & 0xFFFF, np.zeros(count))
+            if step % 2:
+                pulled = np.empty(count, "f4")
+                kv.pull("c", pulled)
+                assert np.array_equal(pulled, outs[2])
+        kv.set_optimizer(kvmpi.optim.Elastic(1.0))
+        kv.push("a", base[comm.rank, 0])
+        kv.pull("a", outs[0])
+        np.testing.assert_allclose(outs[0], base[:, 0].astype("f8").mean(axis=0), rtol=1e-5, atol=1e-6)
+        kv.close()
+
+    run_ranks(size, rank_main, hosts=hosts)
+
+
 def test_a_view_of_a_torch_key_is_the_value_and_warns_of_nothing() -> None:
     torch = pytest.importorskip("torch")
     with kvmpi.create("local") as kv, warnings.catch_warnings():

@@ -29,8 +29,13 @@ static int add_block(struct terms *terms, const struct part *part, const char *i
     const kind_t kind = (kind_t)terms->kind;
     const int64_t offset = (start - part->start) * terms->itemsize;
     char *result = (char *)part->out + offset;
-    char *into = partial ? partial : is_half(kind) ? (char *)terms->wide : result;
+    const int rounds = is_half(kind) && terms->sum_itemsize == terms->itemsize; /* partial sums, too */
+    char *into = partial && !rounds ? partial : is_half(kind) ? (char *)terms->wide : result;
     const char *total = incoming;
+    if (rounds && incoming) {
+        widen(kind, into, incoming, count);
+        total = into;
+    }
     for (int64_t i = 0; i < part->num_sources; i++) {
         const struct source *source = (const struct source *)part->sources + i;
         const char *own = (char *)source->address + offset;
@@ -46,7 +51,10 @@ static int add_block(struct terms *terms, const struct part *part, const char *i
         else if (own != into) widen(kind, into, own, count);
         total = into;
     }
-    if (partial) return 1;
+    if (partial) {
+        if (rounds) narrow(kind, partial, into, count);
+        return 1;
+    }
     if (terms->scale != 1.0) scale(kind, into, terms->scale, count);
     if (is_half(kind)) narrow(kind, result, into, count);
     return 1;
