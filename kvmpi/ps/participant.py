@@ -60,7 +60,7 @@ class Participant(ABC):
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
         self._position: int | None = None
-        self.left_out = self._has_entered = False
+        self.left_out = self._has_entered = self._has_finished = False
         self.entered_after = 0
         # The scheduler is told that this process pushes on from where another was; it knows its number at barriers.
         self._goes_on = self._has_number = False
@@ -204,6 +204,7 @@ class Participant(ABC):
 
         To be called when no push is under way but those that are late, which have to come first.
         """
+        self._has_finished = True
         asks = [about(part, m.Finish, (part,)) for part in range(self._num_parts)]
         asks.append(Ask(SCHEDULER, m.Finish, ()))
         return self._start(f"join on client {self._client}", asks, deadline, after=self._under_way())
@@ -234,7 +235,7 @@ class Participant(ABC):
                 the barrier, and it ends with the error of the lowest that has said so.
             first: gets, as its only element, the number of the client that does what one has to do for all.
             said: clients meet with a question, to which this one says ``["1"]``, yes, or ``["0"]``. Becomes ``["1"]``
-                if any of them has said yes.
+                if any of them has said yes. Another process of a client may meet them where they were long ago.
         """
         ordinal, settle = self._next_ordinal("barrier")
         step, position = self._furthest_step(), self.position if self._steps.finds else 0
@@ -256,7 +257,8 @@ class Participant(ABC):
             if self._has_entered or by_step:
                 self._ordinals["barrier"] = message.version
                 self._has_number = True
-            if said is not None:
+            # To who says yes it is yes, also where it was started again and asks at a barrier that was over before.
+            if said is not None and (said != ["1"] or self._has_finished):
                 said[:] = [str(int(message.yes))]
             if message.error:
                 raise rebuild(message.error, message.text)

@@ -49,6 +49,9 @@ class Meeting(StoreCore):
 
         Collective over all workers, as ``barrier`` is; what is under way goes on. For what all do or none: to leave a
         step out (``if kv.any(not loss.isfinite()): continue``), or to end early. Who has joined says no.
+
+        What a process that was started again asks before its first push may be answered at once: it is true if it is
+        in this client, and else as it was in the call that this one seems to repeat.
         """
         call = self._call("any")
         try:

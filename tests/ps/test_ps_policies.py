@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ps_helpers import Machine, round_of, route, whole_numbers
 from simulation.cluster import Cluster
-from simulation.network import Faults, Network
+from simulation.network import Faults, Network, Program
 
 from kvmpi import optim
 from kvmpi.config import Config
@@ -434,3 +434,29 @@ def test_who_comes_back_goes_on_where_it_is_with_the_keys_of_every_round() -> No
     assert ps.position == 9
     assert {key: ps._take_position(key).steps for key in found} == {"weight": 9, "bias": 9, "seldom": 3, "never": 0}
     assert ps.position == 9
+
+
+def test_who_says_yes_hears_yes_also_where_others_have_met_before_it_was_started() -> None:
+    """Its program meets others from the beginning, or skips that: then it asks at a barrier that is over."""
+    config = Config(num_workers=2, num_clients=2, num_servers=1, on_client_loss="wait")
+    network = Network(0, Faults())
+    cluster = Cluster(config, network, "sync")
+    heard: dict[str, list[str]] = {}
+
+    def asks(client: int, incarnation: int, *answers: str, joins: bool = False) -> Program:
+        ps = cluster.client(client, 2, incarnation)
+        yield [ps.register(incarnation, cluster.deadline())]
+        yield [ps.open_sessions(incarnation, cluster.deadline())]
+        if joins:
+            yield [ps.finish(cluster.deadline())]
+        for answer in answers:
+            said = [answer]
+            yield [ps.barrier(cluster.deadline(), said=said)]
+            heard.setdefault(f"{client}.{incarnation}", []).extend(said)
+
+    network.run({"client 0.1": asks(0, 1, "0", "1"), "client 1.1": asks(1, 1, "0", "0")}, 10.0)
+    assert heard == {"0.1": ["0", "1"], "1.1": ["0", "1"]}
+    network.run({"client 1.2": asks(1, 2, "1", "0")}, 10.0)
+    assert heard["1.2"] == ["1", "1"]
+    network.run({"client 1.3": asks(1, 3, "1", joins=True)}, 10.0)
+    assert heard["1.3"] == ["0"], "who has joined says no, and hears what the others have"
