@@ -51,7 +51,7 @@ class Saving(Meeting):
         # Nor what they have written.
         self._by_one("assign", lambda call: self._together("assign", lambda: put(call)))
 
-    _first = 0  # the client that does it, as all of them know since they have met last
+    _first = 0  # the client that does it, as all of them know since they have met last; below 0: it is done
     _did = False  # whether this worker has done it, as it says when they meet the next time
     _is_done = True  # whether anybody has said so
 
@@ -147,7 +147,10 @@ class Saving(Meeting):
             values = [arrays.wrap(s.arrays["value"], s.shape, s.dtype, _library_of(s)) for s in missing]
             store.init([saved.key for saved in missing], values)
         if found.rule is not None and found.rule != self._rule:
-            store.set_optimizer(found.rule)
+            if self._first < 0:  # it was done before, and the rule may have changed since: servers do not hear of it
+                self._rule, self._num_rules = found.rule, self._num_rules + 1
+            else:
+                store.set_optimizer(found.rule)
         self._together("load", lambda: self._restore(found.keys, with_values, deadline))
         store._set_clock(found.clock)
 

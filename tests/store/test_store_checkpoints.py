@@ -191,6 +191,16 @@ def test_who_comes_back_after_some_steps_puts_nothing_back_that_was_there_before
     assert done.stdout.count("as trained") == 1, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "on_client_loss"), [("-n 2 -c 2 -s 1 --restart 1", "wait"), ("-n 1 -c 1 -s 1 --restart 1", "shrink")]
+)
+def test_who_is_started_again_and_loads_the_latest_file_changes_no_rule(tmp_path, options, on_client_loss):
+    settings = {"on_client_loss": on_client_loss, "heartbeat_timeout_s": 2, "heartbeat_s": 0.2, "timeout_s": 60}
+    done = run_job(options, PROGRAMS / "loads_latest.py", tmp_path, settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as trained") == int(options.split()[1]), done.stdout + done.stderr
+
+
 def test_a_chunk_without_an_update_is_saved_with_those_that_have_one():
     """Its client was lost in the middle of the first push."""
     half = np.array([1.5, -2.0], "f4").view("u4").__rshift__(16).astype("u2")  # bfloat16, exactly
