@@ -78,8 +78,15 @@ def _text(thing: Any) -> str:
     """The docstring, with argument sections as code so that their layout survives."""
     lines = (inspect.getdoc(thing) or "").splitlines()
     out: list[str] = []
+    in_code = False
     for line in lines:
-        if line.strip() in ("Args:", "Raises:", "Returns:", "Attributes:", "Source:"):
+        in_code = in_code and (not line or line.startswith("    "))
+        if line == "::":  # what is indented behind it is code, which Markdown knows by that alone
+            in_code = True
+            out.pop()
+        elif in_code:
+            out.append(line)
+        elif line.strip() in ("Args:", "Raises:", "Returns:", "Attributes:", "Source:"):
             out += ["", f"*{line.strip()}*", ""]
         elif line.startswith("    ") and not line.startswith("     "):
             name, colon, rest = line.strip().partition(": ")

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_generated_pages_are_current():
     command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_code_in_docstrings_is_code_on_the_page():
+    page = (ROOT / "docs" / "api.md").read_text()
+    found = re.findall(r"(?:^    .*\n(?:\n(?=    ))*)+", page, re.MULTILINE)
+    assert len(found) >= 5
+    for text in found:
+        ast.parse(textwrap.dedent(text))
+    assert "\n::\n" not in page
 
 
 def test_links_lead_to_files():
