@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -388,6 +388,14 @@ class ReplicatedStore(Repeating, KVStore):
             replica.master = None
 
         self._engine.push(run, reads=call.done, writes=[state.value], lane="reduce", name=label, no_skip=True).wait()
+
+    def _between_calls(
+        self, op: str, states: Sequence[KeyState], run: Callable[[], None], *, changes: bool = False
+    ) -> None:
+        values = [state.value for state in states]
+        # Only read where that is enough: a file that cannot be written then leaves no value in doubt.
+        reads, writes = ([], values) if changes else (values, [])
+        self._engine.push(run, reads, writes, lane="inline", name=op).wait()
 
     def _dump(self, state: KeyState, deadline: Deadline) -> SavedKey:
         replica = self._replicas[state.key]

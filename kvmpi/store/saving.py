@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmpi import arrays
@@ -116,15 +117,17 @@ class Saving(Meeting):
         with self._meeting("save") as call:
             name = self._enter_settled(call, lambda: _file(path), details=lambda name: [name, with_values])
 
-        def write(call: Invocation) -> None:
-            if not self._is_first:
-                return
-            states = sorted(self._keys.values(), key=lambda state: state.index)
+        def write(states: list[KeyState], call: Invocation) -> None:
             saved = [self._dump(state, call.deadline) for state in states]
             checkpoint.write(name, self._type, self._clock, self._rule, saved, with_values=with_values)
 
+        def run(call: Invocation) -> None:
+            if self._is_first:
+                states = sorted(self._keys.values(), key=lambda state: state.index)
+                self._between_calls("save", states, partial(write, states, call))
+
         # When save returns, the file is there for the workers of every client.
-        self._by_one("save", lambda call: self._together("save", lambda: write(call)))
+        self._by_one("save", lambda call: self._together("save", lambda: run(call)))
 
     def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
@@ -151,7 +154,9 @@ class Saving(Meeting):
                 self._rule, self._num_rules = found.rule, self._num_rules + 1
             else:
                 store.set_optimizer(found.rule)
-        self._together("load", lambda: self._restore(found.keys, with_values, deadline))
+        states = [self._keys[saved.key] for saved in found.keys]
+        restore = partial(self._restore, found.keys, with_values, deadline)
+        self._together("load", lambda: self._between_calls("load", states, restore, changes=True))
         store._set_clock(found.clock)
 
     def _check_fits(self, saved: checkpoint.SavedKey, path: Any) -> None:
@@ -166,6 +171,12 @@ class Saving(Meeting):
     @abstractmethod
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         """Put worker 0's ``vector`` in the place of a value."""
+
+    def _between_calls(
+        self, op: str, states: Sequence[KeyState], run: Callable[[], None], *, changes: bool = False
+    ) -> None:
+        """``run()``, which looks at these values, or ``changes`` them, while no call of another thread changes them."""
+        run()
 
     @abstractmethod
     def _dump(self, state: KeyState, deadline: Deadline) -> checkpoint.SavedKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from kvmpi.store.replicated import ReplicatedStore
 RunRanks = Callable[..., list[Any]]
 
 TIMEOUT_S = 20.0
+#: Elements of which an update takes some time.
+COUNT = 1_000_000
 #: How long a thread is slow, if no other overtakes it.
 SLOW_S = 0.3
 
@@ -93,6 +96,37 @@ def test_sums_are_in_the_order_of_the_agreements_whatever_thread_is_slow(run_ran
         kv.close()
 
     run_ranks(2, rank_main)
+
+
+def test_what_one_thread_saves_or_loads_while_another_pushes_is_of_one_moment(tmp_path: Path) -> None:
+    """All elements of the value are equal at any moment, and so are those of its momentum."""
+    path = tmp_path / "saved"
+    with kvmpi.create("local") as kv, kvmpi.create("local") as other:
+        kv.init("w", np.zeros(COUNT, "f4"))
+        kv.set_optimizer(optim.SGD(lr=1.0, momentum=0.5))
+        gradient, out, pushed, over = np.ones(COUNT, "f4"), np.empty(COUNT, "f4"), threading.Event(), threading.Event()
+
+        def push() -> None:
+            while not over.is_set():
+                kv.push("w", gradient)
+                pushed.set()
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        try:
+            assert pushed.wait(TIMEOUT_S)
+            for _ in range(5):
+                kv.save(path)
+                other.load(path)
+                other.pushpull("w", gradient, out)
+                assert out.min() == out.max()
+            for _ in range(5):
+                kv.load(path)
+                kv.pull("w", out)
+                assert out.min() == out.max()
+        finally:
+            over.set()
+            thread.join(TIMEOUT_S)
 
 
 def test_a_child_forked_while_a_thread_makes_a_call_is_told_so_at_once() -> None:
