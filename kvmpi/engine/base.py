@@ -95,7 +95,9 @@ class Engine(ABC):
 
     @abstractmethod
     def wait_all(self, timeout_s: float | None = None) -> None:
-        """Return when no operation is pending; raise the first undelivered failure and count all as delivered.
+        """Return when all that has been pushed is done; raise the first undelivered failure and count all as delivered.
+
+        What other threads push meanwhile is not waited for.
 
         Raises:
             KVTimeoutError: operations, which the message names, are pending after ``timeout_s`` seconds.

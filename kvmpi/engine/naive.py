@@ -96,7 +96,9 @@ class NaiveEngine(Engine):
     def close(self, timeout_s: float | None = None) -> None:
         if self._closed:
             return
-        self._wait_idle("close", timeout_s)
+        deadline = Deadline(timeout_s)
+        while self._wait_idle("close", deadline.remaining_s()) == [] and self._active:
+            pass  # pushed by someone meanwhile
         with self._changed:
             if self._closed:
                 return
@@ -111,15 +113,16 @@ class NaiveEngine(Engine):
             raise error
 
     def _wait_idle(self, what: str, timeout_s: float | None) -> list[Operation]:
-        """Wait until nothing runs; returns what still does when time is up."""
+        """Wait until nothing runs of what does by now; returns what still does when time is up."""
         me = threading.get_ident()
         deadline = Deadline(timeout_s)
         with self._changed:
             if any(thread == me for thread, _ in self._active):
                 raise KVError(f"{what} inside an operation: waits for itself")
-            while self._active and deadline.remaining_s() > 0:
+            before = [op for _, op in self._active]
+            while (left := [op for op in before if not op._done]) and deadline.remaining_s() > 0:
                 self._changed.wait(lock_timeout(deadline.remaining_s()))
-            return [op for _, op in self._active]
+            return left
 
 
 def _conflict(running: Operation, op: Operation) -> bool:

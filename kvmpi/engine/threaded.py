@@ -51,7 +51,8 @@ class ThreadedEngine(Engine):
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads)
         self._pending: set[Operation] = set()
-        self._drained: list[threading.Lock] = []  # gates to open when nothing is pending
+        #: Gates to open when none of these operations is pending any more.
+        self._drained: list[tuple[threading.Lock, set[Operation]]] = []
         self._threads: list[threading.Thread] = []
         #: .backlog: inline operations that this thread is going to run; .loan: of the lane that it has borrowed.
         self._local = threading.local()
@@ -93,6 +94,9 @@ class ThreadedEngine(Engine):
             self._check_open(f"push of {name!r}")
             op.seq = next(sequence)
             self._pending.add(op)
+            if self._drained and self._is_inside:
+                for _, left in self._drained:  # who waits for an operation waits for what it pushes
+                    left.add(op)
             for var in op.reads:
                 if not var.request_read(op):
                     op.num_waits += 1
@@ -239,9 +243,12 @@ class ThreadedEngine(Engine):
                 following = lane.take()
             self._pending.discard(op)
             gates, callbacks = op._mark_done(failure)
-            if self._drained and not self._pending:
-                wake.extend(gate.release for gate in self._drained)
-                self._drained = []
+            if self._drained:
+                for gate, left in self._drained:
+                    left.discard(op)
+                    if not left:
+                        wake.append(gate.release)
+                self._drained = [waiting for waiting in self._drained if waiting[1]]
         for call in wake:
             call()
         for gate in gates or ():
@@ -357,28 +364,34 @@ class ThreadedEngine(Engine):
 
     # -- waiting and closing -------------------------------------------------------------------------------------
 
-    def _refuse_own_threads(self, what: str) -> None:
+    @property
+    def _is_inside(self) -> bool:
+        """Whether an operation of a lane with threads runs in this thread."""
         loan = self._loan
-        if threading.current_thread() in self._threads or (loan is not None and loan.runs):
+        return threading.current_thread() in self._threads or (loan is not None and loan.runs)
+
+    def _refuse_own_threads(self, what: str) -> None:
+        if self._is_inside:
             raise KVError(f"{what} inside an operation, on thread {threading.current_thread().name}: waits for itself")
 
     def _wait_drained(self, timeout_s: float | None) -> bool:
-        """Wait for a moment without pending operations; ``False`` if time ran out."""
+        """Wait until what has been pushed by now is done; ``False`` if time ran out."""
         self._end_loan(self._loan)
         gate = threading.Lock()
         gate.acquire()
         with self._lock:
             if not self._pending:
                 return True
-            self._drained.append(gate)
+            waiting = gate, set(self._pending)
+            self._drained.append(waiting)
         opened = False
         try:
             opened = acquire_within(gate, timeout_s)
         finally:
             if not opened:
                 with self._lock:
-                    if gate in self._drained:
-                        self._drained.remove(gate)
+                    if waiting in self._drained:
+                        self._drained.remove(waiting)
                     else:
                         opened = True  # just now
         return opened
@@ -413,7 +426,7 @@ class ThreadedEngine(Engine):
                 gate.release()
             if fns:
                 callbacks.append((op, fns))
-        for gate in self._drained:
+        for gate, _ in self._drained:
             gate.release()
         self._pending.clear()
         self._drained.clear()

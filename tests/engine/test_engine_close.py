@@ -153,6 +153,33 @@ def test_naive_returned_work_frees_the_ordered_lane_for_other_threads(new_engine
     pusher.join(TIMEOUT_S)
 
 
+def test_wait_all_waits_for_what_was_pushed_before_and_for_nothing_later(engine: Engine) -> None:
+    """Else a thread that always has something under way would let another wait for ever."""
+    promises = [Work("first"), Work("second")]
+
+    def push(promise: Work) -> None:
+        begun = threading.Event()
+
+        def run() -> Work:
+            begun.set()
+            return promise
+
+        threading.Thread(target=engine.push, args=(run,), daemon=True).start()
+        assert begun.wait(TIMEOUT_S)
+
+    push(promises[0])
+    waiting = threading.Thread(target=engine.wait_all, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    push(promises[1])
+    promises[0].finish()
+    waiting.join(TIMEOUT_S)
+    is_late = waiting.is_alive()
+    promises[1].finish()
+    assert not is_late
+
+
 def test_wait_all_and_close_inside_an_operation_are_refused(engine: Engine) -> None:
     for what in (engine.wait_all, engine.close):
         with pytest.raises(KVError, match="inside an operation"):
