@@ -389,12 +389,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
     def wait_all(self) -> None:
         """Return when everything that this worker started is done; raise the first error that nobody has seen."""
+        call = self._call("wait_all")
         self._check_open()
-        start_s = time.perf_counter()
         try:
-            self._settle(Deadline(self._config.timeout_s))
+            self._settle(call.deadline)
         finally:
-            self._recorder.blocked(time.perf_counter() - start_s)
+            self._recorder.blocked(time.perf_counter() - call.started_s)
 
     def clock(self) -> int:
         """One iteration is done; returns how many that makes."""

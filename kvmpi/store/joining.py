@@ -62,7 +62,7 @@ class Joining(StoreCore):
         self._check_open()
         if self._all_joined:
             return
-        self._settle(Deadline(self._config.timeout_s))
+        self._settle(self._call(JOIN).deadline)
         self._joined = True
         if self.mpi_size > 1:
             if self._follower is None:

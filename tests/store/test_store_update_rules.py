@@ -113,6 +113,15 @@ def test_an_error_in_an_updater_surfaces_and_the_store_goes_on():
         np.testing.assert_array_equal(pulled(kv, "w", np.empty(2, "f4")), [2, 2])
 
 
+@pytest.mark.parametrize("name", ["wait_all", "join", "barrier", "close"])
+def test_an_updater_that_waits_for_the_store_is_told_that_it_would_wait_for_itself(name):
+    with kvmpi.create("local", timeout_s=1.0) as kv:
+        kv.init("w", np.ones(2, "f4"))
+        kv.set_updater(lambda key, pushed, stored: getattr(kv, name)())
+        with pytest.raises(errors.KVError, match=f"{name} inside the updater of key 'w': it would wait for itself"):
+            kv.push("w", np.ones(2, "f4"))
+
+
 def test_assigned_values_are_what_the_optimizer_goes_on_from(store):
     """With the momentum that it has; of half types also the master copy is of the new value."""
     store.set_optimizer(optim.SGD(lr=1.0, momentum=0.5, multi_precision=True))
