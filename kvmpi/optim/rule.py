@@ -302,8 +302,11 @@ def _plain(rule: Rule, name: str) -> float | bool | list[float]:
     value = getattr(rule, name)
     if isinstance(value, bool):
         return value
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if isinstance(value, list | tuple) and all(isinstance(v, numbers.Real) for v in value):
-        return [float(v) for v in value]
+    try:
+        if isinstance(value, numbers.Real):
+            return float(value)
+        if isinstance(value, list | tuple) and all(isinstance(v, numbers.Real) for v in value):
+            return [float(v) for v in value]
+    except OverflowError:  # a whole number, or a fraction, that no float can hold
+        pass
     raise ConfigError(f"{type(rule).__name__}.{name} is {value!r}: expected a number, a bool or a list of numbers")

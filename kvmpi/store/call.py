@@ -396,7 +396,11 @@ def check_writable(parts: Iterable[Part], op: str, rank: int) -> None:
 def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:
     """``call.scale``; raise unless sums of all ``parts`` can be multiplied by it."""
     scale = call.scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+    try:
+        is_finite = not isinstance(scale, bool) and isinstance(scale, numbers.Real) and math.isfinite(scale)
+    except OverflowError:  # a whole number, or a fraction, that no float can hold
+        is_finite = False
+    if not is_finite:
         raise ConfigError(f"{call.op}: scale={scale!r}; expected a finite number")
     for part in parts:
         host.check_scalable(part.state.dtype, scale, f"{call.op} of key {part.state.key!r}: ")

@@ -35,7 +35,7 @@ def test_a_scale_that_cannot_be_is_an_error_on_all_and_nothing_is_lost(run_ranks
         value, out = np.arange(5.0) + comm.rank, np.full(5, 7.0)
         with pytest.raises(ConfigError, match=r"scale=0\.5 on MPI rank 0, .*scale=0\.25 on MPI rank 1"):
             kv.allreduce("f", value, out, scale=0.5 / (1 + comm.rank))
-        for scale in (float("inf"), float("nan"), "2"):
+        for scale in (float("inf"), float("nan"), "2", 10**400):
             with pytest.raises(ConfigError, match=f"scale={scale!r}; expected a finite number"):
                 kv.allreduce("f", value, out, scale=scale if comm.rank else 0.5)
         with pytest.raises(DTypeMismatchError, match=r"key 'i': a vector of int32 cannot be scaled by 0\.5"):
