@@ -164,6 +164,10 @@ def _check_torch(tensor: Any) -> None:
         raise UnsupportedError(f"torch layout {tensor.layout} is not carried; call to_dense() first")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise UnsupportedError(f"torch device {tensor.device} is not carried; use cpu or cuda")
+    if not tensor.data_ptr() and tensor.numel():  # NumPy would make memory for it, and call that the tensor's
+        raise UnsupportedError(
+            "a torch tensor whose memory has been freed is not carried, as FSDP frees that of parameters between layers"
+        )
 
 
 def read(array: Any) -> Vector:

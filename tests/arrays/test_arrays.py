@@ -255,6 +255,16 @@ def test_tensors_without_plain_memory_are_refused_before_anything_is_sent(tensor
             refuse(tensor)
 
 
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    """As FSDP frees that of parameters between the steps of their layers. NumPy would make new memory in its place."""
+    for refuse in (arrays.dtype_of, arrays.check_writable, arrays.read):
+        tensor = torch.zeros(3)
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(UnsupportedError, match="memory has been freed"):
+            refuse(tensor)
+    assert arrays.dtype_of(torch.zeros(0, 3)) == "float32"
+
+
 def test_is_array() -> None:
     assert arrays.is_array(np.zeros(2))
     assert arrays.is_array(np.zeros(2, bool)), "an array, if not one that can be sent"
