@@ -470,7 +470,10 @@ def integers(array: Any) -> npt.NDArray[np.int64]:
         DTypeMismatchError: they are not integers, or int64 has no such number.
     """
     if isinstance(array, list | tuple):
-        array = np.array(array, np.int64 if not len(array) else None)
+        try:
+            array = np.array(array, np.int64 if not len(array) else None)
+        except ValueError:
+            raise DTypeMismatchError("expected integers, got lists of different lengths") from None
     library = _library(array)
     found = array if library == "numpy" else array.detach().cpu().numpy() if library == "torch" else array.get()
     if found.dtype.kind not in "iu":

@@ -129,7 +129,7 @@ def wanted(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Any, 
 def _wanted_of(key: Any, out: Any, row_ids: Any) -> list[tuple[Any, Any]]:
     if not isinstance(out, list | tuple):
         return [(out, row_ids)]
-    ids = [row_ids] * len(out) if arrays.is_array(row_ids) else row_ids
+    ids = row_ids if isinstance(row_ids, list | tuple) else [row_ids] * len(out)
     if not out or len(ids) != len(out):
         raise ConfigError(f"row_sparse_pull of key {key!r}: {len(out)} arrays, {len(ids)} arrays of row ids")
     return list(zip(out, ids, strict=True))

@@ -58,6 +58,11 @@ MISTAKES = {
     "out of floats": (lambda kv: kv.row_sparse_pull("w", ROW.astype("f8"), [1]), errors.DTypeMismatchError, "float64"),
     "unknown key": (lambda kv: kv.row_sparse_pull("x", ROW.copy(), [1]), errors.KeyNotInitializedError, "'x'"),
     "ids of no key": (lambda kv: kv.row_sparse_pull(["w"], [ROW.copy()], [1]), errors.DTypeMismatchError, "int"),
+    "no ids": (lambda kv: kv.row_sparse_pull("w", [ROW.copy()], None), errors.DTypeMismatchError, "NoneType"),
+    "ids in lists of different lengths": (
+        lambda kv: kv.row_sparse_pull("w", np.ones((2, 3), "f4"), [[1, 2], [3]]), errors.DTypeMismatchError,
+        "row ids: expected integers, got lists of different lengths",
+    ),
     "lists": (lambda kv: kv.row_sparse_pull(["w"], [ROW.copy()], []), errors.ConfigError, "1 keys need"),
     "both kinds": (lambda kv: kv.push("w", [(np.array([1]), ROW), WHOLE]), errors.ConfigError, "one kind"),
     "both in two keys": (
