@@ -38,6 +38,7 @@ class Engine(ABC):
     def __init__(self, num_threads: int) -> None:
         self._lock = threading.Lock()  # guards all state of the engine, its lanes, variables and operations
         self._closed = False
+        self._broken_by = ""  # a signal, as the exception that it was
         self._undelivered: list[Failure] = []  # and some delivered ones
         self._prune_at = 64
         self._lanes: dict[str, Lane] = {"inline": Lane("inline")}
@@ -184,7 +185,11 @@ class Engine(ABC):
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise KVError(f"{what} on an engine that is closed")
+            why = (
+                f": a {self._broken_by} came while a call was being made, of which nobody knows how far it is; close "
+                "this store and create another"
+            )
+            raise KVError(f"{what} on an engine that is closed{why if self._broken_by else ''}")
 
     def _record(self, op: Operation, failure: Failure) -> None:
         """Under the lock: ``op`` has failed; poison what it writes and remember what nobody has seen."""

@@ -84,6 +84,7 @@ class ThreadedEngine(Engine):
         with self._lock:
             if self._closed:
                 return
+            self._broken_by = type(error).__name__
             tell = self._stop(error)
         tell()
 

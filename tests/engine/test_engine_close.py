@@ -186,6 +186,22 @@ def test_wait_all_and_close_inside_an_operation_are_refused(engine: Engine) -> N
             engine.push(what, lane="reduce").wait(TIMEOUT_S)
 
 
+def test_an_engine_that_a_signal_has_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came between two of the engine's own steps, which are not known to be whole."""
+    engine = create_engine()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_push", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.push(int)
+    with pytest.raises(KVError, match=r"'next' on an engine that is closed: a KeyboardInterrupt .* create another"):
+        engine.push(int, name="next")
+    engine.close(TIMEOUT_S)
+
+
 def test_close_logs_what_nobody_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     engine = create_engine()
     engine.push(lambda: 1 // 0)
