@@ -153,6 +153,8 @@ def _complete(args: argparse.Namespace) -> None:
     args.rings = args.rings or 0
     check_common(args)
     args.chunk_bytes = sizes.parse_bytes(args.chunk) if args.chunk else 0
+    if args.chunk_bytes >= 1 << 62:
+        raise ValueError(f"--chunk {args.chunk}: expected less than 2^62 bytes")
     if args.preset and (args.dense or args.large):
         raise ValueError("--dense and --large are about sizes; a preset has its own")
     if args.sizes is not None:

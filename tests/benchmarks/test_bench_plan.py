@@ -132,6 +132,7 @@ def test_auto_alone_brings_what_it_can_choose_from():
         ("allreduce", "--ranks 2,x", "-n 2,x"),
         ("allreduce", "--vectors 9", "--vectors 9: expected 1 to 8"),
         ("allreduce", "--rings 0", "--rings 0: expected 1 to 8"),
+        ("allreduce", "--chunk 99999999999G", "--chunk 99999999999G: expected less than 2^62 bytes"),
         ("allreduce", "--seconds 0", "a positive number of seconds"),
         ("allreduce", "--preset resnet50 --large", "a preset has its own"),
         ("allreduce", "--preset resnet50 --sizes 4", "not allowed with"),
