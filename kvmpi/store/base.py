@@ -37,7 +37,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     one per device; what is pushed is summed over devices and workers, never averaged. Methods that take ``async_op``
     return a ``Work`` then; the arrays belong to the store until its ``wait`` returns. A handler of signals, which may
     come in the middle of a call, makes none: it sets a flag for the loop. Threads may call at once, and each call
-    counts as a whole; where several workers are a client, their calls have to come in one order all the same.
+    counts as a whole (without servers, in a client of one worker, each of its keys for itself); where several workers
+    are a client, their calls have to come in one order all the same.
     """
 
     _capabilities: dict[str, bool] = {  # noqa: RUF012 - read only
