@@ -51,21 +51,33 @@ def _run() -> None:
         else:
             _run_file(sys.argv[0])
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and not code & 0xFF:  # as ``os.system`` returns them; the system would make 0 of it
-            error.code = code = 1
-        if code:
+        if status := _status_of(error):
             sys.last_value = error  # exit handlers look there, to see how the program ended
-        _failed(code & 0xFF)
+        _failed(status)
         raise
     except BaseException as error:
         # Flushed before the report: the launcher shows the last lines of whom it holds responsible.
         error.__traceback__ = _users_part(error.__traceback__)
         sys.last_value = error  # as the interpreter does
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        _failed(130 if isinstance(error, KeyboardInterrupt) else 1)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+            with contextlib.suppress(Exception):  # it may be closed, or be an object of the program's
+                sys.stderr.flush()
+        except SystemExit as end:  # of a hook of the program's
+            status = _status_of(end)
+            raise
+        finally:  # whatever that hook does, the others must not wait
+            _failed(status)
+        sys.exit(status)
+
+
+def _status_of(error: SystemExit) -> int:
+    """What the process ends with."""
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    if code and not code & 0xFF:  # as ``os.system`` returns them; the system would make 0 of it
+        error.code = code = 1
+    return code & 0xFF
 
 
 def _run_file(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import traceback
@@ -226,8 +227,9 @@ def _close_at_exit() -> None:
     end_reports()
     if any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # it may be closed, or its disk full
+                stream.flush()
         timeline.flush()
         from kvmpi.collectives import mpi_comm
 

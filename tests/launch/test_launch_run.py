@@ -278,6 +278,35 @@ if os.environ["KVMPI_CLIENT_RANK"] == "0":
 
 
 @needs_mpi
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [
+        ("sys.stderr.close()", 1),
+        ("sys.stderr = None", 1),
+        ("class Tee:\n        def write(self, text): pass\n    sys.stderr = Tee()", 1),  # cannot be flushed
+        ("sys.excepthook = lambda *_: 1 / 0", 1),
+        ("sys.excepthook = lambda *_: sys.exit(4)", 4),
+    ],
+)
+def test_a_rank_that_cannot_show_its_error_ends_its_peers_too(launch, write, before, status):
+    program = write(
+        "fail.py",
+        f"""
+import sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    {before}
+    raise ValueError("boo")
+MPI.COMM_WORLD.Barrier()
+""",
+    )
+    job = launch("-n", "2", program)
+    assert job.finish() == status, job.stderr
+    assert "kvmpi run: worker 1 (client 0) " in job.stderr
+    assert not job.environs()
+
+
+@needs_mpi
 def test_every_client_has_a_world_of_its_own(launch, write):
     program = write(
         "world.py",

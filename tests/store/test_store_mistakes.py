@@ -101,6 +101,16 @@ def test_ctrl_c_in_a_sum_is_heard_at_once_and_ends_the_store(tmp_path):
     assert done.returncode == 1  # as of every store that has lost a worker
 
 
+@pytest.mark.parametrize("before", ["sys.stdout.close()", "sys.stdout = open('/dev/full', 'w'); print('lost')"])
+def test_an_error_where_nothing_can_be_printed_ends_the_client(before):
+    """Others do not wait for it. It is the store that sees to that where the launcher does not run the program."""
+    text = f"import sys, kvmpi\nkv = kvmpi.create('mpi')\nif kv.rank == 1:\n    {before}\n    raise ValueError('boo')\n"
+    done = run_job("-n 2", Path("python"), "-c", text + "kv.barrier()", settings={"timeout_s": 20})
+    assert done.returncode == 1
+    assert "ValueError: boo" in done.stderr
+    assert "KVTimeoutError" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "program", "status", "text"),
     [
