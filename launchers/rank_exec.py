@@ -197,6 +197,8 @@ def main(argv: list[str]) -> None:
     if child == 0:
         os.setpgid(0, 0)  # a signal to mpirun's group reaches the program once, through us
         die_with_parent(parent)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
+            signal.signal(number, signal.SIG_DFL)
         # PRRTE never says that its own input has ended: who reads, as a debugger does, would wait for ever.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for target, fd in outputs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import textwrap
@@ -304,6 +305,16 @@ MPI.COMM_WORLD.Barrier()
     assert job.finish() == status, job.stderr
     assert "kvmpi run: worker 1 (client 0) " in job.stderr
     assert not job.environs()
+
+
+@needs_mpi
+@pytest.mark.parametrize("clients", ["1", "2"])
+def test_a_pipe_that_nobody_reads_ends_a_program_as_in_a_shell(launch, clients):
+    """Python ignores that signal, and hands this on to what it executes."""
+    job = launch("-n", "2", "-c", clients, "--", "sh", "-c", "kill -PIPE $$; echo alive; sleep 1000")
+    assert job.finish() == 128 + signal.SIGPIPE, job.stdout
+    assert "alive" not in job.stdout
+    assert "was killed by SIGPIPE" in job.stderr
 
 
 @needs_mpi
