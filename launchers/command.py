@@ -162,8 +162,14 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)
-    if environ.get(env_name("job_id")):  # a worker of another job has called this
-        environ = {name: value for name, value in environ.items() if name not in jobs.FILES_AND_PORTS}
+    if outer := environ.get(env_name("job_id")):  # a worker of another job has called this
+        # Of its MPI's settings those that name the folders of that job were not the user's.
+        environ = {
+            name: value
+            for name, value in environ.items()
+            if name not in jobs.FILES_AND_PORTS
+            and not (name.startswith(("OMPI_MCA_", "PRTE_MCA_")) and f"/kvmpi-{outer}" in value)
+        }
     if "HOME" not in environ:  # without which Open MPI does not begin
         try:
             environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir

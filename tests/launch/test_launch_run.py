@@ -56,6 +56,26 @@ def test_clients_share_memory_in_folders_of_their_own(launch, write, tmp_path):
     assert not os.path.exists(os.path.dirname(found[0][0]))
 
 
+@pytest.mark.skipif(MPI is None or MPI.kind != "openmpi", reason="no Open MPI here")
+def test_a_job_within_a_job_has_folders_of_its_own(launch, write, tmp_path):
+    """What Open MPI was told for the outer one stands in the environment of its ranks."""
+    write("inner.py", "import json, os; json.dump(dict(os.environ), open(f'{os.environ[\"KVMPI_RANK\"]}.json', 'w'))")
+    program = """
+        import os, subprocess, sys
+        if os.environ["KVMPI_RANK"] == "1":
+            subprocess.run([sys.executable, "-m", "kvmpi", "run", "-n", "2", "inner.py"], check=True)
+    """
+    job = launch("-n", "2", write("outer.py", textwrap.dedent(program)), env={"OMPI_MCA_a_user": "/tmp/of-the-user"})
+    assert job.finish() == 0, job.stderr
+    for rank in range(2):
+        env = json.loads((tmp_path / f"{rank}.json").read_text())
+        folders = {name: value for name, value in env.items() if name.startswith(("OMPI_MCA_", "PRTE_MCA_"))}
+        own = [value for value in folders.values() if f"kvmpi-{env['KVMPI_JOB_ID']}" in value]
+        assert len(own) >= 2
+        assert [value for value in folders.values() if "/kvmpi-" in value] == own
+        assert folders["OMPI_MCA_a_user"] == "/tmp/of-the-user"
+
+
 @needs_mpi
 def test_words_of_the_program_arrive_as_they_are(launch, write, tmp_path):
     """Also what mpirun would take for the end of its own."""
