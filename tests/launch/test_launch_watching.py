@@ -29,6 +29,10 @@ from kvmpi.benchmarks import browser
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import summary, top
 from kvmpi.launchers.job import CARD
+from kvmpi.ps.statistics import Statistics
+from kvmpi.trace import dashboard
+from kvmpi.trace.board import Board
+from kvmpi.wire import messages
 
 PROGRAM = Path(__file__).parent / "programs" / "reporting.py"
 
@@ -266,6 +270,28 @@ def test_the_page_in_a_browser_on_a_desk_and_on_a_phone(job: Watched) -> None:
             "performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length"
         )
         assert errors == 0
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium here to look at the page with")
+def test_the_page_shows_what_is_constant_but_for_rounding() -> None:
+    """The mean of three times 0.1 is the next number above 0.1: no axis has room for ticks in between."""
+    statistics = Statistics(num_workers=3)
+    for rank in range(3):
+        curves = {"rate": [(step, 0.1) for step in (1, 2, 3)]}
+        statistics.hear(messages.Report("worker", rank, 0, 1, 1, "host", {"steps": 3.0}, curves=curves), 0.0)
+    board = Board(statistics.snapshot)
+    assert board.renew(1.0)["curves"]["rate"]["mean"][-1][1] == 0.1 + 2.0**-56
+    url, close = dashboard.serve(board, "127.0.0.1", 0)
+    try:
+        with browser.Browser() as page:
+            page.open(url)
+            page.wait_for("document.body?.dataset.ready")
+            texts = "[...document.querySelectorAll('[data-title=rate] svg text')].map(t => t.textContent)"
+            marks = [float(text) for text in page.ask(texts)]
+            assert {0.1, 1.0, 2.0, 3.0} <= set(marks)
+            assert len(marks) == len(set(marks)), marks
+    finally:
+        close()
 
 
 def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:

@@ -59,7 +59,9 @@ function ticks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  // Each from its number: a sum of steps may stay where it is.
+  const last = Math.floor(high / step + 1e-9);
+  for (let n = Math.ceil(low / step - 1e-9); n <= last && found.length <= 2 * most; n += 1) found.push(n * step);
   return found;
 }
 
@@ -113,7 +115,9 @@ function plot(figure, title, lines, format, across, before) {
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   if (low >= 0 && low < 0.5 * high) low = 0;
   if (right === left) right = left + 1;
-  if (high === low) { high += Math.abs(high) / 10 || 1; low -= low ? Math.abs(low) / 10 : 0; }
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  // What is constant is so but for rounding: the mean of three times 0.1 is another number.
+  if (high - low <= 1e-12 * size) { high += size / 10 || 1; low -= size / 10; }
   const marks = ticks(low, high, 4);
   const [x0, x1] = [12 + 6.3 * Math.max(...marks.map((at) => format(at).length)), width - 14];
   const [y0, y1] = [height - 22, 10];
