@@ -80,11 +80,17 @@ def find_jobs(folders: Sequence[Path]) -> list[Picture]:
             if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
                 continue  # somebody else's, whatever it says
             card = json.loads(path.read_text())
+            card["program"] = list(map(_as_text, card["program"]))
             os.kill(int(card["pid"]), 0)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # gone, or about to go
         found.append({**card, "folder": path.parent})
     return sorted(found, key=lambda card: -float(card["started_s"]))
+
+
+def _as_text(word: str) -> str:
+    """Names of files need not be text, and what is printed has to be."""
+    return word.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def choose(cards: Sequence[Picture], wanted: str, command: str = "top") -> Picture:

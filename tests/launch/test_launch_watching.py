@@ -338,10 +338,11 @@ def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "kvmpi-bad3").mkdir(mode=0o700)
     (tmp_path / "kvmpi-bad3" / CARD).write_text("{")
     assert top.choose(top.find_jobs([tmp_path]), "")["job"] == "aa11"
-    card("aa22")
+    card("aa22", program=["tr\udcffin.py"])
     cards = top.find_jobs([tmp_path])
     assert [found["job"] for found in cards] == ["aa22", "aa11"]
     assert top.choose(cards, "aa1")["job"] == "aa11"
+    assert cards[0]["program"] == ["tr\ufffdin.py"], "a name that is no text is shown all the same"
     for wanted, told in (("", "several jobs"), ("aa", "several jobs"), ("zz", "no job 'zz'")):
         with pytest.raises(ConfigError, match=told):
             top.choose(cards, wanted)
