@@ -77,6 +77,8 @@ def resolve(words: Sequence[str], python: str = sys.executable) -> Program:
         return _script(name, args, python)
     found = shutil.which(name)
     if found is None:
+        if os.path.isfile(name) and os.access(name, os.X_OK):
+            raise ProgramNotFoundError(f"program {name!r} is in this directory, and PATH is not; call it ./{name}")
         if os.path.isfile(name):
             raise ProgramNotFoundError(
                 f"program {name!r} is neither executable nor a Python script; make it executable with chmod +x"

@@ -343,6 +343,9 @@ def test_snapshots_go_where_the_job_was_resumed_from_unless_told_otherwise():
     assert settings(directory="d", every=5) == {
         "KVMPI_SNAPSHOT_DIR": os.path.abspath("d"), "KVMPI_SNAPSHOT_EVERY": "5",
     }  # fmt: skip
+    monkeypatch.setenv("PATH", "/bin")
+    with pytest.raises(ProgramNotFoundError, match=r"'tool' is in this directory.*; call it \./tool"):
+        program.resolve(["tool"])
     assert settings(resume="/d") == {"KVMPI_RESUME": "/d"}
     further = {"KVMPI_RESUME": "/d", "KVMPI_SNAPSHOT_DIR": "/d", "KVMPI_SNAPSHOT_SECONDS": "2.5"}
     assert settings(resume="/d", seconds=2.5) == further
