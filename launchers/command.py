@@ -223,7 +223,6 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         sys.stdout.buffer.write(os.fsencode(described + "\n"))  # words as they are given to processes
         return 0
     _open_files(100 + 8 * (args.workers + args.servers))  # pipes and FIFOs of all that start at once
-    timeline = Timeline.of(args.timeline or environ.get("KVMPI_TIMELINE", ""))
     signals = SignalCatcher()
     try:
         output = Output(environ, args.log_dir, interrupted=lambda: bool(signals.caught))
@@ -255,6 +254,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         jobs.write_card(job_dir, job_id, words, (args.workers, args.clients, args.servers))
         started_s = time.monotonic()
         runner = Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals)
+        # As late as this: the folder that it makes is gone only with what ``make`` makes of it.
+        timeline = Timeline.of(args.timeline or environ.get("KVMPI_TIMELINE", ""))
         try:
             return runner.run()
         finally:

@@ -303,6 +303,8 @@ def plan(
         common["KVMPI_INTERFACE"] = places.network
     if timeline := timeline or base.get("KVMPI_TIMELINE", ""):
         common["KVMPI_TIMELINE"] = os.path.abspath(timeline)  # processes may be elsewhere when they begin
+    if tuning := base.get("KVMPI_TUNING"):
+        common["KVMPI_TUNING"] = os.path.abspath(tuning)
     if modules:
         common["KVMPI_IMPORTS"] = ",".join(modules)
     jsm = places.reach if places is not None and isinstance(places.reach, Jsrun) else None

@@ -14,11 +14,12 @@ class Timeline:
     """The timeline of one job, to be made of what its processes write to ``FILE.parts``.
 
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: nothing can be written there, or what is there is no file.
     """
 
     def __init__(self, path: str) -> None:
         self._path = os.path.abspath(path)
+        parts.require_file(self._path)
         folder = Path(parts.folder_of(self._path))
         try:
             folder.mkdir(exist_ok=True)
@@ -32,9 +33,6 @@ class Timeline:
                 old.unlink()
         except OSError as error:
             raise ConfigError(f"--timeline {path}: {folder} cannot be written to: {error.strerror}") from None
-        if os.path.isdir(self._path):
-            folder.rmdir()
-            raise ConfigError(f"--timeline {path}: that is a folder")
 
     @classmethod
     def of(cls, path: str) -> Timeline | None:

@@ -65,6 +65,7 @@ def merge(timeline: str, job: str = "", *, keep: bool = False) -> Merged:
             found.append((path, part))
     if not found:
         raise ConfigError(f"there are no parts of a timeline in {folder}")
+    parts.require_file(timeline)
     temporary = f"{timeline}.{os.getpid()}.tmp"
     try:
         with _create(temporary, compressed=timeline.endswith(".gz")) as file:

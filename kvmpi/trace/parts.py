@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvmpi.errors import ConfigError
+
 SPAN = struct.Struct("<qqqiiiiiIHHh2x")
 _HEAD = struct.Struct("<cI")
 NOTHING = -1
@@ -76,6 +78,15 @@ class Part:
 def folder_of(timeline: str) -> str:
     """Where the parts of a timeline lie until it is made of them."""
     return f"{timeline}.parts"
+
+
+def require_file(timeline: str) -> None:
+    """Raises:
+    ConfigError: there is something that is no file. A timeline takes the place of what is there: of /dev/null, too.
+    """
+    if os.path.exists(timeline) and not os.path.isfile(timeline):
+        what = "a folder" if os.path.isdir(timeline) else "no file, but a device or the like"
+        raise ConfigError(f"the timeline {timeline!r} cannot be written: that is {what}")
 
 
 def file_name(role: str, rank: int, pid: int, begin_ns: int) -> str:

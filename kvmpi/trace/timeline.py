@@ -203,14 +203,16 @@ def begin(config: Config, role: str = "", rank: int = NOTHING) -> None:
     Args:
         role, rank: what this process is, if no launcher has told it.
     Raises:
-        ConfigError: its folder cannot be written to.
+        ConfigError: its folder cannot be written to, or what is there is no file.
     """
     global on, _writer, _merges
     if not config.timeline or on:
         return
     role, rank = config.role or role or "worker", config.rank if config.rank >= 0 else rank
     begin_ns = now()
-    folder = parts.folder_of(os.path.abspath(config.timeline))
+    path = os.path.abspath(config.timeline)  # the program may be elsewhere when it ends
+    parts.require_file(path)
+    folder = parts.folder_of(path)
     about = {
         "role": role, "rank": rank, "pid": os.getpid(), "host": os.uname().nodename, "clock": parts.clock_name(),
         "begin_ns": begin_ns, "begin_time": time.time(), "job": config.job_id,
@@ -218,12 +220,12 @@ def begin(config: Config, role: str = "", rank: int = NOTHING) -> None:
     }  # fmt: skip
     try:
         os.makedirs(folder, exist_ok=True)
-        path = os.path.join(folder, parts.file_name(role, rank, os.getpid(), begin_ns))
-        _writer = Writer(path, about, config.timeline_spans)
+        part = os.path.join(folder, parts.file_name(role, rank, os.getpid(), begin_ns))
+        _writer = Writer(part, about, config.timeline_spans)
     except OSError as error:
         raise ConfigError(f"KVMPI_TIMELINE={config.timeline!r}: {folder} cannot be written to: {error}") from None
     # Nobody else is there to put the parts together.
-    _merges = config.timeline if not config.role and rank < 0 else ""
+    _merges = path if not config.role and rank < 0 else ""
     on = True
     atexit.register(end)
 

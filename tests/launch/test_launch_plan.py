@@ -178,6 +178,13 @@ def test_imports_are_added_to_those_of_the_user():
     assert env["KVMPI_IMPORTS"] == "mine,a.b,c"
 
 
+def test_files_are_found_from_wherever_a_program_has_gone():
+    """Workers read them when they make their stores."""
+    env = plan(1, 1, 1, {"KVMPI_TUNING": "t.json", "KVMPI_TIMELINE": "u.json"}).env
+    assert (env["KVMPI_TUNING"], env["KVMPI_TIMELINE"]) == (os.path.abspath("t.json"), os.path.abspath("u.json"))
+    assert "KVMPI_TUNING" not in plan(1, 1, 1, {"KVMPI_TUNING": ""}).visible
+
+
 def test_a_bad_setting_is_found_while_planning():
     with pytest.raises(ConfigError, match="KVMPI_TIMEOUT_S"):
         plan(1, 1, environ={"KVMPI_TIMEOUT_S": "soon"})
@@ -225,15 +232,19 @@ def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeyp
         (["-s2", "--replicas=2", "train.py"], 2, "3 servers or more are needed"),
         (["-s2", "--replicas=-1", "train.py"], 2, "--replicas -1: must not be negative"),
         (["--timeline", "no-such/t.json", "train.py"], 2, "t.json.parts cannot be written to"),
+        (["--timeline", ".", "train.py"], 2, "that is a folder"),
+        (["--timeline", "pipe", "train.py"], 2, "pipe' cannot be written: that is no file"),
+        (["--timeline", "t.json", "--log-dir", "plain.txt", "train.py"], 2, "--log-dir plain.txt: File exists"),
     ],
 )
 def test_bad_arguments(argv, status, says, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("open('started', 'w')")
     Path("plain.txt").write_text("hello")
+    os.mkfifo("pipe")
     assert command.main(argv) == status
     assert says in capfd.readouterr().err
-    assert not Path("started").exists()
+    assert sorted(os.listdir()) == ["pipe", "plain.txt", "train.py"]
 
 
 def test_an_unknown_option_is_refused(capfd):
@@ -330,8 +341,11 @@ def test_programs(tmp_path, monkeypatch):
         expected = (str(tmp_path / "tool"), "x") if by is None else (*by, "r", str(tmp_path / "tool"), "x")
         assert program.resolve(["./tool", "x"]).command(runner=("r",)) == expected
     Path("plain").write_text("")
-    with pytest.raises(ProgramNotFoundError, match=r"call it \./plain"):
+    with pytest.raises(ProgramNotFoundError, match=r"make it executable with chmod \+x and call it \./plain"):
         program.resolve(["plain"])
+    monkeypatch.setenv("PATH", "/bin")
+    with pytest.raises(ProgramNotFoundError, match=r"'tool' is in this directory.*; call it \./tool"):
+        program.resolve(["tool"])
 
 
 def test_snapshots_go_where_the_job_was_resumed_from_unless_told_otherwise():
@@ -343,9 +357,6 @@ def test_snapshots_go_where_the_job_was_resumed_from_unless_told_otherwise():
     assert settings(directory="d", every=5) == {
         "KVMPI_SNAPSHOT_DIR": os.path.abspath("d"), "KVMPI_SNAPSHOT_EVERY": "5",
     }  # fmt: skip
-    monkeypatch.setenv("PATH", "/bin")
-    with pytest.raises(ProgramNotFoundError, match=r"'tool' is in this directory.*; call it \./tool"):
-        program.resolve(["tool"])
     assert settings(resume="/d") == {"KVMPI_RESUME": "/d"}
     further = {"KVMPI_RESUME": "/d", "KVMPI_SNAPSHOT_DIR": "/d", "KVMPI_SNAPSHOT_SECONDS": "2.5"}
     assert settings(resume="/d", seconds=2.5) == further

@@ -220,12 +220,13 @@ def test_a_job_that_stands_still_says_why() -> None:
 
 def test_a_program_without_a_launcher_makes_its_own_picture(tmp_path: Path) -> None:
     program = (
-        "import numpy as np, kvmpi\n"
+        "import os, numpy as np, kvmpi\n"
         "kv = kvmpi.create('dist_async')\n"
         "kv.init(7, np.zeros(10, 'f4'))\n"
         "kv.set_optimizer(kvmpi.optim.SGD(lr=0.5))\n"
         "for _ in range(3):\n"
         "    kv.pushpull(7, np.ones(10, 'f4'))\n"  # at its end the store is closed, and then the picture made
+        "os.chdir('/')\n"  # where it began, though
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     env["KVMPI_TIMELINE"] = "t.json"

@@ -240,3 +240,17 @@ def test_parts_of_another_job_and_no_parts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written to"):
         timeline.begin(Config(timeline=str(tmp_path / "t.json" / "t")))
     assert not timeline.on
+
+
+def test_a_timeline_takes_the_place_of_files_only(tmp_path: Path) -> None:
+    write_part(tmp_path / "t.json.parts", "worker", 0, record(1, 2), ["reduce"])
+    path = tmp_path / "t.json"
+    os.mkfifo(path)  # as /dev/null, which root could replace
+    for make in (lambda: merge.merge(str(path)), lambda: timeline.begin(Config(timeline=str(path)))):
+        with pytest.raises(ConfigError, match=r"t\.json' cannot be written: that is no file"):
+            make()
+    assert path.is_fifo()
+    assert not timeline.on
+    path.unlink()
+    path.write_text("of a job before")
+    assert merge.merge(str(path)).spans == 1
