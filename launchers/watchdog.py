@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 #: How long a process may take to start a program before a scan goes on without it; a matter of microseconds, or of
 #: a time slice where the processors are busy.
 EXEC_S = 1.0
+#: How long what Python starts to clear up after a program may take for that, when all others are dead.
+TRACKER_S = 1.0
 
 
 def find_processes(job_id: str, proc: str = "/proc", marks: Iterable[str] = ()) -> list[int]:
@@ -74,20 +76,32 @@ def kill_all(job_id: str, deadline_s: float = 30.0, marks: Sequence[str] = ()) -
 
     Two scans in a row must find nothing: a process can fork behind the back of one scan.
     """
-    end = time.monotonic() + deadline_s
+    begin = time.monotonic()
     empty_scans = 0
     while True:
         pids = find_processes(job_id, marks=marks)
+        is_early = time.monotonic() < begin + TRACKER_S
         for pid in pids:
+            if is_early and _is_tracker(pid):
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
         empty_scans = 0 if pids else empty_scans + 1
-        if empty_scans == 2 or time.monotonic() > end:
+        if empty_scans == 2 or time.monotonic() > begin + deadline_s:
             return len(pids)
         if pids:
             time.sleep(0.005)
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether this is multiprocessing's, which removes shared memory and semaphores when their program is dead."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def remove(paths: Iterable[str], since_s: float) -> None:

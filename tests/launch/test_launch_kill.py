@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -268,6 +269,21 @@ def test_a_watchdog_that_was_killed_is_replaced_by_the_launcher(launch, write):
     os.kill(watchdogs[0], signal.SIGKILL)
     assert job.finish() == 0
     job.assert_nothing_left(job_dir, timeout_s=0)
+
+
+def test_what_a_program_has_in_shared_memory_goes_with_it(launch, write, tmp_path):
+    """Python has a process that removes it when the program is dead, and which is one of the job."""
+    text = """
+        import os, sys
+        from multiprocessing import shared_memory
+        memory = shared_memory.SharedMemory(create=True, size=1000)
+        open("name", "w").write(memory.name)
+        os._exit(3)
+    """
+    job = launch(write("fails.py", textwrap.dedent(text)))
+    assert job.finish() == 3
+    assert not Path("/dev/shm", (tmp_path / "name").read_text()).exists()
+    assert not job.environs()
 
 
 def test_a_job_within_a_job_ends_with_it(launch, write):
