@@ -446,7 +446,8 @@ def sparse_tensor(ids: Buffer, flat: Buffer, shape: tuple[int, ...], dtype: str)
     """A torch sparse tensor of rows ``ids`` (int64, ascending, none twice) with elements ``flat``; shares memory."""
     torch = sys.modules["torch"]
     values = wrap(flat, (ids.size, *shape[1:]), dtype, "torch")
-    found = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, shape, check_invariants=False)
+    numbers = torch.from_numpy(ids)[None]
+    found = torch.sparse_coo_tensor(numbers, values, shape, device="cpu", check_invariants=False)
     return found._coalesced_(True)
 
 

@@ -65,7 +65,7 @@ class HorovodGroup(KvmpiProcessGroup):
                 stops = np.cumsum([0, *splits]) * row_bytes
                 sends = [flat.buffer[stops[r] : stops[r + 1]] for r in range(self.size())]
                 self._collectives.exchange(sends, parts, deadline, label)
-                found.extend([output.to(tensor.device), torch.tensor(rows, dtype=torch.int32)])
+                found.extend([output.to(tensor.device), torch.tensor(rows, dtype=torch.int32, device="cpu")])
 
             return Plan([Entry(0, rest, _dtype(tensor))], run, found)
 
@@ -107,7 +107,7 @@ class HorovodGroup(KvmpiProcessGroup):
         self, rows: Sequence[int], rest: Sequence[int], like: torch.Tensor
     ) -> tuple[torch.Tensor, list[np.ndarray]]:  # type: ignore[type-arg]
         """An empty tensor of so many rows from each rank, and the bytes of each rank's part of it."""
-        output = torch.empty((sum(rows), *rest), dtype=like.dtype)
+        output = torch.empty((sum(rows), *rest), dtype=like.dtype, device="cpu")
         buffer = octets(output).buffer
         stops = np.cumsum([0, *rows]) * (math.prod(rest) * like.element_size())
         return output, [buffer[stops[r] : stops[r + 1]] for r in range(self.size())]

@@ -166,7 +166,7 @@ def _object(plain: Any, depth: int) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} is no dtype")
         if not data:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
     if kind in ("dict", "ordered"):
         pairs = [(_object(key, depth + 1), _object(value, depth + 1)) for key, value in rest]

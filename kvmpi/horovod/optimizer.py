@@ -186,7 +186,7 @@ class _Reduction:
             self.synchronize()
             if loss is None or self._alone:
                 return loss
-            value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1).cpu()
+            value = torch.as_tensor(loss, dtype=torch.float64, device="cpu").detach().reshape(1)
             handle = start_allreduce([value.clone()], True, "value of a closure", None, self._op, 1.0, 1.0, None)
             found = handle.wait()[0].reshape(())
             return found.to(loss) if isinstance(loss, torch.Tensor) else float(found)

@@ -388,7 +388,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._exchange.finish()
             if result is None:
                 return None
-            value = self._exchange.summed_value(torch.as_tensor(result, dtype=torch.float64).detach())
+            value = self._exchange.summed_value(torch.as_tensor(result, dtype=torch.float64, device="cpu").detach())
             return value.to(result) if isinstance(result, torch.Tensor) else float(value)
 
         return evaluate

@@ -95,7 +95,7 @@ class Exchange:
         self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
         # So does where they are in their loops: how many say it, and the sums of two numbers.
-        self._all_used = torch.zeros(len(self._tensors) + 3, dtype=not_compressed(kv, torch.float32))
+        self._all_used = torch.zeros(len(self._tensors) + 3, dtype=not_compressed(kv, torch.float32), device="cpu")
         self._all_used_key = next_key(kv)
         if weights is None:
             kv.init(self._all_used_key, self._all_used)
@@ -330,7 +330,7 @@ class Exchange:
             self._gone.update(bucket.arrays[i].data_ptr() for i in bucket.direct)
         if len(self._buckets) - 1 in numbers:
             place = (1.0, self._steps % _PLACES, self._zeroed % _PLACES) if self._has_backward else (0.0,) * 3
-            self._all_used.copy_(torch.tensor([*self._used, *place]))
+            self._all_used.copy_(torch.tensor([*self._used, *place], device="cpu"))
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
@@ -445,7 +445,7 @@ class Exchange:
             return value
         if self._value_key is None:
             self._value_key = next_key(self._kv)
-            self._kv.init(self._value_key, torch.zeros(1, dtype=torch.float64))
+            self._kv.init(self._value_key, torch.zeros(1, dtype=torch.float64, device="cpu"))
         found = value.reshape(1).cpu().clone()
         summing(self._kv)(self._value_key, found)
         return found.mul_(self._scale).reshape(())

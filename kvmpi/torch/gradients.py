@@ -119,7 +119,7 @@ class Bucket:
             grad = torch.zeros_like(tensor)
         array = grad if order == tuple(range(len(order))) else grad.permute(order)
         if not array.is_contiguous() or grad.requires_grad or grad.data_ptr() in taken:
-            array = torch.empty([grad.shape[d] for d in order], dtype=grad.dtype)
+            array = torch.empty([grad.shape[d] for d in order], dtype=grad.dtype, device=grad.device)
             grad = array.permute([order.index(d) for d in range(len(order))]).copy_(grad).detach()
         if has_one:
             tensor.grad = grad

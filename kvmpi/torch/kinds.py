@@ -108,7 +108,7 @@ def no_rows(like: torch.Tensor) -> torch.Tensor:
     """A sparse tensor of the shape, dtype and device of ``like``, without rows."""
     ids = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
-    return torch.sparse_coo_tensor(ids, values, like.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(ids, values, like.shape, device=like.device, check_invariants=False)
 
 
 def _has_rows(gradient: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ class Learner:
         self._timing: _Timing | None = None
         if planners is not None:
             self._key = next_key(planners)
-            planners.init(self._key, torch.zeros(count, dtype=torch.int64))
+            planners.init(self._key, torch.zeros(count, dtype=torch.int64, device="cpu"))
 
     @property
     def is_timing(self) -> bool:
@@ -128,8 +128,8 @@ class Learner:
         """What the first of those that plan alike has found; nothing if it has joined."""
         if self._planners is None:
             return order
-        told = torch.zeros(self._count, dtype=torch.int64)
+        told = torch.zeros(self._count, dtype=torch.int64, device="cpu")
         if self._planners.rank == 0:
-            told[: len(order)] = torch.tensor(order, dtype=torch.int64) + 1
+            told[: len(order)] = torch.tensor(order, dtype=torch.int64, device="cpu") + 1
         summing(self._planners)(self._key, told)
         return [number - 1 for number in told.tolist() if number]

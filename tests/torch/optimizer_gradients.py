@@ -642,6 +642,19 @@ def sums_twice(kv: kvmpi.KVStore) -> None:
     )
 
 
+def other_devices_by_default(kv: kvmpi.KVStore) -> None:
+    """A program that has called ``torch.set_default_device`` names no device; what travels is the host's."""
+    shards = [[shard(step, rank) for rank in range(kv.num_workers)] for step in range(STEPS)]
+    plain, model = mlp(0), mlp(kv.rank)
+    loops.closures(plain, sgd(plain), lambda step: shards[step])
+    with torch.device("meta"):
+        optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=150, overlap=True)
+        loops.closures(model, optimizer, lambda step: [shards[step][kv.rank]])
+    difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
+    assert difference < 1e-12, f"weights differ by {difference}"
+    optimizer.detach()
+
+
 #: Where weights of 100 bytes are large.
 DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
@@ -650,5 +663,5 @@ CHECKS = (
     order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, resumed, two_optimizers,
     sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
-    sums_twice, uneven_batches,
+    sums_twice, other_devices_by_default, uneven_batches,
 )  # fmt: skip

@@ -61,11 +61,13 @@ class Reductions(GroupBase):
                 for part in (mine.indices().t(), mine.values()):
                     texts = self._collectives.all_tell(octets(part).buffer.tobytes(), deadline, label)
                     count = len(parts[0]) if parts else sum(map(len, texts)) // (8 * mine.sparse_dim())
-                    found = torch.empty((count, *part.shape[1:]), dtype=part.dtype)
+                    found = torch.empty((count, *part.shape[1:]), dtype=part.dtype, device="cpu")
                     np.copyto(octets(found).buffer, np.frombuffer(b"".join(texts), np.uint8))
                     parts.append(found.to(tensor.device))
                 indices, values = parts
-                total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
+                total = torch.sparse_coo_tensor(
+                    indices.t(), values, tensor.shape, device=tensor.device, check_invariants=True
+                ).coalesce()
                 with torch.no_grad():
                     if op == "avg":
                         whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -87,7 +89,9 @@ class Reductions(GroupBase):
         if details == "barrier":
             return Plan([], lambda *_: None)
         op, like = details
-        return self._reduction([torch.zeros(count, dtype=getattr(torch, name)) for name, count in like], op)
+        return self._reduction(
+            [torch.zeros(count, dtype=getattr(torch, name), device="cpu") for name, count in like], op
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         return self.allreduce(tensors, opts)

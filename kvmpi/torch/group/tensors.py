@@ -136,7 +136,7 @@ def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
         # Not reshape(-1), which leaves a single element the stride that it has, as in a column of a batch of one.
         return found.as_strided((found.numel(),), (1,))
     # Pinned memory, of torch's pool, has the full rate of the bus.
-    flat = torch.empty(found.numel(), dtype=found.dtype, pin_memory=found.is_cuda)
+    flat = torch.empty(found.numel(), dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
     if reads:
         flat.view(found.shape).copy_(found)
     return flat

@@ -142,6 +142,18 @@ def moves(rank: int, size: int) -> None:
             hvd.alltoall(torch.ones(size if rank else size + 1))
 
 
+def other_devices_by_default(rank: int, size: int) -> None:
+    """A program that has called ``torch.set_default_device`` names no device; what travels is copied to the host's."""
+    mine, expected = value(rank, 4, 3).t(), rows(size, 4, 3)
+    with torch.device("meta"):  # none of these is contiguous
+        close(hvd.allreduce(mine, op=hvd.Sum), expected.sum(0).t())
+        close(hvd.broadcast(mine, size - 1), expected[-1].t())
+        close(hvd.allgather(mine), torch.cat([part.t() for part in expected]))
+        found = hvd.broadcast_object({"none": mine[:0], "some": mine}, 0)
+        close(found["none"], mine[:0])
+        close(found["some"], expected[0].t())
+
+
 def groups_of_tensors(rank: int, size: int) -> None:
     """The grouped forms of what moves rows, and sums of sparse tensors."""
     shapes = [lambda r: (r + 1, 3), lambda r: (2,), lambda r: (0, 4)]
@@ -313,6 +325,7 @@ def main() -> None:
     for check in (
         allreduces,
         moves,
+        other_devices_by_default,
         groups_of_tensors,
         objects,
         optimizers,
