@@ -38,7 +38,7 @@ class KvmpiProcessGroup(Reductions):
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
         def prepare() -> Plan:
-            flats = [octets(tensor) for tensor in found]
+            flats = [octets(tensor, writes=self.rank() != root) for tensor in found]
 
             def run(deadline: Deadline, label: str) -> None:
                 for flat in flats:

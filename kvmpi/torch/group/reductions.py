@@ -80,7 +80,7 @@ class Reductions(GroupBase):
         return self._start(title, options, prepare)
 
     def _reduction(self, tensors: Tensors, op: str) -> Plan:
-        flats = [numbers(tensor, op) for tensor in tensors]
+        flats = [numbers(tensor, op, writes=True) for tensor in tensors]
         like = [[str(tensor.dtype).removeprefix("torch."), tensor.numel()] for tensor in tensors]
         details = [op, like] if op in ("sum", "avg") else None
         return Plan(entries(tensors), lambda *where: self._sum(flats, tensors, op, *where), list(tensors), details)
@@ -149,7 +149,7 @@ class Reductions(GroupBase):
         root, name = (opts, _op_of(op)) if isinstance(opts, int) else (opts.rootRank, _op_of(opts))
 
         def prepare() -> Plan:
-            flat = numbers(tensor, name)
+            flat = numbers(tensor, name, writes=self.rank() == root)
 
             def run(deadline: Deadline, label: str) -> None:
                 mine = self.rank() == root

@@ -57,31 +57,33 @@ class Flat:
         return Vector(self.buffer, self.dtype, "cpu", True)
 
 
-def octets(tensor: torch.Tensor, *, reads: bool = True) -> Flat:
+def octets(tensor: torch.Tensor, *, reads: bool = True, writes: bool = False) -> Flat:
     """The tensor as bytes: for operations that move data, whatever it means.
 
     Args:
         reads: whether what the tensor holds matters; else it is only written to.
+        writes: whether it is written to as well.
     Raises:
-        UnsupportedError: a layout or a device that kvmpi does not carry.
+        UnsupportedError: a layout or a device that kvmpi does not carry, or elements that share memory, if it is
+            written to.
     """
-    flat = _flat(tensor, reads).view(torch.uint8)
+    flat = _flat(tensor, reads, writes).view(torch.uint8)
     return Flat(tensor, flat, _memory(flat, np.dtype(np.uint8)), fence=arrays.fence(tensor))
 
 
-def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True) -> Flat:
+def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True, writes: bool = False) -> Flat:
     """The tensor as numbers, or for ``bool`` as bytes that are 0 or 1; complex numbers as pairs.
 
     Raises:
         DTypeMismatchError: a dtype that ``op`` is not done on.
         UnsupportedError: another ``op`` than "avg" and those of ``combine.OPERATIONS``, or a layout or a device that
-            kvmpi does not carry.
+            kvmpi does not carry; as of ``octets``.
     """
     if op != "avg" and op not in OPERATIONS:
         raise UnsupportedError(f"reduction {op.upper()}: use one of {', '.join(OPERATIONS).upper()}, AVG")
     if tensor.is_complex() and op not in ("sum", "avg"):
         raise DTypeMismatchError(f"{op} of {tensor.dtype}: complex numbers are only added up")
-    flat = _flat(tensor, reads)
+    flat = _flat(tensor, reads, writes)
     name = str(flat.dtype).removeprefix("torch.")
     if name == "bool":
         flat, name = flat.view(torch.uint8), "uint8"
@@ -121,7 +123,7 @@ def reduction(tensor: torch.Tensor, op: str) -> str:
     return op
 
 
-def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, reads: bool, writes: bool) -> torch.Tensor:
     """The tensor's elements on the CPU, one-dimensional: its own memory where that is contiguous."""
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not carried; call to_dense() first")
@@ -129,6 +131,8 @@ def _flat(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
         raise UnsupportedError("a quantized tensor is not carried; send its int_repr()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"a tensor on {tensor.device} is not carried; use cpu or cuda")
+    if writes or not reads:
+        arrays.check_writable(tensor)
     found = tensor.detach()
     if found.is_complex():
         found = torch.view_as_real(found.resolve_conj())

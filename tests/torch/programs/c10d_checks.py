@@ -334,6 +334,14 @@ def mistakes(rank: int, size: int) -> None:
             dist.all_reduce(torch.ones(3, dtype=torch.int64 if rank == 1 else torch.float32))
         with raises(OrderMismatchError, "different calls"):
             dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(1))
+        for write in (
+            lambda tensor: dist.broadcast(tensor if rank == 1 else torch.empty(3), 0),
+            lambda tensor: dist.all_reduce(tensor),
+            lambda tensor: dist.reduce(tensor, 1),
+            lambda tensor: dist.all_gather_into_tensor(tensor.expand(size, 3), torch.ones(3)),
+        ):
+            with raises(UnsupportedError, "expanded torch tensor, whose elements share memory; pass a clone"):
+                write(torch.ones(1).expand(3))
         with raises(UnsupportedError, "layout"):
             dist.all_reduce(torch.eye(2).to_mkldnn() if rank == 1 else torch.eye(2))
         op: Any = dist._make_nccl_premul_sum(2.0) if rank == 1 else ReduceOp.SUM
