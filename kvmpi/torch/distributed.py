@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -152,8 +153,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._layers: Layers | None = None
         self._tenant = object()
         self._params.create_in(kvstore, as_they_lie=True)
-        if self._model is not None:
-            start_alike(kvstore, self._rest_of(self._model))
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose rest began alike
+        self._start_rest_alike()
         self._weights = Weights(kvstore, self._params) if self._update_on_kvstore else None
         self._exchange = self._new_exchange()
         if own_rule:
@@ -219,11 +220,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _own_tensors(self) -> list[torch.Tensor]:
         return [tensor for group in self._inner.param_groups for tensor in group["params"]]
 
-    def _rest_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """What else of the model is to begin alike everywhere."""
+    def _start_rest_alike(self) -> None:
+        """What else there is in modules that are new to the model begins alike everywhere: frozen parameters, buffers.
+
+        Collective over all workers.
+        """
+        if self._model is None:
+            return
+        new = [module for module in self._model.modules() if module not in self._known]
+        self._known.update(new)
         own = {id(tensor) for tensor in self._own_tensors()}
-        rest = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in own and t.numel()}
-        return [tensor.detach() for tensor in rest.values()]
+        found = [
+            t for each in (torch.nn.Module.parameters, torch.nn.Module.buffers) for m in new for t in each(m, False)
+        ]
+        rest = {id(t): t for t in found if id(t) not in own and t.numel()}
+        start_alike(self._kv, [tensor.detach() for tensor in rest.values()])
 
     def _named(self, tensors: list[torch.Tensor], first: int) -> list[tuple[str, torch.Tensor]]:
         return [(self._names.get(id(t), f"parameter {i}"), t) for i, t in enumerate(tensors, first)]
@@ -474,6 +485,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every optimizer; collective over all workers, since new keys are made.
 
+        What else new layers of the model have, frozen parameters and buffers, begins alike as well.
+
         Raises:
             ConfigError: gradients have been exchanged, for a step that is still to come, and cannot be a second time.
             KVError: the store cannot take the group; then there is none.
@@ -495,6 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.param_groups.pop()
             raise
         self._params.extend(new)
+        self._start_rest_alike()
         self._exchange.close()
         self._exchange = self._new_exchange()
         self._look_at_layers()  # the group may be of new ones
