@@ -29,8 +29,8 @@ from kvmpi.trace import COMMUNICATION, parts, timeline
 #: What a step costs without any exchange; the others are compared with it.
 ALONE = "alone"
 _DDP = "ddp:gloo"
-_TRACED = "kvmpi:timeline"
-WAYS = (ALONE, "kvmpi", _TRACED, "kvmpi:on", "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
+_TRACED, _NARROW = "kvmpi:timeline", "kvmpi:bf16"
+WAYS = (ALONE, "kvmpi", _TRACED, _NARROW, "kvmpi:on", "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
 _DEFAULT_MODELS = ("resnet20", "gpt-small")
 MODELS = ("resnet50", "resnet20", "textcnn", "gpt-small")
 _CHECKED_STEPS, _WARM_UP_STEPS = 3, 4
@@ -48,6 +48,7 @@ Ranks train models on random data, with SGD and momentum. Rows:
   weights       during it, and the store updates: weights come back, each layer's next forward waits for its own
   weights:off   all of it after the backward pass
   kvmpi:timeline   as kvmpi, while a timeline of every rank is written; if it is asked for
+  kvmpi:bf16    as kvmpi, with KVMPI_RING_COMPRESSION=bf16; if it is asked for
   trainer       kvmpi.torch.Trainer, after the backward pass
   ddp:gloo      torch's DistributedDataParallel
 All take turns. samples/s: of one rank, mean over rounds and 1.96 sigma; total: of all. step_ms: median over rounds.
@@ -110,8 +111,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
         help=f"of {', '.join(MODELS)} (default {','.join(_DEFAULT_MODELS)}); gpt-small: of 20 MB, "
         "not the preset's 498 MB")  # fmt: skip
     add("--synthetic", action="store_true", help="random data, as always")
-    usual = ",".join(way for way in WAYS if way != _TRACED)
-    add("--rows", default=usual, metavar="ROW,...", help=f"some of those above (default all but {_TRACED})")
+    usual = ",".join(way for way in WAYS if way not in (_TRACED, _NARROW))
+    add("--rows", default=usual, metavar="ROW,...", help=f"some of those above (default all but {_TRACED}, {_NARROW})")
     add("--batch-size", type=at_least(1), metavar="B", help="samples of one rank in a step")
     add("--rounds", type=at_least(1), default=10, metavar="R", help="rounds (default 10)")
     add("--steps", type=at_least(1), default=10, metavar="S", help="steps of each row in a round (default 10)")
@@ -173,13 +174,26 @@ def _rank(args: argparse.Namespace) -> int:
                     print(f"# {_DDP} left out: {error}")
         wrong = _verify(args, ways)
         with tempfile.TemporaryDirectory() as folder:
-            updating = {way: stack.enter_context(kvmpi.create("mpi")) for way in ways if way.startswith("weights")}
-            rows = _measure(args, kv, updating, ways, folder)
+            of_their_own = [way for way in ways if way.startswith("weights") or way == _NARROW]
+            stores = {way: stack.enter_context(_store(way)) for way in of_their_own}
+            rows = _measure(args, kv, stores, ways, folder)
         if kv.rank == 0:
             for row in rows:
                 print(json.dumps({**row, "wrong": wrong[row["row"]]}), flush=True)
         peers.stop_gloo()
     return int(any(wrong.values()))
+
+
+def _store(way: str) -> Any:
+    import kvmpi
+
+    if way != _NARROW:
+        return kvmpi.create("mpi")
+    os.environ["KVMPI_RING_COMPRESSION"] = "bf16"
+    try:
+        return kvmpi.create("mpi")
+    finally:
+        del os.environ["KVMPI_RING_COMPRESSION"]
 
 
 class _Contestant:
@@ -261,15 +275,15 @@ class _Contestant:
 
 
 def _measure(
-    args: argparse.Namespace, kv: Any, updating: Mapping[str, Any], ways: Sequence[str], folder: str
+    args: argparse.Namespace, kv: Any, stores: Mapping[str, Any], ways: Sequence[str], folder: str
 ) -> list[dict[str, Any]]:
-    """A row for each way; a timeline's files go into ``folder``. A store that updates weights serves one way."""
+    """A row for each way; a timeline's files go into ``folder``. ``stores`` are those of ways that need one."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     # The trainer's keys begin at 0; the others take what is free.
     made = {
-        way: _Contestant(updating.get(way, kv), args.model, way, args.batch_size)
+        way: _Contestant(stores.get(way, kv), args.model, way, args.batch_size)
         for way in sorted(ways, key=lambda way: way != "trainer")
     }
     for contestant in made.values():  # what is planned in the first steps is over then

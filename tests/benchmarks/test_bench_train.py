@@ -25,7 +25,7 @@ def test_all_ways_train_alike(bench, tmp_path):
         "--batch-size",
         1,
         "--rows",
-        "alone,kvmpi,kvmpi:timeline,kvmpi:on,kvmpi:off,weights,weights:off,trainer,ddp:gloo",
+        "alone,kvmpi,kvmpi:timeline,kvmpi:bf16,kvmpi:on,kvmpi:off,weights,weights:off,trainer,ddp:gloo",
         "--json",
         "rows.json",
     )
@@ -35,7 +35,7 @@ def test_all_ways_train_alike(bench, tmp_path):
     assert int(spans) > 0, "it was on"
     header, *lines = [line.split() for line in done.stdout.splitlines() if line != traced]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
-    ours = ["kvmpi", "kvmpi:timeline", "kvmpi:on", "kvmpi:off", "weights", "weights:off"]
+    ours = ["kvmpi", "kvmpi:timeline", "kvmpi:bf16", "kvmpi:on", "kvmpi:off", "weights", "weights:off"]
     names = ["alone", *ours, "trainer", "ddp:gloo"]
     assert [row["row"] for row in rows] == names
     assert {(row["model"], row["ranks"], row["wrong"]) for row in rows} == {("resnet20", "2", "0")}
