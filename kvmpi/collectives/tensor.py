@@ -186,8 +186,8 @@ class Collectives:
         """
         settings = (
             f"KVMPI_ALLREDUCE={self._algorithm} KVMPI_NUM_RINGS={self._num_rings} "
-            f"KVMPI_RING_TRANSPORT={self._ring_transport} KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} "
-            f"KVMPI_RING_COMPRESSION={self._compression} {settings}"
+            f"KVMPI_RING_TRANSPORT={self._ring_transport} KVMPI_RING_COMPRESSION={self._compression} "
+            f"KVMPI_RING_CHUNK_BYTES={self._chunk_bytes} {settings}"
         ).strip()
         with self._recorder.timed("wait"):
             found: Verdict = self._guarded(lambda: verdict(self._calls, call, deadline, settings))

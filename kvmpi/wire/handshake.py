@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import struct
 import time
@@ -25,6 +26,7 @@ _EVENTS = (
 )
 #: The number of an event, and what came with it. What pyzmq has for this loads asyncio in every process.
 _EVENT = struct.Struct("=hi")
+_numbers = itertools.count()
 
 
 class Handshake:
@@ -32,7 +34,8 @@ class Handshake:
 
     def __init__(self, socket: zmq.Socket[Any], endpoint: str) -> None:
         self._socket, self._endpoint = socket, endpoint
-        self.events: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS)
+        # pyzmq names it by a descriptor, which the next socket may have before libzmq has given up the name.
+        self.events: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS, f"inproc://handshake-{next(_numbers)}")
         self.done = False
         self._hung_up_since_s = self._last_hang_up_s = -math.inf
 

@@ -202,6 +202,23 @@ def test_an_unlisted_key_is_refused_and_its_holder_learns_it(
     is_served(listener, Connection(context, listener.endpoints[0], LIMIT))
 
 
+def test_no_two_handshakes_are_followed_under_one_name(
+    listener: Listener, context: Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a descriptor, as pyzmq names them, a socket could have the name of one that is about to be closed."""
+    names, original = list[str | None](), zmq.Socket.get_monitor_socket
+
+    def note(self: Any, events: int | None = None, addr: str | None = None) -> Any:
+        names.append(addr)
+        return original(self, events, addr)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", note)
+    connections = [Connection(context, listener.endpoints[0], LIMIT) for _ in range(3)]
+    assert len(set(names)) == 3
+    assert all(names)
+    is_served(listener, connections[2])
+
+
 @pytest.mark.parametrize("listening", ["curve", "off"])
 def test_processes_with_and_without_security_do_not_talk(member: NewContext, listening: str) -> None:
     connecting = "off" if listening == "curve" else "curve"
