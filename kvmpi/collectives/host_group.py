@@ -380,7 +380,8 @@ def _retire(pages: list[Words], index: int, kept: list[Buffer]) -> None:
 
 def free_retired() -> None:
     """Give back what nobody reads any more."""
-    for number, (pages, index, _) in list(_retired.items()):
+    for number in list(_retired):  # not its items: to make their tuples may begin a collection, which retires others
+        pages, index, _ = _retired.get(number, ([], 0, []))
         if all(int(page[_FINISHED]) >= int(pages[index][_POSTED]) for page in pages):
             _retired.pop(number, None)  # another thread may have been faster
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -226,8 +228,6 @@ def test_memory_of_a_group_that_is_gone_is_given_back(run_ranks: RunRanks) -> No
         own = np.arange(200_000, dtype="f4")
         collectives.allreduce(on_host([own], "float32"), own, "float32", Deadline(TIMEOUT_S), "test")
 
-    import gc
-
     for _ in range(3):
         run_ranks(3, rank_main)
         gc.collect()
@@ -237,3 +237,30 @@ def test_memory_of_a_group_that_is_gone_is_given_back(run_ranks: RunRanks) -> No
     gc.collect()
     host_group.free_retired()
     assert len(host_group._retired) <= before
+
+
+def test_a_group_may_be_collected_while_others_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that a collection begins meanwhile."""
+    waits = np.zeros(host_group.PAGE_WORDS, np.int64)
+    waits[host_group._POSTED] = 1
+    monkeypatch.setattr(host_group, "_retired", {})
+    for _ in range(5000):
+        host_group._retire([waits], 0, [])
+
+    class Group:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, host_group._retire, [waits], 0, [])
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    Group()
+    gc.set_threshold(50)
+    gc.enable()
+    try:
+        host_group.free_retired()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(host_group._retired) == 5001
