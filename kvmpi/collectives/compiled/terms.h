@@ -31,7 +31,7 @@ struct part {
 
 struct terms {
     int64_t kind; /* see elements.h */
-    int64_t itemsize, sum_itemsize; /* of the dtype, and of the type of partial sums: as it is, or float32 for a half type */
+    int64_t itemsize, sum_itemsize; /* of the dtype, and of partial sums: the same, or float32 for half types */
     int64_t num_parts, parts; /* address of so many struct part */
     int64_t as_they_are; /* whether every part's sum is its only source */
     int64_t block_count, fetched, wide; /* elements, and addresses, of a block: of another process, and of sums */
