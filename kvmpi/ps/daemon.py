@@ -385,7 +385,7 @@ class ServerDaemon(Daemon):
             if timeline.on and message.clock:
                 timeline.hear_clock(message.clock, message.sent_us * 1000, message.at_us * 1000, timeline.now())
         if isinstance(message, m.TakeSnapshot) and self._state.snapshots is not None:
-            self._state.snapshots.begin(message.number, message.missed)
+            self._state.snapshots.begin(message.number, message.missed, ahead=message.ahead)
         if isinstance(message, m.View) and message.epoch > self._state.epoch:
             if self._state.epoch < 0 and message.snapshot:
                 # A long silence would be taken for this server's end.

@@ -381,7 +381,7 @@ class SchedulerState:
         if number is None:
             return []
         servers = [member.route for (role, *_), member in self.members.items() if role == "server"]
-        return [Reply(route, m.TakeSnapshot(number, self.book.missed)) for route in servers]
+        return [Reply(route, m.TakeSnapshot(number, self.book.missed, self.book.ahead)) for route in servers]
 
     def _answer_waiting(self) -> list[Reply]:
         """The view for those who have just registered, if there is one."""

@@ -46,6 +46,7 @@ class SnapshotBook:
     Attributes:
         complete: numbers of the snapshots that this job can go back to, in ascending order.
         missed: the last snapshot that was given up for another one.
+        ahead: whether the last one that has begun is beyond what servers have come to.
     """
 
     def __init__(self, num_parts: int, seconds: float = 0.0, resumed: Manifest | None = None) -> None:
@@ -59,7 +60,7 @@ class SnapshotBook:
         # Still ahead, and nothing that servers say of them counts any more.
         self._withdrawn: set[int] = set()
         self._stale: list[int] = []
-        self.missed = 0
+        self.missed, self.ahead = 0, False
         self._closed = False
         self._due_s = math.inf
         # How far the servers were at their last heartbeats, and the most that one has gone in between.
@@ -116,6 +117,7 @@ class SnapshotBook:
         self._newest = max(self._newest, *self._rounds.values()) + self._margin * self._stride
         while self._newest in self._withdrawn:
             self._newest += 1
+        self.ahead = True
         self._open(self._newest)
         return self._newest
 
@@ -133,7 +135,7 @@ class SnapshotBook:
         if message.stage == "begun":
             if number <= self._newest:
                 return None, None
-            self._newest = number
+            self._newest, self.ahead = number, False
             self._open(number)
             return number, None
         if number in self._whole or number in self.complete:

@@ -130,10 +130,12 @@ Where = tuple[int, int]
 class Taking:
     """A snapshot under way: the chunks that have been copied, until a store has all of them, and all stores have.
 
-    ``heard``: how often the scheduler has said meanwhile how far all clients are.
+    ``ahead``: nobody had come to that number when the scheduler chose it. ``heard``: how often it has said meanwhile how
+    far all clients are.
     """
 
     number: int
+    ahead: bool = False
     chunks: dict[Where, dict[tuple[Key, int], ChunkCopy]] = field(default_factory=dict)
     whole: dict[Where, StoreCopy] = field(default_factory=dict)
     parts: dict[int, PartCopy] | None = None
@@ -292,9 +294,9 @@ class ServerSnapshots:
             return self._furthest.get(shard.store, 0) >= step
         return self._done.get(shard.store, 0) >= step
 
-    def begin(self, number: int, missed: int = 0) -> None:
+    def begin(self, number: int, missed: int = 0, *, ahead: bool = False) -> None:
         """Snapshot ``number`` is due, here or on another server; ``missed`` will not be completed, nor, if that is
-        ahead of ``number``, will anything else that is."""
+        larger than ``number``, will anything else that is. ``ahead``: no server has come to it."""
         goes_back = number < missed <= self._newest
         if (current := self._copying) is not None and (
             current.number == missed or (goes_back and current.number > number)
@@ -310,7 +312,7 @@ class ServerSnapshots:
         if number <= self._put_after:
             self._say(number, "missed")  # other servers may have copied what was there before
             return
-        taking = Taking(number)
+        taking = Taking(number, ahead)
         for part, store, shard in self._shards():
             where = (part.number, store)
             if not shard.discipline.in_rounds or shard.untouched:
@@ -421,11 +423,9 @@ class ServerSnapshots:
         current.whole[where] = copy_store(shard, list(current.chunks.get(where, {}).values()), step)
 
     def _stays_bare(self, current: Taking, shard: Shard) -> bool:
-        """Whether a store without chunks on this server has none here in the snapshot. The scheduler's numbers are
-        ahead, and what is made until then may be pushed by then. Those of ``every`` another server has come to."""
-        if not shard.discipline.in_rounds or (self.every and current.number % self.every == 0):
-            return True
-        if self._is_past(shard, current.number - self.base):
+        """Whether a store without chunks on this server has none here in the snapshot: what is made until anybody comes
+        to its number may be pushed by then."""
+        if not shard.discipline.in_rounds or not current.ahead or self._is_past(shard, current.number - self.base):
             return True
         # One that nobody pushes, as if it were for barriers alone, must not keep all others from being written.
         if current.heard < _MOST_HEARD or self._done.get(shard.store, 0):

@@ -455,11 +455,13 @@ class TakeSnapshot(Message, tag="takesnapshot"):
     """The scheduler to a server: snapshot ``number`` is to be taken, of a synchronous chunk when it is that far.
 
     ``missed``: another one that is given up, so that what was copied for it is of no use. If that is the larger number,
-    all that are larger than ``number`` are given up.
+    all that are larger than ``number`` are given up. ``ahead``: the scheduler has chosen the number, no server has come
+    to it.
     """
 
     number: int
     missed: int = 0
+    ahead: bool = False
 
 
 class PartFile(msgspec.Struct, array_like=True):

@@ -98,6 +98,20 @@ def test_what_is_whole_can_do_without_who_has_dropped_it() -> None:
     assert book.take_stale() == [10]
 
 
+def test_servers_are_told_whether_anybody_has_come_to_the_number() -> None:
+    """Who holds nothing of a store yet waits for what may still be made, if the scheduler has chosen it."""
+    book = SnapshotBook(2)
+    book.heartbeat(0, 5)
+    assert book.hear(begun(5)) == (5, None)
+    assert not book.ahead
+    number, _ = book.hear(begun(5, "missed"))
+    assert number is not None
+    assert number > 5
+    assert book.ahead
+    assert book.hear(begun(number + 1)) == (number + 1, None)
+    assert not book.ahead
+
+
 def test_two_complete_ones_are_kept() -> None:
     book = SnapshotBook(1, resumed=Manifest(20, ((1, 2),), {}))
     there = [5, 10, 20, 23, 25]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 
@@ -311,12 +312,12 @@ def test_a_server_with_nothing_is_done_at_once() -> None:
 
 
 def test_a_key_that_is_made_while_a_snapshot_is_ahead_is_in_it() -> None:
-    """Also where there was none: on the whole server, or in one of its parts."""
-    for made_before in ((), (0,)):
-        machine = Machine("sync", CLIENTS, every=0, parts=2)
+    """Also where there was none: on the whole server, or in one of its parts; and where servers begin by themselves."""
+    for made_before, every in itertools.product(((), (0,)), (0, 2)):
+        machine = Machine("sync", CLIENTS, every=every, parts=2)
         for part in made_before:
             machine.init_all("w", np.zeros(COUNT, "f4"), part=part)
-        snapshots(machine).begin(2)  # by the scheduler, which chooses a number that is ahead
+        snapshots(machine).begin(2, ahead=True)  # by the scheduler
         machine.init_all("k", np.zeros(COUNT, "f4"), part=1)
         for number in (1, 2):
             for key in [*(["w"] if made_before else []), "k"]:
@@ -328,7 +329,7 @@ def test_a_key_that_is_made_while_a_snapshot_is_ahead_is_in_it() -> None:
 
 def test_a_server_without_keys_waits_until_none_can_come() -> None:
     machine = Machine("sync", CLIENTS, every=0)
-    snapshots(machine).begin(5)
+    snapshots(machine).begin(5, ahead=True)
     for _ in range(20):
         machine.state.hear_done({STORE: 4})
     assert snapshots(machine).take_ready() is None
@@ -340,7 +341,7 @@ def test_a_store_that_nobody_pushes_holds_no_snapshot_up() -> None:
     machine = begin(every=0, keys="a")
     for client in range(CLIENTS):
         assert machine.ok(machine.hello(client, store=STORE + 1, at=b"idle %d" % client))
-    snapshots(machine).begin(1)
+    snapshots(machine).begin(1, ahead=True)
     step(machine, 1, "a")
     for _ in range(20):
         machine.state.hear_done({STORE: 1})
@@ -350,7 +351,7 @@ def test_a_store_that_nobody_pushes_holds_no_snapshot_up() -> None:
 def test_a_store_that_is_pushed_after_it_was_taken_for_one_that_nobody_pushes_gives_the_snapshot_up() -> None:
     """The first step took long, and its key is made late: elsewhere others are in the snapshot."""
     machine = Machine("sync", CLIENTS, every=0)
-    snapshots(machine).begin(3)
+    snapshots(machine).begin(3, ahead=True)
     for _ in range(8):
         machine.state.hear_done({STORE: 0})
     assert part_of(taken(machine))[STORE].chunks == []
@@ -365,7 +366,7 @@ def test_a_store_that_is_pushed_after_it_was_taken_for_one_that_nobody_pushes_gi
 def test_what_all_clients_have_left_before_it_was_copied_is_in_no_snapshot() -> None:
     machine = begin(every=0, keys="a")
     step(machine, 1, "a")
-    snapshots(machine).begin(3)  # ahead of all servers, as the scheduler chooses it
+    snapshots(machine).begin(3, ahead=True)
     for client in range(CLIENTS):
         machine.send(client, m.Bye, 1)
     assert not machine.state.parts[0].shards

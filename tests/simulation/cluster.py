@@ -87,7 +87,7 @@ class SimulatedServer:
                         load_parts(self._cluster.config, self.state, self.rank, message, lambda: None)
                 self._send(self.state.adopt(message, now_s))
             elif isinstance(message, m.TakeSnapshot) and self.state.snapshots is not None:
-                self.state.snapshots.begin(message.number, message.missed)
+                self.state.snapshots.begin(message.number, message.missed, ahead=message.ahead)
         elif isinstance(message, _TO_PREDECESSOR):
             self._send(self.state.hear(who(sender)[0], message, now_s))
         else:
