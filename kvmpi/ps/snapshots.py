@@ -130,8 +130,8 @@ Where = tuple[int, int]
 class Taking:
     """A snapshot under way: the chunks that have been copied, until a store has all of them, and all stores have.
 
-    ``ahead``: nobody had come to that number when the scheduler chose it. ``heard``: how often it has said meanwhile how
-    far all clients are.
+    ``ahead``: nobody had come to that number when the scheduler chose it. ``heard``: how often it has said meanwhile
+    how far all clients are.
     """
 
     number: int

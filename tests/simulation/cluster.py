@@ -248,6 +248,7 @@ class Cluster:
         processes, alive: the servers' processes, by rank and by name.
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
         on_news: called with what a server says to the scheduler about snapshots.
+        on_let_go: called with a client to which the scheduler says that it has passed a barrier.
     """
 
     def __init__(
@@ -258,6 +259,8 @@ class Cluster:
         self.disk = disk
         self.on_version: OnVersion = lambda client, incarnation, where, version: None
         self.on_news: Callable[[int, Any], None] = lambda server, news: None
+        self.on_let_go: Callable[[int], None] = lambda client: None
+        self._at_barriers: set[tuple[str, int]] = set()
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_scheduler(resumed)
         self._keeper.begin()
@@ -295,6 +298,8 @@ class Cluster:
         return [process.state for process in self.processes.values()]
 
     def _at_scheduler(self, sender: str, message: Message, payloads: list[memoryview]) -> None:
+        if isinstance(message, m.Barrier):
+            self._at_barriers.add((sender, message.request))
         self._say(self.scheduler.handle(sender.encode(), message, self.network.now_s))
         self._keeper.step()
 
@@ -342,7 +347,10 @@ class Cluster:
             self._changes = self.scheduler.changes
             self._saved = msgspec.msgpack.encode(self.scheduler.save())
         for reply in replies:
-            self.network.send("scheduler", reply.route.decode(), reply.message, reply.payloads)
+            name, message = reply.route.decode(), reply.message
+            if isinstance(message, m.Ack) and (name, message.request) in self._at_barriers:
+                self.on_let_go(who(name)[0])
+            self.network.send("scheduler", name, message, reply.payloads)
 
     def start_server(self, rank: int) -> None:
         """Start a server that holds nothing."""

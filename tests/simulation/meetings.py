@@ -22,11 +22,18 @@ class Meetings:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._come: dict[int, Meeting] = {}
+        # Who was away when a client was let go, by client: it may hear of that when others are back.
+        self._without: dict[int, set[int]] = {}
         self.finished: set[int] = set()
 
     def come(self, client: int, where: Meeting) -> None:
         """A client is at a barrier."""
         self._come[client] = max(where, self._come.get(client, where))
+        self._without[client] = set()
+
+    def let_go(self, client: int) -> None:
+        """The scheduler says to a client that it has passed the barrier where it is."""
+        self._without.setdefault(client, set()).update(self._oracle.gone)
 
     def skip(self, client: int, step: int) -> None:
         """A client goes on after ``step``, and does not come to barriers before."""
@@ -35,6 +42,6 @@ class Meetings:
     def check_passed(self, client: int, where: Meeting) -> None:
         """A client has passed a barrier."""
         for other in range(self._oracle.num_clients) if client not in self.finished else ():
-            needed = other not in self.finished | self._oracle.gone
+            needed = other not in self.finished | self._oracle.gone | self._without[client]
             if needed and self._come.get(other, (-1, 0)) < where:
                 raise Violation(f"client {client} passes barrier {where}, and client {other} has not come to it")

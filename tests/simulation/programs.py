@@ -53,6 +53,7 @@ class Programs:
         self._sync, self._policy = cluster.mode == "sync", policy
         self._is_newest, self._dies_early = is_newest, dies_early
         self._meetings = Meetings(oracle)
+        cluster.on_let_go = self._meetings.let_go
         self._first: dict[PsClient, int] = {}  # the first step of a process
         self.leaving: set[int] = set()
         self.closing: set[int] = set()
