@@ -60,6 +60,7 @@ def of_kind(kind: type[Any]) -> st.SearchStrategy[Any]:
 for inner in (m.Lost, m.ServerInfo, m.Chain, m.PartFile, entries.RuleInForce):
     BY_TYPE[inner] = of_kind(inner)
     BY_TYPE[list[inner]] = st.lists(BY_TYPE[inner], max_size=3)  # type: ignore[valid-type]
+BY_TYPE[entries.RuleInForce | None] = st.none() | BY_TYPE[entries.RuleInForce]
 BY_TYPE[list[tuple[int, entries.RuleInForce]]] = st.lists(st.tuples(INTS, BY_TYPE[entries.RuleInForce]), max_size=2)
 BY_TYPE[list[entries.CallsState]] = st.lists(of_kind(entries.CallsState), max_size=2)
 BY_TYPE[entries.Entry] = st.one_of([of_kind(kind) for kind in typing.get_args(entries.Entry)])

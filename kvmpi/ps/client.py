@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import KVError, ProtocolError
+from kvmpi.errors import ConfigError, KVError, ProtocolError
 from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
@@ -27,6 +28,7 @@ from kvmpi.ps.layout import KeyLayout
 from kvmpi.ps.link import Link
 from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
+from kvmpi.ps.rulebook import rule_change
 from kvmpi.ps.steps import Turn, position
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
@@ -51,12 +53,13 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class SavedChunk:
-    """What a server remembers of elements ``start:stop`` of a key."""
+    """What a server remembers of elements ``start:stop`` of a key; of the first also the store's ``rule``."""
 
     start: int
     stop: int
     updates: int
     arrays: dict[str, Buffer] = field(default_factory=dict)
+    rule: optim.Rule | None = None
 
 
 class PsClient(Participant):
@@ -517,6 +520,9 @@ class PsClient(Participant):
                 if not isinstance(message, m.State) or len(message.names) != len(payloads):
                     raise ProtocolError(f"state of key {key!r}: names and payloads do not match")
                 into.updates = message.updates
+                if message.rule is not None:
+                    with suppress(ConfigError):  # one that only servers have imported
+                        into.rule = rule_change(message.rule).rule
                 for name, payload in zip(message.names, payloads, strict=True):
                     dtype = layout.dtype if name == "value" else host.ACCUMULATE[layout.dtype]
                     array = as_array(payload, DTYPES[dtype])

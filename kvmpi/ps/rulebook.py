@@ -108,13 +108,18 @@ class Rulebook:
 
     # ---- as a whole
 
+    @property
+    def newest(self) -> entries.RuleInForce:
+        """The newest rule, as it is logged."""
+        return in_force(RuleChange(0, self.generation, self.rule))
+
     def dump(self) -> entries.StoreState:
         """All of it, for ``restore``."""
         calls = [
             self._choices.dump(lambda call, step: entries.RuleInForce(step, 0, call[0], call[1])),
             self._changes.dump(lambda call, step: entries.RuleInForce(step, 0, "", call)),
         ]
-        return entries.StoreState(in_force(RuleChange(0, self.generation, self.rule)), calls, self.resumed)
+        return entries.StoreState(self.newest, calls, self.resumed)
 
     def resume(self, change: RuleChange) -> None:
         """Begin with the rule of a snapshot; its clients are gone, and with them how many calls they had made."""

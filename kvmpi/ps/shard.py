@@ -110,7 +110,8 @@ class Shard:
             case m.GetState():
                 slot = self._slot(message.key, message.chunk, client)
                 updates, names, arrays = slot.remembered()
-                return [Reply(route, m.State(message.request, updates, names), tuple(arrays))]
+                rule = self.rulebook.newest if message.chunk == 0 else None
+                return [Reply(route, m.State(message.request, updates, names, rule), tuple(arrays))]
             case m.PutState():
                 return self._put_state(client, route, message, payloads)
             case m.Finish():

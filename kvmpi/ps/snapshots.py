@@ -94,7 +94,7 @@ def copy_store(shard: Shard, chunks: list[ChunkCopy], step: int) -> StoreCopy:
     """A store of which ``chunks`` have been copied."""
     newest = max((chunk.rule for chunk in chunks), key=lambda rule: rule.generation, default=None)
     if newest is None:
-        newest = in_force(RuleChange(0, shard.rulebook.generation, shard.rulebook.rule))
+        newest = shard.rulebook.newest
     return StoreCopy(shard.mode, shard.num_clients, step, newest, chunks)
 
 

@@ -26,7 +26,10 @@ _FORMAT = "kvmpi-1"
 
 @dataclass(slots=True)
 class SavedKey:
-    """One key: ``arrays`` holds "value" and what the rule remembers, each of shape ``(count,)``."""
+    """One key: ``arrays`` holds "value" and what the rule remembers, each of shape ``(count,)``.
+
+    ``rule``: the store's, where servers have said it.
+    """
 
     key: Key
     shape: tuple[int, ...]
@@ -34,6 +37,7 @@ class SavedKey:
     updates: int
     arrays: dict[str, Buffer] = field(default_factory=dict)
     library: str = "numpy"  #: whose arrays the key was made of
+    rule: optim.Rule | None = None
 
     @classmethod
     def of_chunks(
@@ -42,10 +46,11 @@ class SavedKey:
     ) -> SavedKey:  # fmt: skip
         """One key of ``ps.client.SavedChunk``, which cover it.
 
-        Some have not been updated yet, where a client was lost in the middle of the first push: they are as ``rule``
-        begins.
+        Some have not been updated yet, where a client was lost in the middle of the first push: they are as the rule
+        begins, which is ``rule`` if servers have not said it.
         """
-        found = cls(key, shape, dtype, max(chunk.updates for chunk in chunks), library=library)
+        rule = chunks[0].rule or rule
+        found = cls(key, shape, dtype, max(chunk.updates for chunk in chunks), library=library, rule=rule)
         dtypes = {name: array.dtype for chunk in chunks for name, array in chunk.arrays.items()}
         initial = {} if rule is None else rule.slots()
         for name, of_array in dtypes.items():

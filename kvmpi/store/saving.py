@@ -119,7 +119,9 @@ class Saving(Meeting):
 
         def write(states: list[KeyState], call: Invocation) -> None:
             saved = [self._dump(state, call.deadline) for state in states]
-            checkpoint.write(name, self._type, self._clock, self._rule, saved, with_values=with_values)
+            # This process may have been started again, and its program have skipped changes that others have made.
+            rule = next((key.rule for key in saved if key.rule is not None), self._rule)
+            checkpoint.write(name, self._type, self._clock, rule, saved, with_values=with_values)
 
         def run(call: Invocation) -> None:
             if self._is_first:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmpi.wire.entries import Entry, Key, Number
+from kvmpi.wire.entries import Entry, Key, Number, RuleInForce
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -258,11 +258,15 @@ class Waiting(Message, tag="waiting"):
 
 
 class State(Message, tag="state"):
-    """The answer to ``GetState``: one payload frame for each name, the value first."""
+    """The answer to ``GetState``: one payload frame for each name, the value first.
+
+    ``rule``: with a key's chunk 0, the newest that clients have chosen for the store.
+    """
 
     request: int
     updates: int
     names: list[str]
+    rule: RuleInForce | None = None
 
 
 class Failure(Message, tag="failure"):

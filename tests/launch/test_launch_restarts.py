@@ -12,11 +12,14 @@ import pytest
 from jobs import wait_for
 from test_launch_kill import needs_mpi
 
+from kvmpi import optim
 from kvmpi.launchers.restarts import OUT_OF_THE_JOB, Restarts
+from kvmpi.store import checkpoint
 
 RETURNING = str(Path(__file__).parent / "programs" / "returning.py")
 FIRST_VALUE = str(Path(__file__).parent / "programs" / "first_value.py")
 MEETING = str(Path(__file__).parent / "programs" / "meeting.py")
+SCHEDULE = str(Path(__file__).parent / "programs" / "schedule.py")
 SELDOM = str(Path(__file__).parent / "programs" / "seldom.py")
 ALL_RETURN = str(Path(__file__).parent / "programs" / "all_return.py")
 CLOCKS = str(Path(__file__).parent / "programs" / "clocks.py")
@@ -353,35 +356,15 @@ def test_a_process_that_is_started_again_puts_nothing_in_the_place_of_what_was_t
         assert sorted(re.findall(f"{what} .*", job.stdout)) == [f"{what} {rank} {value} {value}" for rank in (0, 1)]
 
 
-#: The rate changes in steps 3, 5 and 14, there to one that it had before; worker 0 dies in step 9.
-SCHEDULE = """
-import os, signal
-import numpy as np
-import kvmpi
-
-with kvmpi.create("dist_sync") as kv:
-    kv.init("w", np.zeros(5, "f4"))
-    kv.set_optimizer(kvmpi.optim.Test(lr=-1.0))
-    kv.set_hyperparams(lr=-2.0)
-    out = np.zeros(5, "f4")
-    for step in range(kv.resumed_step, 20):
-        for lr in {3: [-5.0], 5: [-10.0], 14: [-2.0, -3.0, -2.0]}.get(step, []):
-            kv.set_hyperparams(lr=lr)
-        if step == 9 and kv.rank == 0 and not os.path.exists("died"):
-            open("died", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        kv.pushpull("w", np.ones(5, "f4"), out)
-    print(f"end {kv.rank} {out[0]:.0f}", flush=True)
-"""
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_rates_that_change_by_step_are_those_of_the_steps_that_are_left(launch, write, workers):
+def test_rates_that_change_by_step_are_those_of_the_steps_that_are_left(launch, write, tmp_path, workers):
     layout = ("-n", str(workers), "-c", str(workers), "-s", "2", "--restart", "1")
-    job = launch(*layout, write("schedule.py", SCHEDULE), whole=True)
+    job = launch(*layout, SCHEDULE, whole=True)
     assert job.finish(60.0) == 0, job.stderr
     expected = workers * (3 * 2 + 2 * 5 + 9 * 10 + 6 * 2)
     assert sorted(re.findall("end .*", job.stdout)) == [f"end {rank} {expected}" for rank in range(workers)]
+    rule = checkpoint.read(str(tmp_path / "saved"), [], with_values=True).rule
+    assert rule == optim.Test(lr=-10.0), "the one in force, which the process that saves was not told"
 
 
 #: A key is made in the middle of the loop, and worker 1 dies before it has pushed it.
