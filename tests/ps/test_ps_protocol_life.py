@@ -155,8 +155,9 @@ def fewer_bits(life: Life) -> None:
 
 def state_there_and_back(life: Life) -> None:
     for i, (part, where) in enumerate(life.places):
-        tag, (updates, names), frames = life.page.about(part, "getstate", "w", i)
+        tag, (updates, names, rule), frames = life.page.about(part, "getstate", "w", i)
         assert (tag, updates, names) == ("state", life.step, ["value", "momentum"])
+        assert (rule and rule[3]) == ("sgd" if i == 0 else None)
         for found, kept in zip(frames, (life.value, life.momentum), strict=True):
             np.testing.assert_array_equal(np.frombuffer(found, "f4"), kept[where])
         twice = [(2 * np.frombuffer(frame, "f4")).tobytes() for frame in frames]
