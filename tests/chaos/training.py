@@ -47,7 +47,7 @@ with kvmpi.create(store_type) as kv:
         for step in range(min(8, rounds)):  # what is pushed repeats itself
             times = (rounds - step + 7) // 8
             expected += times * sum(pushed(rank, step, count).astype("f8") for rank in range(kv.num_workers))
-        wrong, until_s = count, time.monotonic() + 120
+        wrong, until_s = count, time.monotonic() + 500
         while wrong:
             (numbered if key == 7 else kv).pull(key, outs[key])
             wrong = int((outs[key] != expected).sum())
