@@ -96,6 +96,25 @@ class KeyedParameters:
                     "carry whole parameters, alike in all workers of a client; use DistributedDataParallel instead"
                 )
 
+    def check_as_before(self, indices: Iterable[int], *, orders: bool = True) -> None:
+        """Raise if a parameter has been converted, of which a store holds the weights as they were.
+
+        Args:
+            orders: so that its dimensions lie in another order in memory, also.
+        """
+        for i in indices:
+            tensor, dtype, order = self.tensors[i], self.dtypes[i], self.orders[i]
+            if tensor.dtype != dtype:
+                now, then = f"is of {tensor.dtype}", f"of {dtype}"
+            elif orders and (found := self.order(i)) != order:
+                now, then = f"has its dimensions in the order {found} in memory", f"in the order {order}"
+            else:
+                continue
+            raise ConfigError(
+                f"{self.names[i]} {now} now, and the store that updates it holds weights {then}: convert the model "
+                "before it is wrapped (DistributedOptimizer, Trainer), or wrap it anew with a store of its own"
+            )
+
     def check_memory(self) -> None:
         """Raise where two parameters are one in memory, if what comes for each is to be all that it holds."""
         self._check_whole()

@@ -50,7 +50,7 @@ class Plans:
         """
         trained, kinds = [p.requires_grad for p in self._params.tensors], self.look()
         if self._weights is not None:
-            self._weights.check_as_before(i for i, now in enumerate(trained) if now)
+            self._params.check_as_before(i for i, now in enumerate(trained) if now)
         self._ever = [before or now for before, now in zip(self._ever, trained, strict=True)]
         wanted = tuple(kinds)
         if wanted not in self._sets:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -80,6 +81,7 @@ class Trainer:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._torch = optimizer
             self._check_covers(optimizer)
+            self._check_steps_alone(optimizer)
             self._covered = _sizes(optimizer)
         else:
             self._rule = optim.from_any(optimizer)
@@ -95,7 +97,8 @@ class Trainer:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._kinds = GradientKinds(self._params.tensors, self._kv, in_store=self._update_on_kvstore)
             self._warned = self._is_summed = False
-            self._client_keys: Sequence[int] | None = None
+            # Under which gradients are summed, by parameter and dtype: to convert the model makes others.
+            self._sum_keys: dict[tuple[int, torch.dtype], int] = {}
             self._sent: Any = None
             if self._kv is not None:
                 warn_of_forks(self._kv)
@@ -104,6 +107,8 @@ class Trainer:
                     if self._torch is not None:
                         self._torch.register_state_dict_pre_hook(_warning_once())
                 self._params.create_in(self._kv)
+                if not self._update_on_kvstore:
+                    self._sum_keys = dict(zip(enumerate(self._params.dtypes), self._params.keys, strict=True))
         except BaseException:
             self.close()
             raise
@@ -121,6 +126,16 @@ class Trainer:
         for name, tensor in zip(self._params.names, self._params.tensors, strict=True):
             if tensor.requires_grad and id(tensor) not in theirs:
                 raise ConfigError(f"{name} is not in the optimizer: freeze it with requires_grad_(False), or add it")
+
+    @staticmethod
+    def _check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer computes gradients itself, by a closure, which ``step`` has none of."""
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps with a closure, which it calls for gradients as often as it likes: "
+                "use kvmpi.torch.DistributedOptimizer, whose step(closure) exchanges those of each call"
+            )
 
     def _decide(self, wanted: bool | None) -> bool:
         """Whether the store updates the weights.
@@ -220,12 +235,20 @@ class Trainer:
         Where the store updates, and ``batch_size`` is not that of the first step, multiples of the gradients are
         pushed, and every ``p.grad`` stays as it is; the first time a ``UserWarning`` says so, since it is often a short
         last batch that nobody wanted.
+
+        Raises:
+            ConfigError: ``allreduce_grads`` has summed gradients already, for ``update``.
         """
         self._check(batch_size)
+        if self._is_summed:
+            raise ConfigError(
+                "step() after allreduce_grads() would sum gradients a second time: call update(), which is the other "
+                "half of a step. A loop that left update() out calls both halves again, with its next gradients"
+            )
         if self._update_on_kvstore:
             self._remote_step(batch_size)
         else:
-            self._sum_gradients(self._kv, range(len(self._params)), 1.0 / batch_size)
+            self._sum_gradients(self._kv, 1.0 / batch_size)
             self._local_step()
 
     def skip(self, batch_size: float) -> None:
@@ -249,11 +272,11 @@ class Trainer:
         """
         self._check()
         if not self._update_on_kvstore:
-            self._sum_gradients(self._kv, range(len(self._params)))
+            self._sum_gradients(self._kv)
         else:
             assert self._kv is not None
             if self._kv.mpi_size > 1:
-                self._sum_gradients(self._kv.client, self._keys_in(self._kv.client))
+                self._sum_gradients(self._kv.client)
         self._is_summed = True
 
     def update(self, batch_size: float) -> None:
@@ -275,18 +298,21 @@ class Trainer:
             self._local_step()
         self._is_summed = False
 
-    def _keys_in(self, client: KVStore) -> Sequence[int]:
-        """Keys of the store inside the client, one for each parameter."""
-        if self._client_keys is None:
-            first = next_key(client)
-            self._client_keys = range(first, first + len(self._params))
-            client.init(list(self._client_keys), self._params.data)
-        return self._client_keys
+    def _keys_in(self, kv: KVStore) -> list[int]:
+        """Keys for gradients of the dtypes that parameters have now; collective where there are new ones."""
+        wanted = [(i, tensor.dtype) for i, tensor in enumerate(self._params.tensors)]
+        if new := [each for each in wanted if each not in self._sum_keys]:
+            keys = range(first := next_key(kv), first + len(new))
+            kv.init(list(keys), [self._params.tensors[i].detach() for i, _ in new])
+            self._sum_keys.update(zip(new, keys, strict=True))
+        return [self._sum_keys[each] for each in wanted]
 
     def _check(self, batch_size: float = 1.0) -> None:
         """Raise if this call, or what has become of the optimizer since the last one, makes no sense."""
         if not batch_size > 0:
             raise ConfigError(f"batch_size={batch_size}: expected the number of samples of all workers, above 0")
+        if self._update_on_kvstore:
+            self._params.check_as_before(range(len(self._params)), orders=False)
         if self._torch is None:
             return
         if (sizes := _sizes(self._torch)) != self._covered:
@@ -303,12 +329,13 @@ class Trainer:
         assert self._torch is not None
         self._torch.step()
 
-    def _sum_gradients(self, kv: KVStore | None, keys: Sequence[int], scale: float = 1.0) -> None:
+    def _sum_gradients(self, kv: KVStore | None, scale: float = 1.0) -> None:
         """Gradients become their sum over the workers of ``kv``, times ``scale``."""
         keep_apart(self._params.tensors)
         if kv is None:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
+        keys = self._keys_in(kv)
         active = self._active()
         self._kinds.learn(active)
         active = [i for i in active if not self._kinds.is_left_to_others(i)]

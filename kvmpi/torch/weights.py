@@ -67,7 +67,7 @@ class Weights:
         """
         kv, keys = self._kv, self._params.keys
         with self._lock:
-            self.check_as_before(indices)
+            self._params.check_as_before(indices)
             self._warn_of_changes(indices)
             some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
             left = [i for i, gradient in zip(indices, gradients, strict=True) if gradient is None]
@@ -98,7 +98,7 @@ class Weights:
         self.wait()
         tensors = self._params.tensors
         trained = [i for i in order if tensors[i].requires_grad]
-        self.check_as_before(trained)
+        self._params.check_as_before(trained)
         if self._planned[0] != trained:
             nbytes = [p.numel() * p.element_size() for p in tensors]
             self._planned = trained, buckets.plan(trained, nbytes, bucket_bytes)
@@ -119,21 +119,6 @@ class Weights:
         if factor != 1.0:
             grad = grad * factor
         return grad.permute(self._params.order(index))
-
-    def check_as_before(self, indices: Iterable[int]) -> None:
-        """Raise if a weight has been converted, since the store holds it as it was."""
-        for i in indices:
-            tensor, dtype, order = self._params.tensors[i], self._params.dtypes[i], self._params.orders[i]
-            if tensor.dtype != dtype:
-                now, then = f"is of {tensor.dtype}", f"of {dtype}"
-            elif (found := self._params.order(i)) != order:
-                now, then = f"has its dimensions in the order {found} in memory", f"in the order {order}"
-            else:
-                continue
-            raise ConfigError(
-                f"{self._params.names[i]} {now} now, and the store that updates it holds weights {then}: convert the "
-                "model before it goes to DistributedOptimizer, or make another one with a store of its own"
-            )
 
     def hand_over(self) -> None:
         """Weights that were loaded become the store's, worker 0's for all. Collective over all workers, if there are.

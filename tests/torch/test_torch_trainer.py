@@ -295,6 +295,7 @@ def combinations() -> dict[str, Callable[[nn.Module], Trainer]]:
         "one tensor": lambda m: Trainer(m[0].weight, optim.SGD(0.1), "mpi"),
         "expected a torch tensor": lambda m: Trainer([1.0], optim.SGD(0.1), "mpi"),
         "not an optimizer": lambda m: Trainer(m.parameters(), "sgd", "mpi"),
+        "LBFGS steps with a closure": lambda m: Trainer(m.parameters(), torch.optim.LBFGS(m.parameters()), "mpi"),
     }
 
 
@@ -323,6 +324,24 @@ def test_the_second_half_of_a_step_needs_the_first(update: bool) -> None:
             trainer.update(BATCH)
         with pytest.raises(ConfigError, match="batch_size=0"):
             trainer.step(0)
+        backward(model, 1)
+        trainer.allreduce_grads()
+        with pytest.raises(ConfigError, match=r"sum gradients a second time: call update\(\)"):
+            trainer.step(BATCH)
+        trainer.update(BATCH)
+        trainer.step(BATCH)
+
+
+def test_where_the_store_updates_a_model_is_not_to_be_converted() -> None:
+    with trainer_for(model := make_model(), "mpi", True) as trainer:
+        backward(model, 0)
+        trainer.step(BATCH)
+        backward(model.double().float(), 1)  # as it was
+        trainer.step(BATCH)
+        model.bfloat16()
+        for call in (lambda: trainer.step(BATCH), trainer.allreduce_grads):
+            with pytest.raises(ConfigError, match=r"0 is of torch.bfloat16 now, .* of torch.float32: convert"):
+                call()
 
 
 @pytest.mark.parametrize("update", [True, False])

@@ -148,6 +148,24 @@ def halves_of_a_step(store: str) -> None:
         assert difference < 1e-12, f"{store}: {difference}"
 
 
+def converted(store: str) -> None:
+    """The model is of another dtype for some steps: gradients are summed as they are."""
+    with kvmpi.create(store) as kv:
+        model = make_model(seed=kv.rank)
+        trainer = Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), kv, False)
+        num_keys = list[int]()
+        for step in range(STEPS):
+            dtype = torch.float64 if step in (1, 2) else torch.float32
+            model.to(dtype)
+            x, y = samples(step, kv.rank)
+            backward(model, x.to(dtype), y)
+            trainer.step(NUM_WORKERS * BATCH)
+            num_keys.append(len(kv.keys))
+        assert num_keys[1] == num_keys[-1], "dtypes that come again have keys"
+        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        assert difference < 1e-6, f"{store}: {difference}"
+
+
 def gradient_of_one_worker(store: str) -> None:
     """The others have None, and still take part."""
     with kvmpi.create(store) as kv:
@@ -351,6 +369,7 @@ def main() -> None:
         sparse_training(store, update=False)
         diloco_that_averages(store)
         halves_of_a_step(store)
+        converted(store)
     compiled_together("dist_sync_mpi", update=True)
     compiled_together("dist_sync", update=False)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
