@@ -20,7 +20,7 @@ from kvmpi.torch import buckets, gradients, rules
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
-from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.norms import NormBuffers, OtherBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights
@@ -98,7 +98,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             push: when a store that updates weights gets gradients, "backward" or "step". Where gradients come back it
                 makes no difference.
             norm_buffers: running statistics of batch normalisation after each step: "first", those of the first
-                worker; "mean" over workers; "own". Where weights come back, the workers are those of the client.
+                worker; "mean" over workers; "own". Where weights come back, the workers are those of the client. Other
+                buffers that change follow the first worker, unless it is "own".
             bucket_bytes: gradients leave together up to this size.
             overlap: they leave during the backward pass; else at its end. By default, unless all workers are on one
                 host and compute on all of its cores: what is exchanged meanwhile would take them from that. Nor where
@@ -258,6 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._norm_buffers != "own":
             in_client = self._update_on_kvstore
             self._exchange.norms = NormBuffers(self._kv, self._model, self._norm_buffers, in_client=in_client)
+            self._exchange.others = OtherBuffers(self._kv, self._model, in_client=in_client)
         if self._layers is not None:
             self._layers.close()
         if self._weights is not None:

@@ -15,7 +15,7 @@ from kvmpi.store import KVStore
 from kvmpi.torch import buckets, ownership
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.learning import Learner
-from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.norms import NormBuffers, OtherBuffers
 from kvmpi.torch.ownership import Hooks
 from kvmpi.torch.parameters import KeyedParameters, next_key, not_compressed, start_sum, summing
 from kvmpi.torch.plans import Plans
@@ -75,6 +75,7 @@ class Exchange:
         self._in_closure = False  # a closure was called since, and has made no pass yet
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
+        self.others: OtherBuffers | None = None
         self._used = [0.0] * len(self._tensors)  # 1 where this worker has a gradient
         self._made: list[torch.Tensor] = []  # gradients as autograd has made them, in host memory; see ``release``
         self._taken: set[int] = set()  # addresses of direct gradients of this pass
@@ -365,6 +366,8 @@ class Exchange:
             self._listen()
             if self.norms is not None:
                 self.norms.start()
+            if self.others is not None:
+                self.others.start()
             if self._weights is None:
                 self._receive()
             if self.norms is not None:
@@ -452,6 +455,9 @@ class Exchange:
 
     def stepped(self) -> None:
         """The loop has made a step."""
+        if self.others is not None:
+            with torch.no_grad():
+                self.others.take()
         self._steps, self._zeroed = self._steps + 1, 0
         self.fresh = self._in_closure = self._begun = False
 
@@ -482,6 +488,8 @@ class Exchange:
         """No pass will follow: take part in the first one, if there was none, since the others plan after it."""
         if self.norms is not None:
             self.norms.leave()
+        if self.others is not None:
+            self.others.leave()
         if self._weights is None and not self._learner.passes:
             self.finish()
 

@@ -30,7 +30,8 @@ class Layers:
 
     Those are its own, and those of modules inside it that are never called (as the projection inside
     ``nn.MultiheadAttention``): which are called is seen in the first forward, when nothing is under way. Weights of
-    modules that no called module contains, and of models that were compiled in place, are waited for after the step.
+    modules that no called module contains, and of models that were compiled in place or to TorchScript, are waited for
+    after the step.
     A module's ``state_dict`` and ``load_state_dict`` wait as well, and what is loaded is noted for the store.
 
     Args:
@@ -56,12 +57,19 @@ class Layers:
         if module in self._parents:
             return
         self._parents[module] = parent
-        self._handles += [
-            module.register_state_dict_pre_hook(_Hook(lambda *_: self._weights.wait())),
-            module._register_load_state_dict_pre_hook(_Hook(self._before_load), with_module=True),
-            module.register_load_state_dict_post_hook(_Hook(self._after_load)),
-        ]
-        in_place = getattr(module, "_compiled_call_impl", None) is not None  # hooks are part of what is compiled
+        scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # which takes no hooks
+        self._handles += (
+            []
+            if scripted
+            else [
+                module.register_state_dict_pre_hook(_Hook(lambda *_: self._weights.wait())),
+                module._register_load_state_dict_pre_hook(_Hook(self._before_load), with_module=True),
+                module.register_load_state_dict_post_hook(_Hook(self._after_load)),
+            ]
+        )
+        in_place = (
+            scripted or getattr(module, "_compiled_call_impl", None) is not None
+        )  # hooks are part of what is compiled
         if hooked and not in_place:
             self._handles.append(module.register_forward_pre_hook(self._hook, prepend=True))
         compiled = in_place or type(module).__name__ == "OptimizedModule"

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvmpi.arrays import DTYPES
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, DTypeMismatchError, DuplicateKeyError
+from kvmpi.errors import ConfigError, DTypeMismatchError, DuplicateKeyError, ShapeMismatchError
 from kvmpi.store import KVStore
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -36,6 +37,8 @@ class KeyedParameters:
             name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (f"parameter {index}", item)
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(f"params[{index}] is {type(tensor).__name__}, expected a torch tensor")
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ConfigError(f"{name} has no shape yet (LazyModule): call the model with a batch before")
             self.names.append(str(name))
             self.tensors.append(tensor)
         if not self.tensors:
@@ -153,13 +156,41 @@ class KeyedParameters:
 def start_alike(kv: KVStore, tensors: Iterable[torch.Tensor]) -> None:
     """Give all workers worker 0's values of tensors that are not trained: frozen parameters, buffers.
 
-    Collective over all workers. It makes a key for each.
+    Collective over all workers. It makes a key for each, or for each part of one that is sparse.
+
+    Raises:
+        ShapeMismatchError: one of them has another shape, or a sparse one another number of entries, on other workers.
     """
-    found = [_carried(tensor.detach()) for tensor in tensors]
+    found = [_carried(part) for tensor in tensors for part in _parts(tensor.detach())]
     writable = [t for t in found if all(step or n < 2 for n, step in zip(t.shape, t.stride(), strict=True))]
     if writable:
         first = next_key(kv)
-        kv.broadcast(list(range(first, first + len(writable))), writable, writable)
+        try:
+            kv.broadcast(list(range(first, first + len(writable))), writable, writable)
+        except ShapeMismatchError as error:
+            raise ShapeMismatchError(
+                f"buffers and frozen parameters of the model begin alike on all workers, so they have the same shapes, "
+                f"and sparse ones as many entries: {error}"
+            ) from error
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that one is made of, in its memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        # Of one that is distributed (DTensor) each worker holds another part.
+        names = [] if hasattr(tensor, "full_tensor") else tensor.__tensor_flatten__()[0]
+        return [part for name in names for part in _parts(getattr(tensor, name).detach())]
+    if tensor.is_meta:
+        return []
+    if tensor.layout is torch.sparse_coo:
+        found = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        found = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        found = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        return [tensor]
+    return [part for part in found if part.numel()]
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 
 import kvmpi
 from kvmpi.config import client_bounds
-from kvmpi.errors import DTypeMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError
 from kvmpi.torch import DistributedOptimizer
+from kvmpi.torch.parameters import next_key
 
 
 def images(kv: kvmpi.KVStore) -> None:
@@ -40,7 +42,15 @@ def odd_buffers(kv: kvmpi.KVStore) -> None:
         table = (torch.arange(12.0).reshape(3, 4) + i + 20 * kv.rank).to(dtype)
         model.register_buffer(f"table{i}", table.T if i % 2 else table)
     model.register_buffer("number", torch.tensor(7 + kv.rank, dtype=torch.uint32))
+    layouts = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
+    for i, layout in enumerate(layouts):
+        blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+        table = torch.zeros(4, 6).scatter_(1, torch.arange(4)[:, None] + kv.rank % 2 * 2, 5.0 + kv.rank)
+        model.register_buffer(f"sparse{i}", table.to_sparse(layout=layout, **blocks))
+    model.register_buffer("nowhere", torch.zeros(3, device="meta"))
     optimizer = DistributedOptimizer(sgd(model), kv, model)
+    for i in range(len(layouts)):
+        assert torch.equal(model.get_buffer(f"sparse{i}").to_dense(), torch.eye(4, 6) * 5.0)
     for i, dtype in enumerate(kinds):
         table = (torch.arange(12.0).reshape(3, 4) + i).to(dtype)
         found = model.get_buffer(f"table{i}").contiguous()
@@ -51,6 +61,93 @@ def odd_buffers(kv: kvmpi.KVStore) -> None:
     optimizer = torch.optim.SGD([odd], lr=0.1)
     refused = "phase is of torch.complex64"
     expect(DTypeMismatchError, refused, lambda: DistributedOptimizer(optimizer, kv, [("phase", odd)]))
+    model.register_buffer("sparse", torch.eye(4)[: 1 + kv.rank].to_sparse_csr())
+    expect(ShapeMismatchError, "sparse ones as many entries", lambda: DistributedOptimizer(sgd(model), kv, model))
+    lazy = nn.LazyLinear(3)
+    expect(ConfigError, "weight has no shape yet", lambda: DistributedOptimizer(sgd(lazy), kv, lazy))
+
+
+class Codebook(nn.Module):
+    """Buffers as people have them: written by way of ``.data``, in place, anew, from some step on, or never."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 2).double()
+        self.register_buffer("codes", torch.randn(4, 3).T.half())
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(5, 3), persistent=False)
+        self.register_buffer("late", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("own", torch.zeros(1))  # of another size on each worker
+        self.register_buffer("mask", torch.ones(3).bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach().float()
+        self.codes.data.mul_(0.5).add_(seen.mean(0, keepdim=True).half().T)
+        self.count += int(x.abs().sum() * 100)
+        self.last = self.last / 2 + seen
+        if x[0, 0] > 0:  # on some workers
+            self.late += x[0, 0]
+        return self.layer(x * self.mask)
+
+
+def other_buffers(kv: kvmpi.KVStore, **options: Any) -> None:
+    """Those that change follow the first worker, of the client where weights come back."""
+    with unittest.mock.patch("kvmpi.torch.norms._LOOK_EVERY", 8):
+        for policy in ("first", "mean", "own"):
+            _follow(kv, policy, 12, **options)
+
+
+def _follow(kv: kvmpi.KVStore, policy: str, steps: int, **options: Any) -> None:
+    def batch(step: int, rank: int) -> torch.Tensor:
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+        x[0, 0] = -1.0 if step < steps // 2 + rank % 2 else x[0, 0].abs()
+        return x
+
+    first = 0
+    if policy == "own" or (options and kv.mpi_size == 1):
+        first = kv.rank
+    elif options:
+        first = max(start for start, _ in client_bounds(kv.num_workers, kv.num_clients) if start <= kv.rank)
+    model, plain = Codebook(kv.rank), Codebook(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, norm_buffers=policy, **options)
+    num_keys, untouched = set[int](), model.mask._version
+    for step in range(steps):
+        model.own = torch.full((1 + kv.rank,), float(step))
+        optimizer.zero_grad()
+        model(batch(step, kv.rank)).sum().backward()
+        optimizer.step()
+        num_keys |= {len(kv.keys)} if step > 4 else set()
+        with torch.no_grad():
+            plain(batch(step, first))
+    for name, expected in plain.named_buffers():
+        if name != "own":
+            found = model.get_buffer(name)
+            assert torch.equal(found, expected), f"{policy}: {name} {found}, expected {expected}"
+    assert torch.equal(model.own, torch.full((1 + kv.rank,), steps - 1.0))
+    assert model.mask._version == untouched, "what does not change is left alone"
+    assert options or len(num_keys) <= 2, "keys for each of those that change, once"
+    optimizer.detach()
+
+
+def scripted(kv: kvmpi.KVStore, **options: Any) -> None:
+    """TorchScript, which takes no hooks, and hides which layers normalise."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    compiled = torch.jit.script(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(compiled.parameters(), lr=0.1), kv, compiled, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + kv.rank))
+        compiled(x.double()).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    mine = torch.cat([flat(compiled.parameters()), flat(compiled.buffers())])
+    first = mine.clone()
+    key = next_key(kv.client)
+    kv.client.init(key, first)
+    kv.client.pull(key, first)
+    assert torch.equal(mine, first), mine - first
+    optimizer.detach()
 
 
 def converted_statistics(kv: kvmpi.KVStore) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import optimizer_loops as loops
 import torch
+from optimizer_buffers import other_buffers, scripted
 from optimizer_loops import (
     STEPS,
     adamw,
@@ -473,7 +474,15 @@ def two_networks(store: str) -> None:
             same(net, expected, store)
 
 
+def buffers(store: str) -> None:
+    for push in ("step", "backward"):
+        with kvmpi.create(store) as kv:
+            other_buffers(kv, update_on_kvstore=True, push=push)
+        with kvmpi.create(store) as kv:
+            scripted(kv, update_on_kvstore=True, push=push)
+
+
 CHECKS = (
     as_one_process, models_as_in_one_process, groups_of_parameters, each_client_by_itself, overflows,
-    agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks,
+    agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks, buffers,
 )  # fmt: skip

@@ -23,7 +23,7 @@ JOBS = {
         "whoever_reads_waits,first_layers_first,compiled,too_late,checkpoint_of_torch,loaded,written_to,"
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
-        "two_networks",
+        "two_networks,buffers",
         f"mpi/algorithms={ALGORITHMS}",
     ],
     "-n 2 -c 1 -s 2": [
@@ -33,11 +33,11 @@ JOBS = {
     "-n 3 -c 2 -s 1": [
         "dist_sync_mpi/gradients=frozen_in_turn",
         "dist_sync_mpi/steps=each_client_by_itself,overflows,uneven_batches,resumed",
-        "dist_async_mpi/steps=asynchronous",
+        "dist_async_mpi/steps=asynchronous,buffers",
         "dist_async_mpi/weights=asynchronous",
     ],
     "-n 4 -c 2 -s 2": [
-        "dist_sync_mpi/gradients=every_loop,graphs_that_change,converted,images,"
+        "dist_sync_mpi/gradients=every_loop,graphs_that_change,converted,images,other_buffers,"
         "order_of_the_first_worker,compressed,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,compressed,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
