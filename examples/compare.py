@@ -162,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     if min(args.n, args.c) < 1:
         parser.error("-n and -c must be at least 1")
     try:
+        args.out = args.out.expanduser()  # --out=~/x, of which shells leave ~ to us
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out}: {error.strerror}")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,12 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, str]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("-n", type=at_least(1), default=2, metavar="WORKERS", help="default 2; more of them add in another order")
-    add("--data", default="digits", help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg")
+    add(
+        "--data",
+        type=expanduser,
+        default="digits",
+        help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg",
+    )
     add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
     add("--steps", type=at_least(1), default=200, help="default 200")
     add("--batch-size", type=at_least(1), default=16, help="of each worker (default 16)")
@@ -107,7 +113,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, str]:
     add("--limit", type=at_least(0), default=0, metavar="N", help="use N training images only")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
     add("--tolerance", type=float, default=1e-5, metavar="R", help="exit with status 1 above it (default 1e-5)")
-    add("--out", default="losses.png", metavar="FILE", help="the picture (default losses.png)")
+    add("--out", type=expanduser, default="losses.png", metavar="FILE", help="the picture (default losses.png)")
     add("--worker", choices=list(WAYS), default="", help=argparse.SUPPRESS)
     args: Any = parser.parse_args(argv)
     if not Path(args.out).absolute().parent.is_dir():

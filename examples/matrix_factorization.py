@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from os.path import expanduser
 
 import numpy as np
 
@@ -72,7 +73,13 @@ def main(argv: list[str] | None = None) -> list[float]:
     """The RMSE on ratings that were kept apart, after each epoch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--ratings", default="", metavar="FILE", help="lines of USER ITEM RATING; without it they are made up")
+    add(
+        "--ratings",
+        type=expanduser,
+        default="",
+        metavar="FILE",
+        help="lines of USER ITEM RATING; without it they are made up",
+    )
     add("--store", default="dist_sync", help="store type (default dist_sync)")
     add("--rank", type=int, default=4, help="numbers of a user or an item (default 4)")
     add("--epochs", type=int, default=12, help="default 12")

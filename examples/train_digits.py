@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> float:
     if min(args.epochs, args.batch_size) < 1:
         parser.error("--epochs and --batch-size must be at least 1")
     if args.checkpoint:
+        args.checkpoint = args.checkpoint.expanduser()  # --checkpoint=~/x, of which shells leave ~ to us
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # workers share the cores of a host
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os.path import expanduser
 from typing import Any
 
 import image_data
@@ -118,7 +119,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--algorithm", choices=list(ALGORITHMS), default="mpi-esgd", metavar="NAME", help="default mpi-esgd; see below")
-    add("--data", default="digits", help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg")
+    add(
+        "--data", type=expanduser, default="digits",
+        help="digits (default), or a folder or tar: train/CLASS/*.jpg, test/CLASS/*.jpg",
+    )  # fmt: skip
     add("--model", choices=("cnn", "resnet20"), default="cnn", help="default cnn")
     add("--epochs", type=at_least(1), default=10, help="default 10")
     add("--batch-size", type=at_least(1), default=16, help="of each worker (default 16)")
@@ -134,7 +138,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--augment", action="store_true", help="mirror and move training images at random")
     add("--limit", type=at_least(0), default=0, metavar="N", help="use N training images only")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
-    add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
+    add(
+        "--log", type=expanduser, default="", metavar="FILE",
+        help="write JSON lines: the settings, then an object for each epoch",
+    )  # fmt: skip
     add("--target-accuracy", type=float, default=0.0, metavar="A", help="exit with status 1 below it, e.g. 0.95")
     args = parser.parse_args(argv)
     return args
@@ -210,6 +217,16 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
         again=bool(done),
     )
     elapsed_s = result = 0.0
+
+    def measure() -> float:
+        """Of what this job would be trained for: the center, where there is one."""
+        has_center = loop.center(deployed.parameters())  # all workers ask for it, worker 0 looks at it
+        if data.test is None:
+            return 0.0
+        if has_center:
+            refresh_norms(deployed, data.train, args.batch_size)
+        return accuracy(deployed if has_center else model, data.test)
+
     for epoch in range(1, args.epochs + 1):
         rng = np.random.default_rng([args.seed, epoch, kv.rank, 1])
         kv.barrier()
@@ -239,14 +256,15 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
             steps.step()
         if num_batches * epoch <= done:  # was only for the barriers, and the learning rate
             continue
-        has_center = loop.center(deployed.parameters())  # all workers ask for it, worker 0 looks at it
+        result = measure()
         if data.test is not None:
-            if has_center:
-                refresh_norms(deployed, data.train, args.batch_size)
-            result = accuracy(deployed if has_center else model, data.test)
             kv.report(step, accuracy=result)
             num_trained = min(num_batches, num_batches * epoch - done)
             report.epoch(epoch, total_loss / num_trained, result, epoch_s, elapsed_s)
+    if done >= num_batches * args.epochs:
+        refresh_norms(model, data.train, args.batch_size)
+        result = measure()
+        report.say(f"all {count(args.epochs, 'epoch')} were done before, nothing is left to do: accuracy {result:.2%}")
     return result if kv.rank == 0 else 1.0
 
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import time
+from os.path import expanduser
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(STORES)} (default mpi-sgd)",
     )
     add(
-        "--data", default="", metavar="DIR", help="folder of rt-polarity.pos and .neg; without it sentences are made up"
+        "--data",
+        type=expanduser,
+        default="",
+        metavar="DIR",
+        help="folder of rt-polarity.pos and .neg; without it sentences are made up",
     )
     add("--limit", type=at_least(0), default=0, metavar="N", help="use N sentences only")
     add("--epochs", type=at_least(1), default=5, help="default 5")
@@ -151,7 +156,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dropout", type=float, default=0.5, help="default 0.5")
     add("--interval", type=at_least(1), default=16, help="mpi-esgd: batches between exchanges of weights (default 16)")
     add("--seed", type=int, default=0, help="of weights and order (default 0)")
-    add("--log", default="", metavar="FILE", help="write JSON lines: the settings, then an object for each epoch")
+    add(
+        "--log",
+        type=expanduser,
+        default="",
+        metavar="FILE",
+        help="write JSON lines: the settings, then an object for each epoch",
+    )
     args = parser.parse_args(argv)
     return args
 

@@ -63,6 +63,11 @@ class Report:
             print(text)
             print(f"{'epoch':>5}  {'train loss':>10}  {'val accuracy':>12}  {'seconds':>8}", flush=True)
 
+    def say(self, text: str) -> None:
+        """A line that is no epoch's."""
+        if self._active:
+            print(text, flush=True)
+
     def start(self, epoch: int, num_batches: int) -> None:
         """A new bar."""
         if self._bar is not None:

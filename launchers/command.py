@@ -137,6 +137,8 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
     options = parser()
     ours, words = split(argv, options)
     args = options.parse_args(ours)
+    for name in ("hostfile", "batch_dir", "snapshot_dir", "resume", "log_dir", "timeline"):
+        setattr(args, name, os.path.expanduser(getattr(args, name)))  # shells leave the ~ of --option=~/x to us
     try:
         return _run(args, words, commands)
     except KeyboardInterrupt:  # so early that no job was there to stop

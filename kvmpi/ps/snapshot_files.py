@@ -239,8 +239,14 @@ def choose(directory: str, num_parts: int, parts_per_server: int, complain: Call
             complain(f"snapshot {number} cannot be used: {error}")
             continue
         return manifest
+    folder, name = os.path.split(os.path.abspath(directory))
     if not os.path.isdir(directory):
         found = ["there is no such folder"]
+    elif not found and name.isdecimal() and os.path.exists(os.path.join(directory, _MANIFEST)):
+        found = [
+            f"it is one itself; name the folder of all of them, {folder}, and the job goes on from the newest, "
+            f"which is {max(complete(folder), default=name)}"
+        ]
     raise ConfigError(f"resume from {directory}: no usable snapshot; " + ("; ".join(found) or "the folder has none"))
 
 

@@ -21,6 +21,7 @@ from kvmpi.store.dist import DistStore
 from kvmpi.store.replicated import ReplicatedStore
 from kvmpi.trace import timeline
 from kvmpi.trace.activity import activity
+from kvmpi.warning import warn
 
 Factory = Callable[[Config], KVStore]
 
@@ -75,6 +76,11 @@ def create(name: str = "local", **settings: Any) -> KVStore:
         raise ConfigError(f"unknown store type {name!r}{close_to([str(name)], known)}; known: {', '.join(known)}")
     config = Config.from_env(**settings)
     store = factory(config)
+    if config.resume and name in ("mpi", "allreduce") and store.rank == 0:
+        warn(
+            f"the job goes on from {config.resume}, with what servers held: a store of type 'mpi' has nothing there, "
+            "and its kv.resumed_step is 0. Use a type with servers (dist_sync_mpi), or load a checkpoint of your own"
+        )
     if not isinstance(store, KVStore):
         raise ConfigError(f"create({name!r}): its factory returned {store!r}, expected a KVStore")
     close_at_exit(store)

@@ -65,6 +65,20 @@ def test_an_image_folder_in_a_tar(image_tar: Path, options: list[str], capsys: p
     assert "48 images, 12 batches of 4" in capsys.readouterr().out
 
 
+def test_nothing_is_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after ``--resume`` of a job that had ended: the accuracy is that of the weights."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(train_images.GradientExchange, "batches_done", lambda *_: 12)
+    options = ["--limit", "100", "--epochs", "2", "--log=~/log", "--target-accuracy", "0.02"]
+    assert train_images.main(["--algorithm", "mpi-sgd", *options]) == 0
+    said = capsys.readouterr().out
+    assert "goes on after batch 12\n" in said
+    assert "all 2 epochs were done before, nothing is left to do: accuracy " in said
+    assert not read(tmp_path / "log")[1]
+
+
 def test_below_the_target_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--limit", "16", "--epochs", "1", "--target-accuracy", "0.99"]
     assert train_images.main(["--algorithm", "local", *options]) == 1

@@ -202,6 +202,18 @@ def test_dry_run_shows_every_command_and_starts_nothing(tmp_path, monkeypatch, c
     assert os.listdir() == ["train.py"]
 
 
+def test_home_in_options_as_shells_leave_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        command.main(["-s", "1", "--dry-run", "--snapshot-every=3", "--snapshot-dir=~/s", "--resume=~/r", __file__])
+        == 0
+    )
+    shown = capfd.readouterr().out
+    assert f"KVMPI_RESUME={tmp_path}/r" in shown
+    assert f"KVMPI_SNAPSHOT_DIR={tmp_path}/s" in shown
+    assert "~" not in shown
+
+
 def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("trän\udcff.py").touch()

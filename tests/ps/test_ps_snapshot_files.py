@@ -123,6 +123,8 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no usable snapshot; snapshot 5: .*not completed"):
         choose(tmp_path)
     write(tmp_path, 6)
+    with pytest.raises(ConfigError, match=rf"it is one itself; name the folder of all of them, {tmp_path}, .* is 6"):
+        choose(tmp_path / "6")
     with pytest.raises(ConfigError, match=r"snapshot 6 is of a job with 1 servers, this one has 2; .* -s 1"):
         choose(tmp_path, 2 * PARTS)
 

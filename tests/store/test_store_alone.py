@@ -37,6 +37,16 @@ def test_names_and_aliases():
         kvmpi.create("local", timeout=3)
 
 
+def test_a_job_that_goes_on_with_a_store_that_servers_know_nothing_of(monkeypatch, recwarn):
+    monkeypatch.setenv("KVMPI_RESUME", "/of/before")
+    with kvmpi.create("mpi") as kv:
+        assert kv.resumed_step == 0
+    (warning,) = recwarn
+    assert "goes on from /of/before" in str(warning.message)
+    assert "has nothing there" in str(warning.message)
+    assert warning.filename == __file__
+
+
 def test_a_store_that_cannot_be_made_leaves_no_job_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
