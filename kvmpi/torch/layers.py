@@ -21,6 +21,13 @@ class _Hook:
         if self._call is not None:
             self._call(*arguments)
 
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script does not take the hooks by which layers wait for weights that a store updates, nor in a "
+            "copy of the model: call optimizer.detach() before, or use torch.jit.trace or torch.export"
+        )
+
     def __reduce__(self) -> Any:  # for copy and pickle alike
         return _Hook, ()
 

@@ -13,6 +13,9 @@ from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, DTypeMismatchError, DuplicateKeyError, ShapeMismatchError
 from kvmpi.store import KVStore
 
+#: So much of what is not trained is copied to be sent, each by itself.
+_SMALL_BYTES = 64 << 10
+
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
 
 
@@ -91,6 +94,11 @@ class KeyedParameters:
     def _check_whole(self) -> None:
         """Raise where this worker holds a part of a parameter: the parts of several workers would be added up."""
         for name, tensor in zip(self.names, self.tensors, strict=True):
+            if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "full_tensor"):
+                raise ConfigError(
+                    f"{name} is of {type(tensor).__name__}, a class that wraps other tensors: stores "
+                    "carry plain ones; freeze it, or leave it out of the optimizer"
+                )
             # Of a flat parameter of FSDP1, which is a plain tensor: its shape where it is whole.
             flat = getattr(tensor, "_unpadded_unsharded_size", None)
             if hasattr(tensor, "full_tensor") or (flat is not None and flat.numel() != tensor.numel()):
@@ -165,13 +173,18 @@ def start_alike(kv: KVStore, tensors: Iterable[torch.Tensor]) -> None:
     writable = [t for t in found if all(step or n < 2 for n, step in zip(t.shape, t.stride(), strict=True))]
     if writable:
         first = next_key(kv)
+        # What NumPy has seen cannot be resized any more, as observers of quantisation do with their buffers.
+        apart = [t.clone() if t.nbytes <= _SMALL_BYTES and not t.is_inference() else t for t in writable]
         try:
-            kv.broadcast(list(range(first, first + len(writable))), writable, writable)
+            kv.broadcast(list(range(first, first + len(apart))), apart, apart)
         except ShapeMismatchError as error:
             raise ShapeMismatchError(
                 f"buffers and frozen parameters of the model begin alike on all workers, so they have the same shapes, "
                 f"and sparse ones as many entries: {error}"
             ) from error
+        for tensor, value in zip(writable, apart, strict=True):
+            if value is not tensor:
+                tensor.copy_(value)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

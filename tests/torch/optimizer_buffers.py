@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from optimizer_loops import convolutions, expect, flat, image_shard, mlp, plain_steps, same_in_all, sgd, statistics
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import kvmpi
 from kvmpi.config import client_bounds
@@ -63,6 +64,10 @@ def odd_buffers(kv: kvmpi.KVStore) -> None:
     expect(DTypeMismatchError, refused, lambda: DistributedOptimizer(optimizer, kv, [("phase", odd)]))
     model.register_buffer("sparse", torch.eye(4)[: 1 + kv.rank].to_sparse_csr())
     expect(ShapeMismatchError, "sparse ones as many entries", lambda: DistributedOptimizer(sgd(model), kv, model))
+    del model.sparse
+    both = TwoTensor(torch.ones(3), torch.ones(3))
+    model.wrapped = nn.Parameter(both)
+    expect(ConfigError, "wrapped is of TwoTensor", lambda: DistributedOptimizer(sgd(model), kv, model))
     lazy = nn.LazyLinear(3)
     expect(ConfigError, "weight has no shape yet", lambda: DistributedOptimizer(sgd(lazy), kv, lazy))
 
@@ -126,6 +131,7 @@ def _follow(kv: kvmpi.KVStore, policy: str, steps: int, **options: Any) -> None:
             assert torch.equal(found, expected), f"{policy}: {name} {found}, expected {expected}"
     assert torch.equal(model.own, torch.full((1 + kv.rank,), steps - 1.0))
     assert model.mask._version == untouched, "what does not change is left alone"
+    assert all(b.untyped_storage().resizable() for b in model.buffers()), "as observers do with theirs"
     assert options or len(num_keys) <= 2, "keys for each of those that change, once"
     optimizer.detach()
 
@@ -148,6 +154,11 @@ def scripted(kv: kvmpi.KVStore, **options: Any) -> None:
     kv.client.pull(key, first)
     assert torch.equal(mine, first), mine - first
     optimizer.detach()
+    if kv.optimizer is not None:
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), kv, model, **options)
+        expect(AttributeError, "call optimizer.detach() before", lambda: torch.jit.script(model))
+        optimizer.detach()
+        torch.jit.script(model)
 
 
 def converted_statistics(kv: kvmpi.KVStore) -> None:
