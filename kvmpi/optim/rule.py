@@ -303,9 +303,9 @@ def _plain(rule: Rule, name: str) -> float | bool | list[float]:
     if isinstance(value, bool):
         return value
     try:
-        if isinstance(value, numbers.Real):
+        if isinstance(value, numbers.Real) and value == value:  # not-a-number is not even equal to itself
             return float(value)
-        if isinstance(value, list | tuple) and all(isinstance(v, numbers.Real) for v in value):
+        if isinstance(value, list | tuple) and all(isinstance(v, numbers.Real) and v == v for v in value):
             return [float(v) for v in value]
     except OverflowError:  # a whole number, or a fraction, that no float can hold
         pass

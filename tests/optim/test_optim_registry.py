@@ -216,6 +216,6 @@ def test_a_hyperparameter_must_be_a_number(names):
 
     with pytest.raises(ConfigError, match=r"Wordy.mode is 'a'"):
         Wordy().hyperparams()
-    for mode in (10**400, [0.5, 10**400]):  # which no float can hold
+    for mode in (10**400, [0.5, 10**400], float("nan"), [float("nan")]):  # the former no float can hold
         with pytest.raises(ConfigError, match=r"Wordy.mode is .*: expected a number"):
             Wordy(mode).hyperparams()
