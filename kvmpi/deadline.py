@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import math
+import numbers
 import time
+from typing import Any
+
+from kvmpi.errors import ConfigError
+
+
+def seconds_of(timeout_s: Any) -> float:
+    """``timeout_s`` as a float.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    if not isinstance(timeout_s, numbers.Real) or timeout_s != timeout_s:  # the latter is not-a-number
+        raise ConfigError(f"timeout_s={timeout_s!r}: expected seconds, or None to wait for ever")
+    return float(timeout_s)
 
 
 class Deadline:
@@ -12,7 +27,7 @@ class Deadline:
     __slots__ = ("expires_s", "timeout_s")
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = math.inf if timeout_s is None else float(timeout_s)
+        self.timeout_s = math.inf if timeout_s is None else seconds_of(timeout_s)
         self.expires_s = time.monotonic() + self.timeout_s
 
     def remaining_s(self) -> float:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmpi.compiling import not_compiled
+from kvmpi.deadline import seconds_of
 from kvmpi.errors import KVError, KVTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def acquire_within(gate: threading.Lock, timeout_s: float | None) -> bool:
 
 def lock_timeout(timeout_s: float | None) -> float:
     """``timeout_s`` as locks want it: infinity is more than they can count, negative means for ever to them."""
-    return threading.TIMEOUT_MAX if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
+    return threading.TIMEOUT_MAX if timeout_s is None else min(max(seconds_of(timeout_s), 0.0), threading.TIMEOUT_MAX)
 
 
 class Work:
@@ -112,6 +113,7 @@ class Work:
 
         Raises:
             KVTimeoutError: it is not finished after ``timeout_s`` seconds; it goes on, and can be waited for again.
+            ConfigError: ``timeout_s`` is no number.
         """
         if not self._done and not self._wait_timed(timeout_s):
             raise KVTimeoutError(f"{self.name or 'unnamed work'}: not finished after {timeout_s} s ({self.describe()})")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from engine_helpers import TIMEOUT_S
 
+from kvmpi.deadline import Deadline
 from kvmpi.engine import Engine, Work
-from kvmpi.errors import KVError, KVTimeoutError
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError
 
 
 def test_finish_and_wait() -> None:
@@ -33,6 +34,16 @@ def test_wait_past_timeout_names_the_work(timeout_s: float) -> None:
     assert not work._gates  # a caller that polls leaves nothing behind
     work.finish()
     work.wait(timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", ["x", [1.0], float("nan"), 1j])
+def test_what_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    work = Work()
+    with pytest.raises(ConfigError, match="expected seconds"):
+        work.wait(timeout_s)
+    assert not work._gates
+    with pytest.raises(ConfigError, match="expected seconds"):
+        Deadline(timeout_s)
 
 
 def test_an_infinite_timeout_waits_for_ever() -> None:
