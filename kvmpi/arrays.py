@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,16 +328,39 @@ def check_writable(array: Any) -> None:
         _check_torch(array)
         if array.is_contiguous():
             return
-        strides, what = array.stride(), "an expanded torch tensor, whose elements share memory; pass a clone() of it"
+        strides, itemsize = array.stride(), 1
+        what = "a torch tensor, expanded or made by as_strided, whose elements share memory; pass a clone() of it"
     else:
         flags = array.flags
         if library == "numpy" and not flags.writeable:
             raise UnsupportedError("out is a read-only NumPy array; pass one that can be written")
         if flags.c_contiguous:
             return
-        strides, what = array.strides, "an array that is broadcast, whose elements share memory; pass a copy() of it"
-    if 0 not in array.shape and any(step == 0 and n > 1 for n, step in zip(array.shape, strides, strict=True)):
+        strides, itemsize = array.strides, array.itemsize
+        what = "an array, broadcast or made by as_strided, whose elements share memory; pass a copy() of it"
+    if _elements_meet(array.shape, strides, itemsize):
         raise UnsupportedError(f"out is {what}")
+
+
+def _elements_meet(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether two elements of an array lie, in part at least, in the same memory."""
+    if 0 in shape:
+        return False
+    reach = 0
+    steps = sorted((abs(step), n) for n, step in zip(shape, strides, strict=True) if n > 1)
+    for step, n in steps:
+        if step < reach + itemsize:  # as nobody has it but on purpose; most of these meet, not all
+            break
+        reach += (n - 1) * step
+    else:
+        return False
+    if steps[0][0] < itemsize:
+        return True
+    places = np.zeros(1, np.int64)
+    for step, n in steps:
+        places = np.add.outer(places, step * np.arange(n)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < itemsize).any())
 
 
 def note_writes(written: Iterable[Any]) -> None:
@@ -377,37 +401,51 @@ def empty(
     ``allocate(count, dtype)`` gives the memory where that is the host's.
 
     Raises:
-        ConfigError: ``shape`` is none.
+        ConfigError: ``shape`` is none, or of more than any memory has.
         DTypeMismatchError: a dtype that kvmpi does not carry.
-        UnsupportedError: ``device`` is a GPU, and CuPy is not there.
+        UnsupportedError: there is no such ``device``, or no CuPy for one.
     """
     shape = _shape(shape)
     device = None if device is None else str(device)  # a torch.device is as good
-    if device is not None and (kind := device.partition(":")[0]) != "cuda":
-        if kind != "cpu":
-            raise UnsupportedError(f"empty on {device}: there are arrays on cpu and on cuda devices")
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise UnsupportedError(f"empty on {device}: there are arrays on cpu and on cuda devices, as cuda:0")
+    if device is not None and device.startswith("cpu"):
         device = "cpu"
     torch = sys.modules.get("torch")
     of_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if of_torch else _name_of(dtype)
     if name not in DTYPES:
         raise DTypeMismatchError(f"dtype {dtype} is not carried; use one of {', '.join(DTYPES)}")
+    if math.prod(shape) * DTYPES[name].itemsize > sys.maxsize:
+        raise ConfigError(f"empty: an array of shape {shape} and {name} is larger than any memory")
     like = "torch" if of_torch or name == "bfloat16" else "numpy"
     if device in (None, "cpu") and allocate is not None:
         return wrap(allocate(math.prod(shape), name), shape, name, like)
     if like == "torch":
         import torch as installed
 
+        if device not in (None, "cpu"):
+            _check_device(device, installed.cuda.device_count(), "torch")
         return installed.empty(shape, dtype=getattr(installed, name), device=device or "cpu")
     if device not in (None, "cpu"):
         try:
             import cupy
         except ImportError:
             raise UnsupportedError(f"empty on {device}: arrays on a GPU need CuPy, which is not installed") from None
-
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError:  # there is no driver
+            count = 0
+        _check_device(device, count, "CuPy")
         with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
             return cupy.empty(shape, dtype=DTYPES[name])
     return np.empty(shape, dtype=DTYPES[name])
+
+
+def _check_device(device: str, count: int, library: str) -> None:
+    """Raise unless ``device`` is one of ``count`` GPUs."""
+    if int(device.partition(":")[2] or 0) >= count:
+        raise UnsupportedError(f"empty on {device}: {library} finds {count} GPUs here")
 
 
 def _shape(given: int | Sequence[int]) -> tuple[int, ...]:

@@ -187,10 +187,14 @@ def test_expanded_tensors_can_be_read_not_written() -> None:
     assert arrays.read(expanded).buffer.tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(UnsupportedError, match="expanded"):
         arrays.check_writable(expanded)
-    for step in ((0, 4), (4, 0), (0, 0)):
-        shared = np.lib.stride_tricks.as_strided(np.zeros(9, "f4"), (2, 3), step)
-        with pytest.raises(UnsupportedError, match=r"broadcast, whose elements share memory; pass a copy\(\)"):
+    for step in ((0, 4), (4, 0), (0, 0), (4, 4), (-4, 4), (8, 4), (4, 2), (2, 16)):
+        shared = np.lib.stride_tricks.as_strided(np.zeros(99, "f4")[9:], (2, 3), step)
+        with pytest.raises(UnsupportedError, match=r"broadcast .*, whose elements share memory; pass a copy\(\)"):
             arrays.check_writable(shared)
+    with pytest.raises(UnsupportedError, match=r"as_strided, whose elements share memory; pass a clone\(\)"):
+        arrays.check_writable(torch.zeros(9).as_strided((2, 3), (1, 1)))
+    arrays.check_writable(np.lib.stride_tricks.as_strided(np.zeros(99, "f4"), (2, 3), (12, 8)))  # 0 2 4 3 5 7
+    arrays.check_writable(torch.zeros(9).as_strided((2, 3), (3, 2)))
     for fine in (np.zeros((1, 3), "f4")[:, ::2], np.broadcast_to(np.zeros((0, 1)), (0, 5)).copy(), np.zeros((4, 3)).T):
         arrays.check_writable(fine)
     arrays.check_writable(torch.zeros(3).as_strided((1, 3), (0, 1)))

@@ -340,7 +340,7 @@ def mistakes(rank: int, size: int) -> None:
             lambda tensor: dist.reduce(tensor, 1),
             lambda tensor: dist.all_gather_into_tensor(tensor.expand(size, 3), torch.ones(3)),
         ):
-            with raises(UnsupportedError, "expanded torch tensor, whose elements share memory; pass a clone"):
+            with raises(UnsupportedError, "whose elements share memory; pass a clone"):
                 write(torch.ones(1).expand(3))
         with raises(UnsupportedError, "layout"):
             dist.all_reduce(torch.eye(2).to_mkldnn() if rank == 1 else torch.eye(2))
