@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         Raises:
             ConfigError: unknown capability; the message lists the known ones.
         """
-        if capability not in self._capabilities:
+        if not isinstance(capability, str) or capability not in self._capabilities:
             raise ConfigError(f"unknown capability {capability!r}; known: {', '.join(sorted(self._capabilities))}")
         return self._capabilities[capability]
 
@@ -292,9 +293,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call was to fill, wherever it lies, may still be written to, since MPI goes on with what has begun.
 
         Raises:
-            ConfigError: ``shape`` is none.
+            ConfigError: ``shape`` is none, or of more than any memory has.
             DTypeMismatchError: a dtype that kvmpi does not carry.
-            UnsupportedError: ``device`` is a GPU, and CuPy is not there.
+            UnsupportedError: there is no such ``device``, or no CuPy for one.
+            MemoryError: there is no such memory left.
         """
         allocate = self._reduce.empty if self.mpi_size > 1 else self._empty
         return arrays.empty(shape, dtype, device, allocate)
@@ -413,6 +415,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         Raises:
             ConfigError: ``timeout_s`` is no number of seconds.
         """
+        seconds_of_silence(timeout_s)
         return 0
 
     def stats(self) -> dict[str, Any]:
@@ -565,3 +568,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
     def _disconnect(self) -> None:
         pass
+
+
+def seconds_of_silence(timeout_s: Any) -> float:
+    """The argument of ``num_dead``; raise ``ConfigError`` if it is none."""
+    found = float(timeout_s) if isinstance(timeout_s, numbers.Real) else -1.0
+    if not found >= 0:  # as of not-a-number
+        raise ConfigError(f"num_dead: timeout_s={timeout_s!r}, expected seconds, from 0 on")
+    return found

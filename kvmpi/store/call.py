@@ -393,15 +393,34 @@ def check_writable(parts: Iterable[Part], op: str, rank: int) -> None:
     arrays.note_writes(written)
 
 
-def checked_scale(call: Invocation, parts: Iterable[Part]) -> float:
-    """``call.scale``; raise unless sums of all ``parts`` can be multiplied by it."""
-    scale = call.scale
-    try:
-        is_finite = not isinstance(scale, bool) and isinstance(scale, numbers.Real) and math.isfinite(scale)
-    except OverflowError:  # a whole number, or a fraction, that no float can hold
-        is_finite = False
-    if not is_finite:
+def take_numbers(call: Invocation, key: Any) -> None:
+    """Make ``call.priority`` and ``call.scale`` numbers of Python: NumPy's wrap around, and arrays are no numbers.
+
+    Raises:
+        ConfigError: one of them is none. The other workers of the client are then told of the call without it.
+    """
+    priority, scale = call.priority, call.scale
+    if type(priority) is int and type(scale) is float and scale == 1.0:  # as a rule
+        return
+    call.priority, call.scale = 0, 1.0
+    found: Any = int(priority) if isinstance(priority, numbers.Integral) else _real(priority)
+    if math.isnan(found):
+        raise ConfigError(f"{call.op} of key {key!r}: priority={priority!r}, expected a number")
+    factor = math.nan if isinstance(scale, bool) else _real(scale)
+    if not math.isfinite(factor):
         raise ConfigError(f"{call.op}: scale={scale!r}; expected a finite number")
+    call.priority, call.scale = found, factor
+
+
+def _real(number: Any) -> float:
+    """Not-a-number for what is none, or is a whole number, or a fraction, that no float can hold."""
+    try:
+        return float(number) if isinstance(number, numbers.Real) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def check_scalable(call: Invocation, parts: Iterable[Part]) -> None:
+    """Raise unless sums of all ``parts`` can be multiplied by ``call.scale``."""
     for part in parts:
-        host.check_scalable(part.state.dtype, scale, f"{call.op} of key {part.state.key!r}: ")
-    return float(scale)
+        host.check_scalable(part.state.dtype, call.scale, f"{call.op} of key {part.state.key!r}: ")

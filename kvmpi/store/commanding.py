@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ from kvmpi import optim
 from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, UnsupportedError
+from kvmpi.errors import UnsupportedError
 from kvmpi.ps import PsClient, codec
-from kvmpi.store.base import KVStore
+from kvmpi.store.base import KVStore, seconds_of_silence
 from kvmpi.store.call import Invocation
 
 
@@ -95,13 +94,7 @@ class Commanding(KVStore):
 
     def num_dead(self, timeout_s: float = 60.0) -> int:
         call = self._call("num_dead")
-
-        def prepare() -> float:
-            if not isinstance(timeout_s, numbers.Real) or not timeout_s >= 0:
-                raise ConfigError(f"num_dead: timeout_s={timeout_s!r}, expected seconds, from 0 on")
-            return float(timeout_s)
-
-        seconds = self._enter(call, prepare, details=lambda seconds: seconds)
+        seconds = self._enter(call, lambda: seconds_of_silence(timeout_s), details=lambda seconds: seconds)
         result = ["0"]
 
         def ask(ps: PsClient) -> Work:

@@ -11,7 +11,6 @@ one rank knows. What all ranks know is the agreement of the call.
 
 from __future__ import annotations
 
-import numbers
 import os
 import threading
 import time
@@ -29,7 +28,6 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Variable, Work, create_engine
 from kvmpi.errors import (
-    ConfigError,
     DTypeMismatchError,
     KeyKindError,
     KeyNotInitializedError,
@@ -45,12 +43,13 @@ from kvmpi.store.call import (
     Part,
     about,
     check_array,
+    check_scalable,
     check_writable,
-    checked_scale,
     entries_of,
     keep_apart,
     overlap,
     processing_order,
+    take_numbers,
 )
 from kvmpi.store.grammar import Group, Key, groups
 from kvmpi.store.rows import RowOut
@@ -300,9 +299,7 @@ class StoreCore:
             raise KVError(f"{call.op} of key {key!r} on worker {self.rank}: it has called join, and pushes no more")
 
         def prepare() -> list[Part]:
-            number = type(call.priority) is int or isinstance(call.priority, numbers.Real)  # the first takes no time
-            if not number or call.priority != call.priority:  # NaN
-                raise ConfigError(f"{call.op} of key {key!r}: priority={call.priority!r}, expected a number")
+            take_numbers(call, key)
             single = self._keys.get(key) if alone and (type(key) is int or type(key) is str) else None
             if single is not None and (again := checked.find(single, call, value, out, self._rule)) is not None:
                 self._raise_pending(single)
@@ -337,7 +334,7 @@ class StoreCore:
             for part in parts.values():
                 self._raise_pending(part.state)
             if call.scale != 1.0:
-                call.scale = checked_scale(call, parts.values())
+                check_scalable(call, parts.values())
             if timeline.on:
                 call.about = about(list(parts.values()))
             if single is not None:

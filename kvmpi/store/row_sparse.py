@@ -14,7 +14,7 @@ from kvmpi.errors import ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
-from kvmpi.store.call import Invocation, KeyState, Part, entries_of
+from kvmpi.store.call import Invocation, KeyState, Part, entries_of, take_numbers
 from kvmpi.store.core import INLINE_BYTES
 from kvmpi.store.grammar import Group
 from kvmpi.store.operations import Operations
@@ -44,6 +44,7 @@ class RowSparse(Operations):
         call = self._call("row_sparse_pull", priority, async_op)
 
         def prepare() -> list[Part]:
+            take_numbers(call, key)
             parts = []
             for name, pairs in given.wanted(key, out, row_ids):
                 state = self._match(Group(name, []), call.op)

@@ -17,7 +17,9 @@ from store_helpers import ALL, array, pulled
 
 import kvmpi
 from kvmpi import errors, optim
+from kvmpi.deadline import Deadline
 from kvmpi.ps import link
+from kvmpi.store.call import Invocation, take_numbers
 
 
 def rounded_to_bfloat16(values):
@@ -276,6 +278,11 @@ def test_bad_calls(any_store):
         (errors.DTypeMismatchError, lambda: kv.pull("w", None)),
         (errors.DTypeMismatchError, lambda: kv.init("c", np.zeros(2, "c8"))),
         (errors.ConfigError, lambda: kv.is_capable("telepathy")),
+        (errors.ConfigError, lambda: kv.is_capable(["sparse"])),
+        (errors.ConfigError, lambda: kv.num_dead("all")),
+        (errors.ConfigError, lambda: kv.push("w", good, priority=np.array([1, 2]))),
+        (errors.ConfigError, lambda: kv.row_sparse_pull("w", good[:1], [0], priority="high")),
+        (errors.UnsupportedError, lambda: kv.pull("w", np.lib.stride_tricks.as_strided(good, (2, 3), (4, 4)))),
         (errors.ConfigError, lambda: kv.pushpull(["w"], [good], [out, out])),
     ]
     for error, call in cases:
@@ -370,6 +377,23 @@ def test_empty_arrays_in_collective_memory():
         assert kv.empty((1,), torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(errors.DTypeMismatchError):
             kv.empty(3, "complex64")
+        for shape in (1 << 62, (1 << 40, 1 << 40), 1 << 63):
+            with pytest.raises(errors.ConfigError, match="larger than any memory"):
+                kv.empty(shape)
+        for dtype in (torch.float32, "float32"):
+            for device in ("cuda:99", "cuda:x", "gpu"):
+                with pytest.raises(errors.UnsupportedError, match=f"empty on {device}"):
+                    kv.empty(3, dtype, device)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    for given, priority in ((np.uint8(3), 3), (np.int8(-128), -128), (np.float32(0.5), 0.5), (True, 1)):
+        call = Invocation("allreduce", Deadline(None), given, scale=np.float32(0.5))
+        take_numbers(call, "w")
+        assert (call.priority, type(call.priority), type(call.scale)) == (priority, type(priority), float)
+    for mistake in ({"scale": np.array([1.0])}, {"scale": 10**400}, {"scale": True}, {"priority": float("nan")}):
+        with pytest.raises(errors.ConfigError, match=next(iter(mistake))):
+            take_numbers(Invocation("allreduce", Deadline(None), **mistake), "w")
 
 
 def test_a_list_call_ends_with_its_last_part(any_store, monkeypatch):

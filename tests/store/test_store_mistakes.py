@@ -43,6 +43,7 @@ def test_mistakes_in_clients_of_two(job):
         "keys": (r"OrderMismatchError: .*'w'.*'v'",) * 2,
         "order": (r"OrderMismatchError: .*position 1.*'v'.*no key",) * 2,
         "priority": (r"ConfigError: .*'high'", r"ConfigError: MPI rank 1 .*'high'"),
+        "scale": (r"ConfigError: .*scale=array", r"ConfigError: MPI rank 1 .*scale=array"),
         "path": (r"ConfigError: path is None", r"ConfigError: MPI rank 1 .*path is None"),
         "call": (r"OrderMismatchError: .*push\('w'\).*pull\('w'\)",) * 2,
     }

@@ -71,6 +71,9 @@ if grouped:
     expect("init shape", lambda: kv.init("new", np.ones(3 if r % 2 else 2, "f4")))
     expect("init dtype", lambda: kv.init("new", np.ones(2, "f8" if r % 2 else "f4")))
     in_the_client("priority", lambda: kv.push("w", good, priority="high" if odd else 0))
+    kv.client.init("g", good)
+    scale = np.array([0.5, 0.5]) if odd else 1.0
+    in_the_client("scale", lambda: kv.client.allreduce("g", good.copy(), scale=scale))
     expect("path", lambda: kv.save(None if odd else "unused"))
     expect("optimizer", lambda: kv.set_optimizer(kvmpi.optim.SGD(lr=0.1 if r % 2 else 0.2)))
 else:
