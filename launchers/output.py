@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 TAIL_LINES = 20
+KEPT_BYTES = 4 << 10  # of each line that is kept for the end of a job
 _FRAME = re.compile(rb'( *)File "([^"]+)", line \d+')
 _LOG = re.compile(r"(scheduler|(server|worker|client)-\d+)\.log(\.1)?")
 MAX_LINE_BYTES = 8 << 20  # a longer line is shown in pieces, so that no program can fill the launcher's memory
@@ -39,6 +40,11 @@ def last_words(lines: Iterable[bytes], inside: Sequence[str]) -> list[bytes]:
         if not hidden:
             found.append(line)
     return found[-TAIL_LINES:]
+
+
+def shortened(line: bytes) -> bytes:
+    """A line as it is kept for the end of a job, of which there may be many."""
+    return line if len(line) <= KEPT_BYTES else line[:KEPT_BYTES] + b" ..."
 
 
 class OutputClosedError(Exception):

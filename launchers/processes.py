@@ -23,13 +23,19 @@ def exit_status(returncode: int) -> int:
 
 def describe_end(returncode: int) -> str:
     """``was killed by SIGSEGV`` or ``ended with exit status 3``."""
-    if returncode >= 0:
-        return f"ended with exit status {returncode}"
+    if returncode < 0:
+        return f"was killed by {_signal_name(-returncode)}"
+    text = f"ended with exit status {returncode}"
+    if 128 < returncode <= 128 + 64:  # shells and mpiruns pass a signal on like that; a program may mean anything by it
+        text += f", as when {_signal_name(returncode - 128)} has killed what it had started"
+    return text
+
+
+def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(-returncode).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {-returncode}"
-    return f"was killed by {name}"
+        return f"signal {number}"
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -20,7 +20,7 @@ from kvmpi.launchers.endings import Endings, Losses
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import SHM, Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
-from kvmpi.launchers.output import Output, OutputClosedError, Stream, last_words
+from kvmpi.launchers.output import Output, OutputClosedError, Stream, last_words, shortened
 from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
@@ -324,7 +324,7 @@ class Runner:
         if stream.label.startswith("client"):
             lines = [line for line in lines if PRTE_QUICK not in line]
         if stream.target == 2:
-            self._tails[stream.label].extend(lines)
+            self._tails[stream.label].extend(map(shortened, lines))
             if stream.label.startswith("client") and any(PRTE_LOST in line for line in lines):
                 self._open_ranks.setdefault(stream.label, {})["of a host that is lost"] = 0
             if stream.client and (found := MPICH_ABORT.search(b"\n".join(lines))) is not None:

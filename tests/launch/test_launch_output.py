@@ -78,6 +78,11 @@ def test_an_endless_line_does_not_fill_the_memory(monkeypatch):
     assert splitter.close() == []
 
 
+def test_of_long_lines_only_the_beginning_is_kept():
+    assert output.shortened(b"short") == b"short"
+    assert output.shortened(b"x" * output.MAX_LINE_BYTES) == b"x" * output.KEPT_BYTES + b" ..."
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 @pytest.mark.parametrize(("words", "status", "said"), [
     (("plan", "--compute-seconds", "0.2"), 1, "kvmpi plan: standard output: No space left on device"),

@@ -251,6 +251,7 @@ def test_a_remark_of_mpirun_that_means_nothing_is_left_out(launch, write, tmp_pa
         ("raise ValueError('boo')", 1, "ValueError: boo"),
         ("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("os._exit(139)", 139, "ended with exit status 139, as when SIGSEGV has killed what it had started"),
     ],
 )
 def test_exit_status_is_that_of_the_worker_that_failed(launch, write, clients, how, status, text):
