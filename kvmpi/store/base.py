@@ -72,7 +72,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             from kvmpi.store.replicated import ClientStore
 
             self._together("client", lambda: None)
-            self._client_store = ClientStore("mpi" if self.mpi_size > 1 else "local", self._config, self._comm)
+            self._client_store = ClientStore(
+                "mpi" if self.mpi_size > 1 else "local", self._config, self._comm.duplicate()
+            )
             activity.begin(self._client_store._observe)
         return self._client_store
 
@@ -528,7 +530,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         for collectives in (self._reduce, self._cast):
             collectives.close()
         if not self.broken:
-            for comm in self._comms:
+            for comm in (*self._comms, self._comm):
                 comm.free()
         for state in self._keys.values():
             state.buffer = None  # a store that is closed may be referred to for long

@@ -48,6 +48,32 @@ def test_a_scale_that_cannot_be_is_an_error_on_all_and_nothing_is_lost(run_ranks
     run_ranks(2, rank_main)
 
 
+def test_a_store_that_is_closed_has_given_back_all_its_communicators(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some MPI libraries have 2,000 of them, and each takes memory."""
+    freed = list[MemoryComm]()
+    monkeypatch.setattr(MemoryComm, "free", lambda comm: freed.append(comm))
+
+    def rank_main(comm: MemoryComm) -> None:
+        made: list[MemoryComm] = [comm]
+        duplicate = MemoryComm.duplicate
+
+        def noting(self: MemoryComm) -> MemoryComm:
+            made.append(found := duplicate(self))
+            found.duplicate = noting.__get__(found)  # type: ignore[method-assign]
+            return found
+
+        comm.duplicate = noting.__get__(comm)  # type: ignore[method-assign]
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        kv.client.init("a", np.zeros(5))
+        kv.close()
+        assert [comm for comm in made if comm not in freed] == []
+        assert len(freed) == len(set(map(id, freed)))
+
+    run_ranks(2, rank_main)
+
+
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 @pytest.mark.parametrize("places", ["private", "own"])
 def test_gradients_are_rounded_between_hosts_if_that_is_wanted_and_weights_are_not(
