@@ -261,7 +261,7 @@ def _workers(picture: Picture, most_rows: int) -> Columns:
             "-" if w["staleness"] is None else f"{w['staleness']:.2f}", volume(w["resident_bytes"]),
             *("-" if value is None else f"{value:.4g}" for value in newest),
         ])  # fmt: skip
-    spare = ["memory", "GB/s", "client", "staleness", *curves[:0:-1], "in calls", "steps"]
+    spare = ["memory", "GB/s", "client", "staleness", *curves[:0:-1], "in calls", "steps", *curves[:1], "steps/s"]
     return Columns("workers", [*names, *curves], rows, spare, len(picture["workers"]) - len(workers))
 
 
