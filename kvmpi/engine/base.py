@@ -141,6 +141,18 @@ class Engine(ABC):
         """Whether there is something for ``run_borrowed`` to do."""
         return False
 
+    @property
+    def broken(self) -> bool:
+        """Whether a signal has closed the engine, since it came between two of its own steps."""
+        return bool(self._broken_by)
+
+    def join(self, timeout_s: float | None = None) -> None:  # noqa: B027 - the naive engine has no threads
+        """Return when the threads of a broken engine have ended what they were in the middle of.
+
+        Raises:
+            KVTimeoutError: one has not after ``timeout_s`` seconds.
+        """
+
     def raise_pending(self, var: Variable) -> None:
         """Raise the first undelivered failure that poisons ``var``, if there is one. Never waits."""
         if (failure := self._undelivered_of(var)) is not None:

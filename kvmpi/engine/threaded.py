@@ -151,6 +151,14 @@ class ThreadedEngine(Engine):
         tell()
         if error is not None:
             raise error
+        self._join(deadline)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._join(Deadline(timeout_s))
+        if any(thread.is_alive() for thread in self._threads):
+            raise KVTimeoutError(f"an operation on an engine that a signal has closed runs on after {timeout_s} s")
+
+    def _join(self, deadline: Deadline) -> None:
         for thread in self._threads:
             if thread.is_alive():  # one that is about to start will find that its lane has stopped
                 thread.join(lock_timeout(deadline.remaining_s()))

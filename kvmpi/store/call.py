@@ -22,7 +22,7 @@ from kvmpi.collectives import Entry
 from kvmpi.collectives.waiting import wait_devices
 from kvmpi.compiling import not_compiled
 from kvmpi.deadline import Deadline
-from kvmpi.engine import Variable, Work
+from kvmpi.engine import Engine, Variable, Work
 from kvmpi.errors import ConfigError, DTypeMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
@@ -49,8 +49,6 @@ class KeyState:
     dtype: str
     index: int
     library: str
-    sent: Variable
-    value: Variable
     pushes: int = 0
     buffer: Buffer | None = None
     empty: Callable[[int, str], Buffer] = host.empty
@@ -58,11 +56,17 @@ class KeyState:
     nbytes: int = field(init=False)
     entry: Entry = field(init=False)
     checked: dict[Any, Any] = field(default_factory=dict)
+    sent: Variable = field(init=False)
+    value: Variable = field(init=False)
 
     def __post_init__(self) -> None:
         self.count = math.prod(self.shape)
         self.nbytes = self.count * host.STORAGE[self.dtype].itemsize
         self.entry = Entry(self.key, self.shape, self.dtype)
+
+    def use(self, engine: Engine) -> None:
+        """Order operations by this engine from now on."""
+        self.sent, self.value = engine.variable(f"buffer of key {self.key!r}"), engine.variable(f"key {self.key!r}")
 
     @property
     def width(self) -> int:

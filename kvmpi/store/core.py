@@ -85,21 +85,27 @@ class StoreCore:
         # What it carries is on the host, and NCCL does not want two of its communicators at work at the same time.
         casting = replace(config, allreduce="auto") if config.allreduce == "nccl" else config
         self._cast = Collectives.configured(casts, casting, self._recorder)
-        self._engine = create_engine(config.engine, config.engine_threads)
-        self._engine.add_lane("reduce", ordered=True)
-        self._engine.add_lane("broadcast", ordered=True)
-        self._engine.add_lane("agree", ordered=True)
-        self._control = self._engine.variable("control")
-        self._agreements = self._engine.variable("agreements")
         # Held from the agreement on a call until all of its operations are pushed: another thread's are not in between.
         self._beginning: AbstractContextManager[object] = threading.RLock()
         self._keys: dict[Key, KeyState] = {}
+        self._mending = threading.Lock()
+        self._begin_engine()
         self._rule: optim.Rule | None = None
         self._num_rules = 0
         self._clock = 0
         self._pid = os.getpid()
         self._closed = False
         self._joined = False
+
+    def _begin_engine(self) -> None:
+        """Make an engine, and variables of it for all that there is."""
+        engine = create_engine(self._config.engine, self._config.engine_threads)
+        for lane in ("reduce", "broadcast", "agree"):
+            engine.add_lane(lane, ordered=True)
+        self._control, self._agreements = engine.variable("control"), engine.variable("agreements")
+        for state in self._keys.values():
+            state.use(engine)
+        self._engine = engine  # the last step: a signal that comes before it leaves all to be done again
 
     # ---- who and where
 
@@ -158,6 +164,12 @@ class StoreCore:
 
     #: Where operations of a worker without others run that do not in the caller's thread.
     _alone_lane = "cpu"
+
+    @property
+    def _survives_signals(self) -> bool:
+        """Whether the store goes on after a Ctrl-C that came in the middle of the engine's own steps."""
+        return False
+
     #: The keys for which an updater of the user runs, by thread.
     _updating: dict[int, Key] = {}  # noqa: RUF012 - of stores that have updaters, another
 
@@ -196,10 +208,9 @@ class StoreCore:
             dtype=arrays.dtype_of(first),
             index=len(self._keys),
             library=arrays.library_of(first),
-            sent=self._engine.variable(f"buffer of key {group.key!r}"),
-            value=self._engine.variable(f"key {group.key!r}"),
             empty=self._empty,
         )
+        state.use(self._engine)
         self._keys[group.key] = state
         return state
 
@@ -211,6 +222,11 @@ class StoreCore:
         """A public call begins: from here its time runs."""
         if self._forked:
             self._check_open()
+        if self._engine.broken and self._survives_signals:
+            with self._mending:
+                if self._engine.broken and not self._closed:
+                    self._engine.join(self._config.timeout_s)
+                    self._begin_engine()
         if self._updating and threading.get_ident() in self._updating:
             self._refuse_inside(op)
         return Invocation(op, Deadline(self._config.timeout_s), priority, async_op, clock=self._clock)

@@ -62,6 +62,10 @@ class ReplicatedStore(Repeating, KVStore):
             self._beginning = nullcontext()
 
     @property
+    def _survives_signals(self) -> bool:
+        return self.mpi_size == 1  # nobody else knows how far the call was, or wants to
+
+    @property
     def rank(self) -> int:
         return self.mpi_rank
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -394,6 +395,24 @@ def test_numbers_of_numpy_become_those_of_python():
     for mistake in ({"scale": np.array([1.0])}, {"scale": 10**400}, {"scale": True}, {"priority": float("nan")}):
         with pytest.raises(errors.ConfigError, match=next(iter(mistake))):
             take_numbers(Invocation("allreduce", Deadline(None), **mistake), "w")
+
+
+@pytest.mark.parametrize("name", ["local", "mpi"])
+def test_a_signal_in_the_middle_of_a_call_leaves_a_store_without_others_usable(name, monkeypatch):
+    """It may come between two steps of the engine's own, and the engine is not used any more."""
+    with kvmpi.create(name) as kv:
+        kv.init(["w", "v"], [array(0)] * 2)
+        kv.set_optimizer(optim.Test())
+        kv.push("w", array(1))
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(kv._engine, "_push", lambda *_: signal.raise_signal(signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    kv.push("w", array(1))
+            kv.push("w", array(2))
+        kv.wait_all()
+        np.testing.assert_array_equal(pulled(kv, "w", array(0)), array(0) + array(1) + array(2) + array(2))
+        np.testing.assert_array_equal(pulled(kv, "v", array(0)), array(0))
 
 
 def test_a_list_call_ends_with_its_last_part(any_store, monkeypatch):

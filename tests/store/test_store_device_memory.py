@@ -51,7 +51,7 @@ def array(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def part(key: str, pushed: list[DeviceArray], outs: list[DeviceArray]) -> Part:
-    state = KeyState(key, pushed[0].shape, "float32", 0, "cupy", None, None)  # type: ignore[arg-type]
+    state = KeyState(key, pushed[0].shape, "float32", 0, "cupy")
     vectors = [arrays.read(each) for each in pushed]
     return Part(state, vectors, outs, in_place=pushed == outs)
 
@@ -79,7 +79,7 @@ def test_what_is_pulled_into_the_middle_of_what_is_pushed(array: Any) -> None:
 
 
 def host_part(key: int, pushed: list[np.ndarray], outs: list[np.ndarray]) -> Part:
-    state = KeyState(key, pushed[0].shape, "float32", 0, "numpy", None, None)  # type: ignore[arg-type]
+    state = KeyState(key, pushed[0].shape, "float32", 0, "numpy")
     return Part(state, [arrays.read(each) for each in pushed], outs, in_place=True)
 
 
