@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ examples:
 Equations and sources: docs/plan.md
 """
 _LEAST_WIDTH = 80
+_TOLD_EVERY_S = 10.0
 _SHOWN = 12  # rows of a recommendation
 _EVENTS_EACH = 6_000  # of one of its many predictions
 #: Names that fit into a column.
@@ -121,9 +123,10 @@ def _plan(args: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import track
 
-        # For thousands of workers this takes a minute or two.
+        # For hundreds of workers this takes minutes.
         console = Console(stderr=True)
-        shown = track(jobs, "predicting", console=console, transient=True, disable=not console.is_terminal)
+        is_seen = console.is_terminal
+        shown = track(jobs, "predicting", console=console, transient=True) if is_seen else _told(jobs)
         found = recommend(shown, one)
         _show(args, title, found.sorted, found)
         return 0
@@ -140,6 +143,20 @@ def _plan(args: argparse.Namespace) -> int:
         raise refused[0]
     _show(args, title, [one(job) for job in jobs], None)
     return 0
+
+
+def _told(jobs: Sequence[Job]) -> Iterator[Job]:
+    """``jobs``, and now and then a line on standard error on how far one is."""
+    began_s = told_s = time.monotonic()
+    for done, job in enumerate(jobs):
+        now_s = time.monotonic()
+        if done and now_s - told_s >= _TOLD_EVERY_S:
+            told_s = now_s
+            left_s = (now_s - began_s) * (len(jobs) - done) / done
+            print(
+                f"kvmpi plan: {done} of {len(jobs)} jobs tried, about {left_s:.0f} s left", file=sys.stderr, flush=True
+            )
+        yield job
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

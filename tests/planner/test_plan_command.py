@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvmpi import cli
+from kvmpi.planner import command
 
 JOB = ["--model", "resnet50", "--compute-seconds", "0.5", "-n", "12", "--hosts", "4", "--link", "1gbit"]
 
@@ -39,9 +40,14 @@ def test_numbers_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dist-ESGD /100000 10000 64" in out
 
 
-def test_json_and_recommendations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_TOLD_EVERY_S", 0.0)
     assert cli.main(["plan", *JOB, "--recommend", "--json", "--algorithm", "mpi-SGD,mpi-esgd", "-s", "1"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    rows = [json.loads(line) for line in shown.out.splitlines()]
+    told = shown.err.splitlines()
+    assert len(told) == len(rows) - 1
+    assert told[0].startswith(f"kvmpi plan: 1 of {len(rows)} jobs tried, about ")
     assert sum(row["recommended"] for row in rows) == 1
     assert [row["epoch_s"] for row in rows] == sorted(row["epoch_s"] for row in rows)
     assert {row["servers"] for row in rows} == {1}
