@@ -15,6 +15,7 @@ from pathlib import Path
 TAIL_LINES = 20
 KEPT_BYTES = 4 << 10  # of each line that is kept for the end of a job
 _FRAME = re.compile(rb'( *)File "([^"]+)", line \d+')
+_CRASH = re.compile(rb"\[[^]]+:\d+\] (\[ ?\d+\] |\*\*\* |Signal)")
 _LOG = re.compile(r"(scheduler|(server|worker|client)-\d+)\.log(\.1)?")
 MAX_LINE_BYTES = 8 << 20  # a longer line is shown in pieces, so that no program can fill the launcher's memory
 PROGRESS_INTERVAL_S = 1.0  # how often a line that is redrawn with '\r' is shown
@@ -25,11 +26,14 @@ COLOURS = {"scheduler": "35", "server": "33", "worker": "36", "client": "31", "k
 def last_words(lines: Iterable[bytes], inside: Sequence[str]) -> list[bytes]:
     """The last lines of somebody's standard error, without frames of tracebacks in files below the folders ``inside``.
 
-    What one looks for is where the program has called what has failed.
+    What one looks for is where the program has called what has failed; or, of a crash, what was said before Open MPI's
+    stack of it.
     """
     found: list[bytes] = []
     hidden = False
     for line in lines:
+        if _CRASH.match(line):
+            continue
         if frame := _FRAME.match(line):
             path = os.fsdecode(frame[2])
             was_hidden, hidden = hidden, path.startswith((*inside, "<frozen runpy>"))

@@ -415,6 +415,14 @@ def test_of_several_tracebacks_each_keeps_its_own_frames():
     ]  # fmt: skip
     found = last_words(lines, ["/pkg/kvmpi/"])
     assert found == [lines[0], b"  ... inside kvmpi", *lines[4:11], b"  ... inside kvmpi", *lines[14:]]
+    stack = [
+        b"[host:17] *** Process received signal ***",
+        b"[host:17] Signal: Aborted (6)",
+        b"[host:17] Signal code:  (-6)",
+        *(b"[host:17] [%2d] /lib/libc.so.6(+0x3c050)[0x7f]" % i for i in range(25)),
+        b"[host:17] *** End of error message ***",
+    ]
+    assert last_words([b"Resource temporarily unavailable", *stack], []) == [b"Resource temporarily unavailable"]
     assert last_words([b"%d" % i for i in range(50)], []) == [b"%d" % i for i in range(30, 50)]
 
 
