@@ -16,6 +16,7 @@ from kvmpi.planner.presets import USES
 #: Of a step's computation: the backward pass computes two products for each one of the forward pass.
 _FORWARD_SHARE = 1 / 3
 _ITEM_BYTES = 4
+_MOST = 1e18  # of any number: sums of them must be numbers
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def plain(nbytes: int, compute_s: float, num_keys: int = 1) -> Model:
 
 
 def _shared(name: str, sizes: Sequence[int], works: Sequence[float], compute_s: float) -> Model:
-    if not 0 <= compute_s < math.inf:
-        raise ConfigError(f"a step of {compute_s} s: expected seconds, zero or more")
+    if not 0 <= compute_s <= _MOST:
+        raise ConfigError(f"a step of {compute_s} s: expected seconds, zero or more, {_MOST:g} at most")
     total = math.fsum(works) or 1.0
     shares = [compute_s * work / total for work in works]
     layers = [
@@ -111,8 +112,8 @@ def from_json(text: str, name: str) -> Model:
         if not isinstance(layer, dict) or set(layer) != {"bytes", "forward_s", "backward_s"}:
             raise ConfigError(f"model {name}, layer {number}: {layer!r}; {expected}")
         values = [layer["bytes"], layer["forward_s"], layer["backward_s"]]
-        if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values):
-            raise ConfigError(f"model {name}, layer {number}: {layer!r}; numbers must not be negative")
+        if not all(isinstance(value, (int, float)) and 0 <= value <= _MOST for value in values):
+            raise ConfigError(f"model {name}, layer {number}: {layer!r}; expected zero or more, {_MOST:g} at most")
         made.append(Layer(int(values[0]), float(values[1]), float(values[2])))
     if not any(layer.nbytes for layer in made):
         raise ConfigError(f"model {name}: its layers have no bytes")

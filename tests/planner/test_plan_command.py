@@ -69,6 +69,7 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatc
     (f"--compute-seconds 1 --hosts {10**30}", "hosts is 1000"),
     (f"--compute-seconds 1 --lab-cores {10**400}", "lab_cores is 1000"),
     (f"--compute-seconds 1 --steps {10**400}", "fewer than 1e18"),
+    ("--compute-seconds 1e308", "1e+18 at most"),
     ("--compute-seconds 1 --jitter 50", "jitter is 50.0: expected zero or more, 3 at most"),
     ("--compute-seconds 1 -n 4 --slow-workers 5", "5 slow workers: there are 4"),
     ("--compute-seconds 1 --algorithm ,", "names none"), ("--compute-seconds 1 --jitter 0.1 --seed -1", "seed -1"),
