@@ -224,6 +224,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     if args.dry_run:
         sys.stdout.buffer.write(os.fsencode(described + "\n"))  # words as they are given to processes
         return 0
+    _check_umask()
     _open_files(100 + 8 * (args.workers + args.servers))  # pipes and FIFOs of all that start at once
     signals = SignalCatcher()
     try:
@@ -312,6 +313,15 @@ def _short_tmpdir() -> str:
     """The temporary folder, unless its name is too long for the unix sockets that processes put into the job's."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= MAX_TMPDIR or not os.access("/tmp", os.W_OK) else "/tmp"
+
+
+def _check_umask() -> None:
+    """Raise if this user may not use what is made from now on."""
+    os.umask(mask := os.umask(0o077))
+    if mask & 0o700:
+        raise ConfigError(
+            f"umask {mask:03o} takes from you what files and folders of the job need; set another: umask 022"
+        )
 
 
 def _tty() -> str:

@@ -199,6 +199,14 @@ def test_a_current_folder_that_is_gone_is_said(tmp_path):
     assert done.stderr == "kvmpi run: the current folder has been removed, or made anew; cd to one that is there\n"
 
 
+def test_a_umask_that_takes_ones_own_rights_is_said(tmp_path):
+    words = ["sh", "-c", 'umask 777 && exec "$@"', "sh", sys.executable, "-m", "kvmpi", "run", "-n", "1", "/bin/true"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvmpi run: umask 777 takes from you what ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_file_that_cannot_be_made_is_named(launch, tmp_path):
     (tmp_path / "logs" / "worker-0.log").mkdir(parents=True)
     job = launch("-n", "1", "--log-dir", "logs", "/bin/true")
