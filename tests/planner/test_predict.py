@@ -237,8 +237,11 @@ def test_bad_models(word: str, compute_s: float | None, words: str) -> None:
         models.read(word, compute_s)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"layers": []}', '{"layers": [{"bytes": 1}]}',
-                                  '{"layers": [{"bytes": -1, "forward_s": 0, "backward_s": 0}]}'])  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", "[]", '{"layers": []}', '{"layers": [{"bytes": 1}]}',
+    '{"layers": [{"bytes": -1, "forward_s": 0, "backward_s": 0}]}',
+    '{"layers": [{"bytes": 1, "backward_s": 0, "forward_s": 1%s}]}' % (400 * "0"),
+])  # fmt: skip
 def test_bad_files_of_models(text: str) -> None:
     with pytest.raises(ConfigError, match="model f"):
         models.from_json(text, "f")
