@@ -1,8 +1,11 @@
 """Read by every Python process of the tests, when it starts: torch loads what it has for compilers when they want it.
 
 The first optimizer of a process, and its first step, load ``torch._dynamo``, which takes longer than ``import torch``,
-only to tell it what not to compile. And nearly half of ``import torch`` are parts that make graphs of a program, and a
-garbage collector that looks through them. Most processes of the tests make a few steps, and compile nothing.
+only to tell it what not to compile. And nearly half of ``import torch`` are parts that make graphs of a program. Most
+processes of the tests make a few steps, and compile nothing.
+
+And no garbage is looked for in what libraries are made of, neither when they are read nor when Python ends: that is a
+fifth of all that a process does which does little, as most do.
 """
 
 import functools
@@ -11,6 +14,12 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import LazyLoader
 
+#: What is read in one go, with all that it needs. Of ``kvmpi``, what it reads only when it is wanted.
+LIBRARIES = (
+    "numpy", "zmq", "msgspec", "mpi4py", "pytest", "unittest", "hypothesis", "kvmpi", "kvmpi.optim", "kvmpi.ps",
+    "kvmpi.ps.daemon", "kvmpi.store", "kvmpi.torch", "kvmpi.horovod", "kvmpi.launchers.command",
+    "kvmpi.benchmarks.command",
+)  # fmt: skip
 #: Whoever looks for the program's own frames passes over those of torch, and so over these. The compiler imports it.
 _NAME = "torch.startup"
 sys.modules[_NAME] = sys.modules[__name__]
@@ -61,26 +70,34 @@ def change_optimizer(module):
     module._use_grad_for_differentiable = use_grad_later
 
 
-def read_torch(read, module):
-    """``torch``: nearly everything that it makes stays, so no garbage is looked for in it, now and when Python ends."""
-    enabled = gc.isenabled()
+def read_what_stays(read, module):
+    """Nearly everything that a library makes when it is read stays, so the collector passes over it."""
+    if not gc.isenabled():  # a part of another
+        read(module)
+        return
     gc.disable()
     try:
         read(module)
-        if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):  # torch 2.13: by what is read later
-            from torch._opaque_base import OpaqueBaseMeta
-
-            set_metaclass(OpaqueBaseMeta)
     finally:
         gc.freeze()
-        if enabled:
-            gc.enable()
+        gc.enable()
+
+
+def change_torch(module):
+    """``torch``: what it is told by a part that is read later it is told now."""
+    if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):  # torch 2.13
+        from torch._opaque_base import OpaqueBaseMeta
+
+        set_metaclass(OpaqueBaseMeta)
 
 
 def and_then(change):
     def read_and_change(read, module):
-        read(module)
-        change(module)
+        def read_all(module):
+            read(module)
+            change(module)
+
+        read_what_stays(read_all, module)
 
     return read_and_change
 
@@ -135,11 +152,13 @@ sys.meta_path.insert(
     0,
     Finder(
         {
-            "torch": read_torch,
+            **dict.fromkeys(LIBRARIES, read_what_stays),
+            "torch": and_then(change_torch),
             "torch._compile": and_then(change_compile),
             "torch.optim.optimizer": and_then(change_optimizer),
         },
-        {"torch._meta_registrations", "torch._native", "torch.export"},
+        # The first are NumPy's docstrings.
+        {"numpy._core._add_newdocs", "torch._meta_registrations", "torch._native", "torch.export"},
         dict.fromkeys(
             ["torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store"], "torch._meta_registrations"
         ),
