@@ -52,17 +52,21 @@ def sums() -> None:
 
 def scatters_and_gathers() -> None:
     comm = mpi_comm.world()
-    for algorithm in ("ring", "multi_ring", "shared", "mpi", "naive", "auto"):
-        collectives = Collectives(comm, algorithm, 512)
-        for dtype in ("float32", "bfloat16", "int8"):
-            for count, num_vectors, in_place in [(1, 1, False), (4097, 2, True), (999, 1, False), (300_001, 1, True)]:
-                start, stop = segment_bounds(count, SIZE)[RANK]
-                own = vectors(RANK, num_vectors, count, dtype)
+    algorithms = ("ring", "multi_ring", "shared", "mpi", "naive", "auto")
+    for dtype in ("float32", "bfloat16", "int8"):
+        for count, num_vectors, in_place in [(1, 1, False), (4097, 2, True), (999, 1, False), (300_001, 1, True)]:
+            start, stop = segment_bounds(count, SIZE)[RANK]
+            every = all_vectors(SIZE, num_vectors, count, dtype)
+            # Of thousands of chunks, where many ranks share few cores, each would wait for its turn.
+            chunk_bytes = 512 if count < 100_000 else 32 << 10
+            for algorithm in algorithms:
+                collectives = Collectives(comm, algorithm, chunk_bytes)
+                own = [vector.copy() for vector in every[RANK * num_vectors : (RANK + 1) * num_vectors]]
                 part = own[0][start:stop] if in_place else np.empty(stop - start, DTYPES[dtype])
                 collectives.reduce_scatter(on_host(own, dtype), part, dtype, Deadline(TIMEOUT_S), "scatter")
                 whole = np.zeros(count, DTYPES[dtype])
                 collectives.allgather(part, whole, Deadline(TIMEOUT_S), "gather")
-                assert_is_sum(whole, all_vectors(SIZE, num_vectors, count, dtype), dtype)
+                assert_is_sum(whole, every, dtype)
                 digest.update(whole.tobytes())
     comm.free()
 
