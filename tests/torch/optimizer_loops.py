@@ -97,9 +97,11 @@ def same_in_all(
     get: Callable[[int, int], Any] = shard,
     tolerance: float = 1e-12,
     parameters_only: bool = False,
+    alone: Callable[..., Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
-    """Run ``loop`` in all workers together and here alone; weights and what it returns must be the same."""
+    """Run ``loop`` in all workers together, and it, or ``alone``, here alone; weights and what they return must
+    be the same."""
     plain, model = make(0), make(kv.rank)  # worker 0's weights count
     # Where tests run, all cores compute: by default nothing would leave during a backward.
     options = {"bucket_bytes": 150, "overlap": True, **options}
@@ -107,7 +109,7 @@ def same_in_all(
     distributed = DistributedOptimizer(optimizer(model), kv, given, **options)
     mine = loop(model, distributed, lambda step: [get(step, kv.rank)])
     distributed.synchronize()
-    theirs = loop(plain, optimizer(plain), lambda step: [get(step, rank) for rank in range(kv.num_workers)])
+    theirs = (alone or loop)(plain, optimizer(plain), lambda step: [get(step, rank) for rank in range(kv.num_workers)])
     difference = (flat(model.parameters()) - flat(plain.parameters())).abs().max()
     assert difference <= tolerance, f"{loop.__name__}: weights differ by {difference}"
     assert mine == theirs, f"{loop.__name__}: {mine}, expected {theirs}"

@@ -376,9 +376,9 @@ def compiled(store: str) -> None:
             same_in_all(kv, loop, make=make, update_on_kvstore=True)
         assert 1 <= counters["stats"]["unique_graphs"] <= most, (make.__name__, counters["stats"])
     with kvmpi.create(store) as kv:
-        same_in_all(kv, its_step, update_on_kvstore=True)
+        same_in_all(kv, its_step, alone=plain_steps, update_on_kvstore=True)
     with kvmpi.create(store) as kv:
-        same_in_all(kv, loops.compiled_steps, update_on_kvstore=True)
+        same_in_all(kv, loops.compiled_steps, alone=plain_steps, update_on_kvstore=True)
 
 
 def too_late(store: str) -> None:

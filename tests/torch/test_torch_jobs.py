@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 ALGORITHMS = "auto,shared,hierarchical,multi_ring,ring,host_ring,mpi,naive"
 #: What each job checks, one after the other: starting torch takes seconds.
 JOBS = {
-    "-n 2": [
+    "-n 2 -c 1 -s 2": [
         "mpi/gradients",
         "mpi/direct=summed_where_they_are,hooks_of_the_user,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
@@ -25,8 +25,6 @@ JOBS = {
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks,buffers",
         f"mpi/algorithms={ALGORITHMS}",
-    ],
-    "-n 2 -c 1 -s 2": [
         "dist_async_mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,two_networks",
         "dist_sync_mpi/steps=as_one_process,uneven_batches",
     ],
