@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -29,6 +29,16 @@ def run_job(
     env.update({f"KVMPI_{name.upper()}": str(value) for name, value in settings.items()})
     command = [sys.executable, "-m", "kvmpi", "run", *options.split(), "--", str(program), *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def run_in_turn(
+    options: str,
+    words: Sequence[object],
+    timeout_s: float = HANGS_S,
+    settings: Mapping[str, object] = MappingProxyType({}),
+) -> subprocess.CompletedProcess[str]:
+    """A job in which each worker runs several programs, as ``in_turn.py`` has them."""
+    return run_job(options, Path(__file__).with_name("in_turn.py"), *words, timeout_s=timeout_s, settings=settings)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = HANGS_S) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import run_in_turn, run_job
 
 PROGRAMS = Path(__file__).parent / "programs"
 BOTH = "dist_sync dist_sync_mpi"
@@ -55,7 +56,7 @@ def output_of(options: str, *programs: str) -> subprocess.CompletedProcess[str]:
     """A job in which each worker runs all of them."""
     with tempfile.TemporaryDirectory() as folder:
         words = " + ".join(programs).replace("FOLDER", folder).split()
-        return run_job(options, PROGRAMS / "in_turn.py", *words)
+        return run_in_turn(options, [str(PROGRAMS / word) if word.endswith(".py") else word for word in words])
 
 
 def lines(options: str, programs: Sequence[str], program: str) -> list[list[str]]:
@@ -179,7 +180,7 @@ def test_the_naive_engine_gives_the_same():
 
 
 def test_servers_run_a_rule_of_the_users_own(job, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
     done = job("-n 2 -c 2 -s 2 --import custom_rules", PROGRAMS / "custom.py")
     assert done.stdout.count("custom rule") == 2
     without = run_job("-n 2 -c 2 -s 2", PROGRAMS / "custom.py")

@@ -1,4 +1,4 @@
-"""Runs programs of this folder one after the other, since starting processes takes longer than what most of them do.
+"""Runs programs one after the other, since starting processes takes longer than what most of them do.
 
     in_turn.py [NAME=VALUE]... PROGRAM [ARG]... [+ [NAME=VALUE]... PROGRAM [ARG]...]...
 
@@ -22,7 +22,8 @@ while words:
     os.environ.update(settings)
     print("begins", number, flush=True)
     number += 1
-    sys.argv = [str(Path(__file__).with_name(part[0])), *part[1:]]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = part
+    sys.path[0] = str(Path(part[0]).parent)
+    runpy.run_path(part[0], run_name="__main__")
     for name in settings:
         del os.environ[name]
