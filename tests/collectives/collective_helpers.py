@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Collectives, Comm
@@ -20,10 +16,6 @@ from kvmpi.deadline import Deadline
 Array = npt.NDArray[Any]
 
 SEED = 17
-CAN_BUILD = shutil.which("gcc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
-
-built = pytest.mark.skipif(not CAN_BUILD, reason="no C compiler here")
-
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 #: Spacing of the numbers next to 1, which np.finfo knows for all but one of them.
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from collective_helpers import on_host
 from mpi4py import MPI
+from raising import raises
 
 from kvmpi.collectives import Collectives, mpi_comm, native
 from kvmpi.collectives.host_group import HostGroup
@@ -166,13 +166,13 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
             (folder / f"done-{name}-{RANK}").touch()
         else:
             start_s = time.monotonic()
-            with pytest.raises(KVTimeoutError, match=f"push of key '{name}': {algorithm} {op}") as caught:
+            with raises(KVTimeoutError, match=f"push of key '{name}': {algorithm} {op}") as caught:
                 run(collectives, op, buffer, out, TIMEOUT_S, f"push of key '{name}'")
             elapsed_s, text = time.monotonic() - start_s, str(caught.value)
             assert elapsed_s < 2 * TIMEOUT_S, f"{name}: {elapsed_s:.1f} s"
             assert re.search(rf"MPI rank [0-9, ]*{SILENT}\b", text), f"{name}: {text}"
             assert op != "broadcast" or algorithm == "mpi" or "rank 1" not in text, f"{name} blames others: {text}"
-            with pytest.raises(PeerLostError, match="earlier failure"):
+            with raises(PeerLostError, match="earlier failure"):
                 run(collectives, op, buffer, out, TIMEOUT_S, "after")
             out[:] = -1  # whoever handles the error may use the memory again
             (folder / f"done-{name}-{RANK}").touch()

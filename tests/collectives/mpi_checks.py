@@ -15,8 +15,8 @@ from typing import Any
 
 import mpi4py
 import numpy as np
-import pytest
 from collective_helpers import FLOATS, all_vectors, allreduce, assert_is_sum, on_host, vectors
+from raising import raises
 
 from kvmpi.arrays import DTYPES
 from kvmpi.collectives import Call, Collectives, Entry, library, mpi_comm
@@ -172,11 +172,11 @@ def disagreements() -> None:
     for _ in range(3):
         collectives.agree(Call("push", entries), Deadline(TIMEOUT_S))
     mine = entries if RANK else (*entries[:2000], Entry("other", (), "float32"), *entries[2001:])
-    with pytest.raises(OrderMismatchError, match="position 2000") as caught:
+    with raises(OrderMismatchError, match="position 2000") as caught:
         collectives.agree(Call("push", mine), Deadline(TIMEOUT_S))
     digest.update(str(caught.value).encode())
     failure = PeerLostError("on purpose") if RANK == 1 else None
-    with pytest.raises(PeerLostError, match="on purpose"):
+    with raises(PeerLostError, match="on purpose"):
         collectives.agree(Call("push", entries, failure), Deadline(TIMEOUT_S))
     collectives.agree(Call("pull", entries), Deadline(TIMEOUT_S))
     out = vectors(RANK, 1, 999, "float32")[0]
@@ -252,7 +252,7 @@ def silence(folder: Path) -> None:
             # In the ring a neighbour is named, which may be waiting itself.
             named = "" if collectives._comm is ring and SIZE > 2 else silent
             start_s = time.monotonic()
-            with pytest.raises(expected, match=f"MPI rank {named}"):
+            with raises(expected, match=f"MPI rank {named}"):
                 act(collectives)
             assert time.monotonic() - start_s < at_most_s, f"{act.__name__}: {expected.__name__} came too late"
     # What comes when the last rank wakes up goes into memory that is still there.
@@ -273,7 +273,7 @@ def absent_duplicate(folder: Path) -> None:
         all_there(folder, "alone", SIZE - 1)
         comm.duplicate()
     else:
-        with pytest.raises(KVTimeoutError, match=f"communicator on MPI rank {RANK} of {SIZE}"):
+        with raises(KVTimeoutError, match=f"communicator on MPI rank {RANK} of {SIZE}"):
             comm.duplicate()
         (folder / f"alone{RANK}").touch()
 

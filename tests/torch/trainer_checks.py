@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from optimizer_loops import compiler_keeps_out
+from raising import raises
 from torch import nn
 
 import kvmpi
@@ -344,13 +344,13 @@ def states_of_one_worker(store: str, folder: Path) -> None:
         model = make_model(seed=0)
         trainer = Trainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), kv, False)
         for where, said in ((folder / "none" / "states", "No such file"), (folder, "Is a directory")):
-            with pytest.raises(KVError, match=said if kv.rank == 0 else "another worker has failed"):
+            with raises(KVError, match=said if kv.rank == 0 else "another worker has failed"):
                 trainer.save_states(where)
         backward(model, *samples(0, kv.rank))
         trainer.step(NUM_WORKERS * BATCH)
         trainer.save_states(folder / "states")
         trainer.set_learning_rate(0.7)
-        with pytest.raises(KVError, match="FileNotFoundError" if kv.rank == 2 else "another worker has failed"):
+        with raises(KVError, match="FileNotFoundError" if kv.rank == 2 else "another worker has failed"):
             trainer.load_states(folder / ("none" if kv.rank == 2 else "states"))
         assert trainer.learning_rate == 0.7, "what one cannot read, nobody has taken"
         trainer.load_states(folder / "states")

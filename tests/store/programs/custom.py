@@ -1,8 +1,8 @@
 """Rules of the program's own run on the servers, and a server without them says what is missing."""
 
 import numpy as np
-import pytest
 from custom_rules import Doubler, Normalized
+from raising import raises
 
 import kvmpi
 from kvmpi.errors import UnsupportedError
@@ -23,7 +23,7 @@ with kvmpi.create("dist_sync") as kv:
     kv.pushpull("small", np.full(5, kv.rank + 1, "f4"), out)
     np.testing.assert_allclose(out, np.full(5, -(5**-0.5)), rtol=1e-6)
     grad, value = np.ones(400_000, "f4"), np.empty(400_000, "f4")
-    with pytest.raises(UnsupportedError, match=r"'normalized' must see a whole vector.*KVMPI_PLACEMENT=hash"):
+    with raises(UnsupportedError, match=r"'normalized' must see a whole vector.*KVMPI_PLACEMENT=hash"):
         kv.pushpull("large", grad, value)  # each part of it has a norm of its own
 with kvmpi.create("dist_sync", placement="hash") as kv:
     kv.init("large", np.zeros(400_000, "f4"))

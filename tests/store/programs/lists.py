@@ -3,7 +3,7 @@
 import sys
 
 import numpy as np
-import pytest
+from raising import raises
 
 import kvmpi
 
@@ -188,7 +188,7 @@ def rules_of_keys(kv, path):
     kv.load(path)
     expected[:] += n
     push(2.0, 0.5)
-    with pytest.raises(kvmpi.errors.ConfigError, match="no hyperparameter rate"):
+    with raises(kvmpi.errors.ConfigError, match="no hyperparameter rate"):
         kv.set_hyperparams(**{"rate@small": 1.0})
 
 

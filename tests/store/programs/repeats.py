@@ -12,7 +12,7 @@ import time
 import weakref
 
 import numpy as np
-import pytest
+from raising import raises
 
 import kvmpi
 from kvmpi.errors import (
@@ -215,12 +215,12 @@ def memory(kv):
         learned(kv, lambda b=b: kv.pushpull("s", b))
         b = np.ones(shape, "f4")
         if shape != (10,):
-            with pytest.raises(ShapeMismatchError):
+            with raises(ShapeMismatchError):
                 kv.pushpull("s", b)
     b = np.ones(10, "f4")
     hits = learned(kv, lambda: kv.pushpull("s", b))
     b.flags.writeable = False
-    with pytest.raises(UnsupportedError, match="read-only"):
+    with raises(UnsupportedError, match="read-only"):
         kv.pushpull("s", b)
     b.flags.writeable = True
     b[:] = me
@@ -249,7 +249,7 @@ def memory(kv):
         assert torch.equal(t.detach(), torch.full((10,), 2.0 * n * n))
         t = torch.ones(2, 5).t()  # not contiguous
         for _ in range(4):
-            with pytest.raises(ShapeMismatchError):
+            with raises(ShapeMismatchError):
                 kv.pushpull("s", t)
 
 
@@ -263,7 +263,7 @@ def kept_after_failure(kv):
         raise KVError("planted")
 
     kv._reduce.sum_batch = fail
-    with pytest.raises(KVError, match="planted"):
+    with raises(KVError, match="planted"):
         kv.allreduce("s", held[0])
     kv._reduce.sum_batch = sum_batch
     kv.allreduce("s", np.ones(10, "f4"))
@@ -297,7 +297,7 @@ def mistakes(kv):
     kv.init(["x", "y", "i"], [np.zeros(50, "f4"), np.zeros(50, "f4"), np.zeros(50, "i4")])
     i = np.ones(50, "i4")
     learned(kv, lambda: kv.allreduce("i", i))
-    with pytest.raises(DTypeMismatchError, match="scaled"):
+    with raises(DTypeMismatchError, match="scaled"):
         kv.allreduce("i", i, scale=0.5)
     a, b, off = np.ones(50, "f4"), np.ones(50, "f4"), np.ones(7, "f4")
     learned(kv, lambda: kv.pushpull(["x", "y"], [a, b]))
@@ -311,16 +311,16 @@ def mistakes(kv):
             if async_op:
                 work.wait()
 
-        with pytest.raises(ShapeMismatchError):
+        with raises(ShapeMismatchError):
             made_by(lambda s=async_op: kv.pushpull(["x", "y"], [a, off if last else b], async_op=s))
-        with pytest.raises(OrderMismatchError):
+        with raises(OrderMismatchError):
             made_by(lambda s=async_op: kv.pushpull(["y", "x"][:1] if last else ["x", "y"], [a] if last else [a, b],
                                                    async_op=s))  # fmt: skip
-        with pytest.raises(ConfigError, match="scale"):
+        with raises(ConfigError, match="scale"):
             made_by(lambda s=async_op: kv.allreduce("x", a, scale=0.25 if last else 0.5, async_op=s))
-        with pytest.raises(ConfigError, match="scale"):
+        with raises(ConfigError, match="scale"):
             made_by(lambda s=async_op: kv.allreduce("x", a, scale="0.5" if last else 0.5, async_op=s))
-        with pytest.raises(ConfigError, match="priority"):
+        with raises(ConfigError, match="priority"):
             made_by(lambda s=async_op: kv.allreduce("x", a, None, float("nan") if last else 0, s, scale=0.5))
         assert (a == 1).all()
         assert (b == 2).all()
@@ -339,11 +339,11 @@ def mistakes(kv):
     kv.allreduce("y", b)
     assert (b == 2 * n).all()
     if work is not None:
-        with pytest.raises(ShapeMismatchError):
+        with raises(ShapeMismatchError):
             work.wait()
     table = np.ones((2, 50), "f4")
     learned(kv, lambda: kv.allreduce(["x", "y"], [a, b], list(table)))
-    with pytest.raises(ConfigError, match="list"):
+    with raises(ConfigError, match="list"):
         kv.allreduce(["x", "y"], [a, b], table)
     b[:] = 2
     kv.pushpull(["x", "y"], [a, b])
@@ -365,7 +365,7 @@ def rules(kv):
     kv.init([1, 2], [np.zeros(10, "f4"), np.zeros(300_001, "f4")])
     arrays = [np.ones(10, "f4"), np.ones(300_001, "f4")]
     learned(kv, lambda: kv.pushpull([1, 2], arrays))
-    with pytest.raises(KeyKindError):
+    with raises(KeyKindError):
         kv.pushpull([1.0, 2.0], arrays)  # which are equal to the keys
     outs = [np.zeros(10, "f4"), np.zeros(300_001, "f4")]
     learned(kv, lambda: kv.allreduce([1, 2], arrays, outs))

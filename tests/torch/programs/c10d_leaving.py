@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-import pytest
 import torch
 import torch.distributed as dist
+from raising import raises
 
 import kvmpi.horovod as hvd
 import kvmpi.torch.c10d  # noqa: F401 - registers the backend
@@ -37,14 +37,14 @@ def early(rank: int) -> None:
             if rank == leaving:
                 dist.destroy_process_group(group)
             else:
-                with pytest.raises(OrderMismatchError, match=f"MPI rank {leaving} of this process group has left"):
+                with raises(OrderMismatchError, match=f"MPI rank {leaving} of this process group has left"):
                     dist.all_reduce(torch.ones(3), group=group)
     hvd.init()
     with within(20, "hearing of rank 2"):
         if rank == 2:
             hvd.shutdown()
         else:
-            with pytest.raises(OrderMismatchError, match="MPI rank 2 of this client has left"):
+            with raises(OrderMismatchError, match="MPI rank 2 of this client has left"):
                 hvd.allreduce(torch.ones(3))
 
     # A program that survives a bad batch; rank 1 does not even destroy the group.

@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from raising import raises
 
 import kvmpi
 from kvmpi.errors import KVTimeoutError
@@ -85,7 +85,7 @@ def check(store: str, *, elastic: bool, overlap: int, failing: int) -> None:
             if step == failing:
                 os.kill(pid, signal.SIGSTOP)
             if step == failing + overlap:
-                with pytest.raises(KVTimeoutError, match="no answer from server"):
+                with raises(KVTimeoutError, match="no answer from server"):
                     averaging.step()
                 os.kill(pid, signal.SIGCONT)
                 came = [key.came for key in averaging._failed.values()]
@@ -122,7 +122,7 @@ def weights_that_go_on(num_stopped: int) -> None:
         w += 1.0
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(KVTimeoutError, match="no answer from server"):
+        with raises(KVTimeoutError, match="no answer from server"):
             elastic.step()
         w += 1000.0
         for pid in pids:
