@@ -72,10 +72,10 @@ def test_who_was_killed_is_told_how_to_survive_it(status, expected):
 ])  # fmt: skip
 def test_an_asynchronous_store_outlives_its_clients(launch, tmp_path, options, victim):
     """Also where servers follow others, and one that has only followed answers in the end."""
-    job = launch(
-        *options.split(), "--restart", "1", "--", ALL_RETURN, str(tmp_path), str(victim),
-        env={"KVMPI_TIMEOUT_S": "30", "PYTHONPATH": str(Path(__file__).parents[1])}, whole=True,
-    )  # fmt: skip
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    settings = {"KVMPI_TIMEOUT_S": "30", "PYTHONPATH": paths}
+    program = ("--", ALL_RETURN, str(tmp_path), str(victim))
+    job = launch(*options.split(), "--restart", "1", *program, env=settings, whole=True)
     assert job.finish(60.0) == 0, job.stderr
     workers = int(options.split()[1])
     assert f"found {[10.0 * workers] * 3}" in job.stdout, job.stdout + job.stderr
