@@ -40,6 +40,8 @@ def _play_with_snapshots(seed: int) -> Outcome:
             if life + 1 < _LIVES:
                 most = job.steps * job.num_clients * len(KEYS)
                 job.killed_after = choose.randrange(most // 3 if resumed is None else 1, most)
+                if job.mode == "sync" and choose.random() < 0.7:  # else there is hardly ever a snapshot by then
+                    job.killed_beyond = choose.randrange(1 + most // 4)
             try:
                 outcome = job.run()
                 break

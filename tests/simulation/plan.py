@@ -29,10 +29,12 @@ class Plan:
         choose: goes on with the job's choices.
         policy: what rounds do without a client that is lost.
         resumed: the step that the job goes on from.
+        writes: whether its servers write snapshots.
     Attributes:
         steps, last_step: how many there are; some clients have fewer.
         leaves_early: whether those with fewer steps leave then, where others go on without them.
         slow: clients that pause in each step.
+        pause_s: the longest pause of the others: else rounds are over before a snapshot of them can be written.
         rule: "test" adds up what is pushed.
         answers_met: whether a fused push brings back what was there before.
         codec: how pushes travel: "none", "bf16", or "2bit", which leaves half of every third push for the next.
@@ -56,8 +58,9 @@ class Plan:
     """
 
     def __init__(
-        self, seed: int, choose: random.Random, *, mode: str, policy: str, num_clients: int, steps: int, resumed: int
-    ) -> None:
+        self, seed: int, choose: random.Random, *, mode: str, policy: str, num_clients: int, steps: int, resumed: int,
+        writes: bool,
+    ) -> None:  # fmt: skip
         self._seed, self._resumed, self.steps = seed, resumed, steps
         self.last_step = dict.fromkeys(range(num_clients), steps)
         for client in range(1, num_clients):
@@ -66,19 +69,20 @@ class Plan:
         self.leaves_early = policy == "shrink" and random.Random(f"{seed} leave").random() < 0.5
         # With rounds all would be slow.
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
+        self.pause_s = random.Random(f"{seed} pause").choice([0.0, 0.3, 1.0]) if writes and mode == "sync" else 0.0
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
         self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
         self.codec = random.Random(f"{seed} codec").choice(["none"] * 7 + ["bf16", "2bit", "2bit"])
         self.in_place = random.Random(f"{seed} in place").random() < 0.3
         self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
-        self.seldom, self.phases = self._choose_seldom() if mode == "sync" else ({}, [[*KEYS]])
+        self.seldom, self.phases = self._choose_seldom(writes) if mode == "sync" else ({}, [[*KEYS]])
         self.one_by_one = random.Random(f"{seed} one by one").random() < 0.5
         late = random.Random(f"{seed} late")
         # Another process would have to know what keys there are.
         after = {key: first + 1 for key, (_, first) in self.seldom.items() if first and policy == "fail"}
         self.late = {key: step for key, step in after.items() if late.random() < 0.7}
         self.loose = random.Random(f"{seed} loose").random() < 0.5
-        self.counts = random.Random(f"{seed} clock").random() < 0.3
+        self.counts = random.Random(f"{seed} clock").random() < (0.7 if writes else 0.3)
         schedule = random.Random(f"{seed} schedule")
         has_schedule = mode == "sync" and schedule.random() < 0.3
         self.doubles_from = schedule.randrange(1, steps + 1) if has_schedule else None
@@ -91,10 +95,10 @@ class Plan:
         may_save = self.meets and policy != "wait" and saves.random() < 0.8
         self.saves = {step for step in (0, *range(1, steps, 2)) if may_save and saves.random() < 0.5}
 
-    def _choose_seldom(self) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
+    def _choose_seldom(self, writes: bool) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:
         choose = random.Random(f"{self._seed} seldom")
         keys = list(KEYS)
-        if choose.random() < 0.25:
+        if choose.random() < (0.6 if writes else 0.25):  # of seldom keys few snapshots can be made
             return {}, [keys]
         choose.shuffle(keys)
         found = {}

@@ -101,8 +101,9 @@ class Programs:
                 yield from self._insist([partial(ps.set_hyperparams, changed)])
             yield from self._exchange(ps, rank, step, on_way, entered if ps._has_entered else 0)
             ps.clock += plan.counts
-            if rank in plan.slow:
-                yield [self._network.pause(self._network.random.uniform(0.0, 2.0))]
+            longest_s = 2.0 if rank in plan.slow else plan.pause_s
+            if longest_s:
+                yield [self._network.pause(self._network.random.uniform(0.0, longest_s))]
             if step in plan.saves:
                 yield from self._end_of(on_way.values())
                 on_way.clear()
@@ -214,6 +215,8 @@ class Programs:
             self._oracle.check_read(rank, key, saved.arrays["value"], step, {}, later=True)
             saved.arrays["value"] = self._oracle.marked(saved.arrays["value"], step)
             yield from self._insist([partial(ps.put_state, key, saved.updates, saved.arrays)])
+            if self._plan.pause_s:
+                yield [self._network.pause(self._network.random.uniform(0.0, self._plan.pause_s))]
 
     def _read_state(self, ps: PsClient, key: Any, into: list[SavedChunk], deadline: Any) -> Work:
         work, into[:] = ps.get_state(key, deadline)

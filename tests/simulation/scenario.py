@@ -49,6 +49,7 @@ class Job:
     Attributes:
         mode, policy: "sync" or "async"; what rounds do without a client that is lost.
         killed_after: all its processes are killed when clients were told of the end of so many pushes.
+        killed_beyond: instead, of so many more when another snapshot is complete.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Job:
     ) -> None:
         self.seed = seed
         self.killed_after: int | None = None
+        self.killed_beyond: int | None = None
         heal_s = 8.0
         self.network = Network(seed, Faults(heal_s=heal_s))
         choose = self.network.random
@@ -65,7 +67,7 @@ class Job:
         faults.bytes_per_s = random.Random(f"{seed} rate").choice([math.inf] * 8 + [2e3, 1e4])
         self.mode = choose.choice(["sync", "async"])
         self.num_clients = 1 + choose.randrange(MOST_CLIENTS)
-        self.steps = 3 + choose.randrange(8)
+        self.steps = 3 + choose.randrange(8) + (5 if disk is not None and self.mode == "sync" else 0)
         num_servers = 1 + choose.randrange(4)
         config = Config(
             num_workers=self.num_clients, num_clients=self.num_clients, num_servers=num_servers,
@@ -83,7 +85,7 @@ class Job:
         self.policy = config.on_client_loss
         self._plan = plan = Plan(
             seed, choose, mode=self.mode, policy=self.policy, num_clients=self.num_clients, steps=self.steps,
-            resumed=0 if past is None else past.number,
+            resumed=0 if past is None else past.number, writes=disk is not None,
         )  # fmt: skip
         for name, happens in (("seldom", plan.seldom), ("schedule", plan.doubles_from)):
             if happens:
@@ -124,6 +126,8 @@ class Job:
         }  # fmt: skip
 
     def _check_snapshot(self, number: int, parts: list[PartCopy]) -> None:
+        if self.killed_beyond is not None:
+            self.killed_after, self.killed_beyond = self.oracle.num_done + self.killed_beyond, None
         self.oracle.check_whole(number, parts)
         if self.mode == "sync":
             self.oracle.check_snapshot(number, parts)
@@ -161,7 +165,8 @@ class Job:
         if self._lost_after and self.oracle.num_done >= self._lost_after[0]:
             del self._lost_after[0]
             self._disturbances.disturb_client()
-        if self.killed_after is not None and self.oracle.num_done >= self.killed_after:
+        due = self.killed_after is not None and self.killed_beyond is None
+        if due and self.oracle.num_done >= self.killed_after:
             raise Killed
 
     def _calm_down(self) -> None:

@@ -63,14 +63,14 @@ FOUND_BY = {
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 817, "snapshot of several rounds": 61, "lost acknowledgement": 10,
     "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 53,
-    "snapshot of what has ended": 33, "successor without values": 19, "store begun anew": 396,
+    "snapshot of what has ended": 197, "successor without values": 19, "store begun anew": 396,
     "answer of a repetition": 17, "memory in use": 235, "late push forgotten": 72,
     "error forgotten": 218,
     "snapshot not copied": 16, "barriers counted from 1": 174, "met without who is back": 14, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 53,
     "waiting for who has ended": 233,
     "steps taken for rounds": 114, "round of others joined": 193,
-    "done again": 615, "snapshot while values are put back": 856, "saved by nobody": 150, "rule of another round": 14,
+    "done again": 615, "snapshot while values are put back": 582, "saved by nobody": 856, "rule of another round": 14,
 }  # fmt: skip
 
 
