@@ -65,18 +65,14 @@ class Layers:
             return
         self._parents[module] = parent
         scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # which takes no hooks
-        self._handles += (
-            []
-            if scripted
-            else [
+        if not scripted:
+            self._handles += [
                 module.register_state_dict_pre_hook(_Hook(lambda *_: self._weights.wait())),
                 module._register_load_state_dict_pre_hook(_Hook(self._before_load), with_module=True),
                 module.register_load_state_dict_post_hook(_Hook(self._after_load)),
             ]
-        )
-        in_place = (
-            scripted or getattr(module, "_compiled_call_impl", None) is not None
-        )  # hooks are part of what is compiled
+        # Hooks are part of what is compiled.
+        in_place = scripted or getattr(module, "_compiled_call_impl", None) is not None
         if hooked and not in_place:
             self._handles.append(module.register_forward_pre_hook(self._hook, prepend=True))
         compiled = in_place or type(module).__name__ == "OptimizedModule"
