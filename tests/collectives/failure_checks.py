@@ -149,6 +149,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
             try:  # asleep in the middle; when it wakes up, the others are gone
                 # Longer than the root waits; else enough to get there on a busy machine.
                 seconds = 20.0 if op == "broadcast" and owner is HostGroup else TIMEOUT_S
+                (folder / f"began-{name}").write_text(str(time.monotonic()))
                 run(collectives, op, buffer, out, seconds, f"push of key '{name}'")
                 assert op != "broadcast" or (out == 1).all(), f"{name}: what the root's memory held afterwards"
             except (KVTimeoutError, PeerLostError):
@@ -178,6 +179,9 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
             (folder / f"done-{name}-{RANK}").touch()
         if RANK == 0:
             wait_for([folder / f"done-{name}-{rank}" for rank in range(SIZE - 1)])
+            if owner is not HostGroup:  # it may have begun later than others: it is to wake up when its time is over
+                began_s = float((folder / f"began-{name}").read_text())
+                time.sleep(max(0.0, began_s + TIMEOUT_S + 0.05 - time.monotonic()))
             os.kill(int((folder / f"pid{SILENT}").read_text()), signal.SIGCONT)
         wait_for([folder / f"struck-{name}"])
         WORLD.Barrier()

@@ -11,7 +11,6 @@ fifth of all that a process does which does little, as most do.
 import functools
 import gc
 import sys
-from importlib.machinery import PathFinder
 from importlib.util import LazyLoader
 
 #: What is read in one go, with all that it needs. Of ``kvmpi``, what it reads only when it is wanted.
@@ -133,15 +132,24 @@ class Finder:
             return sys.modules[name].__spec__
         if name in self._later:
             self._later.remove(name)
-            spec = PathFinder.find_spec(name, path, target)
+            spec = self._found_by_others(name, path, target)
+            if spec is None:
+                return None
             spec.loader.exec_module = functools.partial(self._read_first, spec.loader.exec_module)
             spec.loader = LazyLoader(spec.loader)
             return spec
         if name in self._readers:
-            spec = PathFinder.find_spec(name, path, target)
+            spec = self._found_by_others(name, path, target)
+            if spec is None:  # it is not there
+                return None
             spec.loader.exec_module = functools.partial(self._readers.pop(name), spec.loader.exec_module)
             return spec
         return None
+
+    def _found_by_others(self, name, path, target):
+        """Who has installed a project to work on it has another finder for that."""
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        return next(filter(None, found), None)
 
     def _read_first(self, read, module):
         self._first = {name: first for name, first in self._first.items() if first != module.__name__}
