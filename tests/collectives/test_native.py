@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from building import built
 from collective_helpers import Contribution, all_vectors, assert_is_sum, on_host, vectors
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -41,8 +39,6 @@ from kvmpi.kernels import host
 RunRanks = Callable[..., list[Any]]
 
 TIMEOUT_S = 20.0
-CAN_BUILD = shutil.which("gcc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
-built = pytest.mark.skipif(not CAN_BUILD, reason="no C compiler here")
 
 
 @built

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_helpers import Contribution, all_vectors, assert_is_sum, built, on_host, vectors
+from building import built
+from collective_helpers import Contribution, all_vectors, assert_is_sum, on_host, vectors
 
 from kvmpi.arrays import DTYPES, address_of
 from kvmpi.collectives import Collectives, native, segments

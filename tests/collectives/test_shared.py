@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_helpers import all_vectors, allreduce, assert_is_sum, built, on_host, vectors
+from building import built
+from collective_helpers import all_vectors, allreduce, assert_is_sum, on_host, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
