@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 
 from kvmpi.config import client_bounds, env_name
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = result.add_argument
-    # Longer names, and -np, are what other launchers have.
+    # Of --option=~/x shells leave the ~ to us. Longer names, and -np, are what other launchers have.
     add(
         "-n", "-np", "--workers", dest="workers", type=int, default=1, metavar="WORKERS",
         help="number of workers (default 1)",
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("-s", "--servers", dest="servers", type=int, default=0, metavar="SERVERS", help="number of servers (default 0)")
     add("--launcher", choices=("auto", "local", "mpirun", "lsf", "slurm"), default="auto", help="default auto")
-    add("--hostfile", default="", metavar="F", help="hosts to run on, a line for each: NAME slots=N")
+    add("--hostfile", type=expanduser, default="", metavar="F", help="hosts to run on, a line for each: NAME slots=N")
     add("--hosts", default="", metavar="H:N,...", help="the same as a list: hosts and how many workers each takes")
     add("--queue", default="", metavar="Q", help="of a batch system: queue or partition")
     add("--project", default="", metavar="P", help="of a batch system: project or account")
@@ -75,7 +76,13 @@ def parser() -> argparse.ArgumentParser:
         "--jsrun-option", dest="jsrun_options", action="append", default=[], metavar="O",
         help="what jsrun is asked for workers; may be given several times, as --jsrun-option=--gpu_per_rs=1",
     )  # fmt: skip
-    add("--batch-dir", default=".", metavar="D", help="folder that all hosts share (default: the current one)")
+    add(
+        "--batch-dir",
+        type=expanduser,
+        default=".",
+        metavar="D",
+        help="folder that all hosts share (default: the current one)",
+    )
     add("--server-hosts", default="", metavar="H,...", help="hosts of the servers (default: those of the workers)")
     add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")
     add(
@@ -91,13 +98,19 @@ def parser() -> argparse.ArgumentParser:
         help="how often each client that has died is started again while the others wait for it, and each server with "
         "--replicas (default: clients never, servers 20 times)",
     )  # fmt: skip
-    add("--snapshot-dir", default="", metavar="DIR", help="folder into which servers write snapshots of their state")
+    add(
+        "--snapshot-dir",
+        type=expanduser,
+        default="",
+        metavar="DIR",
+        help="folder into which servers write snapshots of their state",
+    )
     add("--snapshot-every", type=int, default=0, metavar="N", help="a snapshot after every N steps")
     add("--snapshot-seconds", type=float, default=0.0, metavar="T", help="a snapshot about every T seconds")
-    add("--resume", default="", metavar="DIR", help="go on from the newest snapshot in DIR")
-    add("--log-dir", default="", metavar="D", help="also write D/worker-3.log and the like")
+    add("--resume", type=expanduser, default="", metavar="DIR", help="go on from the newest snapshot in DIR")
+    add("--log-dir", type=expanduser, default="", metavar="D", help="also write D/worker-3.log and the like")
     add(
-        "--timeline", default="", metavar="F",
+        "--timeline", type=expanduser, default="", metavar="F",
         help="where the time of the job goes, as a trace for ui.perfetto.dev; compressed if F ends in .gz",
     )  # fmt: skip
     add(
@@ -137,8 +150,6 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
     options = parser()
     ours, words = split(argv, options)
     args = options.parse_args(ours)
-    for name in ("hostfile", "batch_dir", "snapshot_dir", "resume", "log_dir", "timeline"):
-        setattr(args, name, os.path.expanduser(getattr(args, name)))  # shells leave the ~ of --option=~/x to us
     try:
         return _run(args, words, commands)
     except KeyboardInterrupt:  # so early that no job was there to stop

@@ -20,7 +20,8 @@ from kvmpi.torch import buckets, gradients, rules
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
-from kvmpi.torch.norms import NormBuffers, OtherBuffers
+from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.other_buffers import OtherBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights

@@ -15,7 +15,8 @@ from kvmpi.store import KVStore
 from kvmpi.torch import buckets, ownership
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.learning import Learner
-from kvmpi.torch.norms import NormBuffers, OtherBuffers
+from kvmpi.torch.norms import NormBuffers
+from kvmpi.torch.other_buffers import OtherBuffers
 from kvmpi.torch.ownership import Hooks
 from kvmpi.torch.parameters import KeyedParameters, next_key, not_compressed, start_sum, summing
 from kvmpi.torch.plans import Plans

@@ -57,10 +57,8 @@ def scatters_and_gathers() -> None:
         for count, num_vectors, in_place in [(1, 1, False), (4097, 2, True), (999, 1, False), (300_001, 1, True)]:
             start, stop = segment_bounds(count, SIZE)[RANK]
             every = all_vectors(SIZE, num_vectors, count, dtype)
-            # Of thousands of chunks, where many ranks share few cores, each would wait for its turn.
-            chunk_bytes = 512 if count < 100_000 else 32 << 10
             for algorithm in algorithms:
-                collectives = Collectives(comm, algorithm, chunk_bytes)
+                collectives = Collectives(comm, algorithm, 512)
                 own = [vector.copy() for vector in every[RANK * num_vectors : (RANK + 1) * num_vectors]]
                 part = own[0][start:stop] if in_place else np.empty(stop - start, DTYPES[dtype])
                 collectives.reduce_scatter(on_host(own, dtype), part, dtype, Deadline(TIMEOUT_S), "scatter")

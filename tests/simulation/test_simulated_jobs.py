@@ -19,7 +19,7 @@ from simulation.network import Violation
 from simulation.plants import PLANTS
 
 #: ``make simulate`` tries far more.
-NUM_SEEDS = 150
+NUM_SEEDS = 300
 
 
 def test_jobs_survive_their_faults() -> None:
@@ -45,7 +45,7 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
     """So that what has failed once can be looked at."""
 
     def run(hash_seed: str) -> str:
-        code = "from simulation.lives import play; print([play(seed) for seed in range(6)])"
+        code = "from simulation.lives import play; print([play(seed) for seed in range(12)])"
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONHASHSEED": hash_seed}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         return done.stdout

@@ -130,26 +130,20 @@ class Finder:
             sys.modules[self._first[name]].__doc__  # noqa: B018 - asks for something in it
             sys.modules[name].__spec__.loader = Again()  # Python takes the specification that the module has by now
             return sys.modules[name].__spec__
+        if name not in self._later and name not in self._readers:
+            return None
+        # Who has installed a project to work on it has another finder for that.
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return None
         if name in self._later:
             self._later.remove(name)
-            spec = self._found_by_others(name, path, target)
-            if spec is None:
-                return None
             spec.loader.exec_module = functools.partial(self._read_first, spec.loader.exec_module)
             spec.loader = LazyLoader(spec.loader)
-            return spec
-        if name in self._readers:
-            spec = self._found_by_others(name, path, target)
-            if spec is None:  # it is not there
-                return None
+        else:
             spec.loader.exec_module = functools.partial(self._readers.pop(name), spec.loader.exec_module)
-            return spec
-        return None
-
-    def _found_by_others(self, name, path, target):
-        """Who has installed a project to work on it has another finder for that."""
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        return next(filter(None, found), None)
+        return spec
 
     def _read_first(self, read, module):
         self._first = {name: first for name, first in self._first.items() if first != module.__name__}

@@ -98,7 +98,7 @@ class Codebook(nn.Module):
 
 def other_buffers(kv: kvmpi.KVStore, **options: Any) -> None:
     """Those that change follow the first worker, of the client where weights come back."""
-    with unittest.mock.patch("kvmpi.torch.norms._LOOK_EVERY", 8):
+    with unittest.mock.patch("kvmpi.torch.other_buffers._LOOK_EVERY", 8):
         for policy in ("first", "mean", "own"):
             _follow(kv, policy, 12, **options)
 

@@ -6,14 +6,11 @@ import numpy as np
 
 import kvmpi
 
-#: The largest has a part on each of seven servers.
-SHAPES = [(2, 3), (300, 301), (857, 811)]
-#: Less than keys have together, and than a server has of the largest: as by default with twice as many elements.
-BUCKET_BYTES, CHUNK_BYTES = 4 << 20, 1 << 20
+SHAPES = [(2, 3), (300, 301), (1211, 1211)]
 ROUNDS = 4
 
 for name in sys.argv[1:]:
-    with kvmpi.create(name, bucket_bytes=BUCKET_BYTES, chunk_bytes=CHUNK_BYTES) as kv:
+    with kvmpi.create(name) as kv:
         n, r = kv.num_workers, kv.rank
         keys = [f"{shape} {dtype}" for shape in SHAPES for dtype in ("f4", "f2")]
         ones = [np.ones(shape, dtype) for shape in SHAPES for dtype in ("f4", "f2")]
