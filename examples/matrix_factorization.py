@@ -113,24 +113,28 @@ def main(argv: list[str] | None = None) -> list[float]:
                 f"{len(ratings)} ratings of {num_users} users and {num_items} items; "
                 f"{kv.num_workers} workers, {kv.num_servers} servers ({kv.type})"
             )
-        steps = 0
+        steps, done = 0, kv.resumed_step  # of a job that goes on, or a client that is back, the keys have seen some
         for epoch in range(1, args.epochs + 1):
             for chosen in batches(len(ratings), args.batch_size, epoch, kv.rank, kv.num_workers):
+                steps += 1
+                if steps <= done:
+                    continue
                 ids = [pairs[chosen, 0], pairs[chosen, 1]]
                 users, items = (np.empty((len(chosen), args.rank), "f4") for _ in range(2))
                 kv.row_sparse_pull(["users", "items"], [users, items], ids)  # a row as often as its id stands there
                 error = (mean + (users * items).sum(1) - ratings[chosen])[:, None]
                 gradients = [error * items + args.decay * users, error * users + args.decay * items]
                 kv.push(["users", "items"], list(zip(ids, gradients, strict=True)))  # equal ids are summed
-                steps += 1
             kv.barrier()
+            if steps <= done and epoch < args.epochs:
+                continue
             found.append(rmse(kv, test, test_ratings, mean, args.rank))
             if kv.rank == 0:
                 print(f"epoch {epoch}: RMSE {found[-1]:.4f}", flush=True)
         phases = kv.stats()["phases"]
         if kv.rank == 0 and "push" in phases:
             moved = phases["push"]["bytes"] + phases["pull"]["bytes"]
-            dense = 2 * steps * (num_users + num_items) * args.rank * 4
+            dense = 2 * max(0, steps - done) * (num_users + num_items) * args.rank * 4
             print(f"worker 0 moved {moved / 1e6:.1f} MB; whole keys would have been {dense / 1e6:.1f} MB")
     return found
 

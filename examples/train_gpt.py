@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import math
 import sys
 import time
 from pathlib import Path
@@ -141,7 +142,6 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
     optimizer: torch.optim.Optimizer
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = DistributedOptimizer(optimizer, kv.client if args.algorithm == "diloco" else kv, model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 
     diloco = None
     if args.algorithm == "diloco":  # the servers do the outer step on what islands push
@@ -151,6 +151,13 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
             pseudo_gradient_dtype=torch.bfloat16 if args.bfloat16 else None,
         )  # fmt: skip
 
+    # The center has seen these steps, if the job is one that goes on; what AdamW remembered is gone.
+    done = min(args.steps, kv.resumed_step * args.interval) if diloco else 0
+    # Half a cosine over all steps.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (1 + math.cos(math.pi * (done + step) / args.steps)) / 2
+    )
+
     num_values = sum(p.numel() for p in model.parameters())
     deployed = copy.deepcopy(model)
     tokens_a_step = args.batch_size * args.context * kv.num_workers
@@ -158,12 +165,22 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
         print(
             f"{args.algorithm}: workers {kv.num_workers}, clients {kv.num_clients}, servers {kv.num_servers}; "
             f"{num_values:,} parameters, {len(text):,} bytes of text, {tokens_a_step} a step"
+            + (f"; goes on after step {done}" if done else "")
         )
         print(f"{'step':>6}  {'tokens':>10}  {'train loss':>10}  {'val loss':>8}  {'tokens/s':>9}", flush=True)
     every = -(-args.steps // args.reports)
+    for _ in range(done):
+        batch_of(share, args.batch_size, args.context, rng)  # which has been trained with
     kv.barrier()
-    training_s, total_loss, start_s = 0.0, 0.0, time.perf_counter()
-    for step in range(1, args.steps + 1):
+    training_s, total_loss, reported, start_s = 0.0, 0.0, done, time.perf_counter()
+
+    def held_out_loss_now() -> float:
+        """Of what this job would be trained for: the center, where there is one. All workers ask for it."""
+        if diloco:
+            diloco.pull_center(deployed.parameters())
+        return held_out_loss(deployed if diloco else model, held_out, args.context) if kv.rank == 0 else 0.0
+
+    for step in range(done + 1, args.steps + 1):
         optimizer.zero_grad()
         loss = loss_of(model, *batch_of(share, args.batch_size, args.context, rng))
         loss.backward()
@@ -177,20 +194,22 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore) -> None:
             if step == args.steps and diloco:
                 diloco.finish()  # what is still under way
             training_s += time.perf_counter() - start_s
-            if diloco:
-                diloco.pull_center(deployed.parameters())  # all workers ask for it, worker 0 looks at it
+            val_loss = held_out_loss_now()
             if kv.rank == 0:
-                val_loss = held_out_loss(deployed if diloco else model, held_out, args.context)
-                done = (step - 1) % every + 1
+                train_loss = total_loss / (step - reported)
                 print(
-                    f"{step:>6}  {step * tokens_a_step:>10}  {total_loss / done:>10.4f}  {val_loss:>8.4f}  "
-                    f"{step * tokens_a_step / training_s:>9.0f}",
+                    f"{step:>6}  {step * tokens_a_step:>10}  {train_loss:>10.4f}  {val_loss:>8.4f}  "
+                    f"{(step - done) * tokens_a_step / training_s:>9.0f}",
                     flush=True,
                 )
             kv.barrier()
-            total_loss, start_s = 0.0, time.perf_counter()
-    if kv.rank == 0:
-        tokens = args.steps * args.batch_size * args.context * kv.mpi_size  # of this client
+            total_loss, reported, start_s = 0.0, step, time.perf_counter()
+    if done == args.steps:
+        val_loss = held_out_loss_now()
+        if kv.rank == 0:
+            print(f"all {args.steps} steps were done before, nothing is left to do: val loss {val_loss:.4f}")
+    elif kv.rank == 0:
+        tokens = (args.steps - done) * args.batch_size * args.context * kv.mpi_size  # of this client
         sent = kv.stats()["phases"].get("push", {"bytes": 0})["bytes"] / tokens
         plain = 4 * num_values / (args.batch_size * args.context * kv.mpi_size)
         less = f", {plain / sent:.3g} times as many" if 0 < sent < 0.99 * plain else ""

@@ -67,6 +67,14 @@ class GradientExchange:
     def step(self) -> None:
         self._trainer.step(self._divisor)
 
+    def batches_done(self, kv: kvmpi.KVStore) -> int:
+        """How many batches the weights have seen that the store gave us: after a restart or a resume, some."""
+        return kv.resumed_step
+
+    def skip(self) -> None:
+        """Instead of ``step``, for one of these."""
+        self._trainer.skip(self._divisor)
+
 
 class ElasticExchange:
     """Synchronous training inside the client; every INTERVAL batches its weights and a center pull at each other."""
@@ -75,6 +83,7 @@ class ElasticExchange:
         optimizer = torch.optim.Adagrad(model.parameters(), args.lr)  # in this process: sparse gradients come back
         self._inside, self._client_size = Trainer(model.named_parameters(), optimizer, kv.client), kv.mpi_size
         self._outside = ElasticAveraging(model.named_parameters(), kv, 0.9 / kv.num_clients, args.interval)
+        self._interval = args.interval
 
     def before(self, sentences: Tensor) -> None:
         pass
@@ -82,6 +91,12 @@ class ElasticExchange:
     def step(self) -> None:
         self._inside.step(self._client_size)
         self._outside.step()
+
+    def batches_done(self, kv: kvmpi.KVStore) -> int:
+        return kv.resumed_step * int(self._interval)
+
+    def skip(self) -> None:
+        self._inside.skip(self._client_size)
 
 
 def rt_polarity(folder: str) -> tuple[list[list[str]], np.ndarray]:
@@ -178,19 +193,35 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
     if not num_batches or not len(test):
         few = f"{len(sentences)} sentences for training and {len(test)} for testing are too few"
         sys.exit(f"{few} for batches of {args.batch_size} on {kv.num_workers} workers")
+    done = loop.batches_done(kv)
+    again = f"; goes on after batch {done}" if done else ""
     report.header(
         f"{args.algorithm}: {count(kv.num_workers, 'worker')}, {count(kv.num_clients, 'client')}, "
         f"{count(kv.num_servers, 'server')} ({kv.type}); "
-        f"{len(sentences)} sentences of {num_words} words, {num_batches} batches of {args.batch_size} per worker",
+        f"{len(sentences)} sentences of {num_words} words, {num_batches} batches of {args.batch_size} per worker"
+        f"{again}",
         {**vars(args), "workers": kv.num_workers, "clients": kv.num_clients, "store": kv.type},
+        again=bool(done),
     )
     elapsed_s = accuracy = 0.0
+
+    def measure() -> float:
+        loop.before(test)
+        model.eval()
+        with torch.no_grad():
+            right = [(model(x).argmax(1) == y) for x, y in zip(test.split(200), test_classes.split(200), strict=True)]
+        model.train()
+        return float(torch.cat(right).float().mean())
+
     for epoch in range(1, args.epochs + 1):
         order = np.random.default_rng([args.seed, epoch]).permutation(len(sentences))[kv.rank :: kv.num_workers]
         kv.barrier()
         start_s, total = time.perf_counter(), 0.0
         report.start(epoch, num_batches)
         for i in range(num_batches):
+            if num_batches * (epoch - 1) + i < done:
+                loop.skip()
+                continue
             chosen = torch.from_numpy(order[i * args.batch_size : (i + 1) * args.batch_size])
             loop.before(sentences[chosen])
             model.zero_grad()
@@ -204,16 +235,20 @@ def train(args: argparse.Namespace, kv: kvmpi.KVStore, report: Report) -> float:
         epoch_s = time.perf_counter() - start_s
         elapsed_s += epoch_s
         report.finish()
-        loop.before(test)
-        model.eval()
-        with torch.no_grad():
-            right = [(model(x).argmax(1) == y) for x, y in zip(test.split(200), test_classes.split(200), strict=True)]
-        model.train()
-        accuracy = float(torch.cat(right).float().mean())
-        report.epoch(epoch, total / num_batches, accuracy, epoch_s, elapsed_s)
+        if num_batches * epoch <= done:  # was only for the barriers
+            continue
+        accuracy = measure()
+        num_trained = min(num_batches, num_batches * epoch - done)
+        report.epoch(epoch, total / num_trained, accuracy, epoch_s, elapsed_s)
+    if done >= num_batches * args.epochs:
+        accuracy = measure()
+        report.say(
+            f"all {count(args.epochs, 'epoch')} were done before, nothing is left to do: accuracy {accuracy:.2%}"
+        )
     phases = kv.stats()["phases"]
     if kv.rank == 0 and "push" in phases and not isinstance(loop, ElasticExchange):
-        dense = sum(p.numel() * p.element_size() for p in model.parameters()) * args.epochs * num_batches
+        batches = max(0, args.epochs * num_batches - done)
+        dense = sum(p.numel() * p.element_size() for p in model.parameters()) * batches
         print(
             f"the master pushed {phases['push']['bytes'] / 1e6:.3f} MB; dense it would have been {dense / 1e6:.3f} MB"
         )

@@ -42,20 +42,26 @@ def test_a_byte_depends_on_earlier_ones_only() -> None:
     assert same.tolist() == [True] * 5 + [False] * 3
 
 
-def test_a_streaming_job_and_its_bytes(tmp_path: Path) -> None:
+def test_a_streaming_job_and_its_bytes_and_one_that_goes_on(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 112)) * 40)
-    options = ["--steps", "12", "--interval", "6", "--fragments", "3", "--overlap", "2", "--bfloat16", "--reports", "2"]
-    job = run_job("-n 2 -c 2 -s 1", Path(train_gpt.__file__), text, *SMALL, *options)
+    options = ["--steps", "24", "--interval", "6", "--fragments", "3", "--overlap", "2", "--bfloat16", "--reports", "2"]
+    snapshots = f"--snapshot-dir {tmp_path / 'snapshots'} --snapshot-every 4"
+    job = run_job(f"-n 2 -c 2 -s 1 {snapshots}", Path(train_gpt.__file__), text, *SMALL, *options)
     assert job.returncode == 0, job.stdout + job.stderr
     assert len(lines_of(job.stdout)) == 2, job.stdout
     count = int(re.search(r"([\d,]+) parameters, 3,200 bytes of text", job.stdout)[1].replace(",", ""))  # type: ignore[index]
     assert count == sum(p.numel() for p in train_gpt.ByteGPT(16, 2, 2, 16).parameters())
-    tokens = 12 * 4 * 16
-    sent, plain, times = 2 * 2 * count / tokens, 4 * count / 64, 12.0
+    tokens = 24 * 4 * 16
+    sent, plain, times = 4 * 2 * count / tokens, 4 * count / 64, 12.0
     assert (
         f"{sent:.3g} bytes a token; gradients after every batch: {plain:.3g}, {times:.3g} times as many" in job.stdout
     )
+    options[options.index("24")] = "27"
+    job = run_job(f"-n 2 -c 2 -s 1 --resume {tmp_path / 'snapshots'}", Path(train_gpt.__file__), text, *SMALL, *options)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "128 a step; goes on after step 24\n" in job.stdout
+    assert [row[0] for row in lines_of(job.stdout)] == ["27"], job.stdout
 
 
 def test_what_cannot_be_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

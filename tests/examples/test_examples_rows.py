@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import matrix_factorization
@@ -67,11 +68,21 @@ def test_factors_of_one_worker(ratings: Path, store: str, capsys: pytest.Capture
     assert (moved is not None) == (store != "local")
 
 
-def test_factors_of_three_workers(ratings: Path) -> None:
-    done = run_job("-n 3 -c 3 -s 2", EXAMPLES / "matrix_factorization.py", "--ratings", ratings, *OPTIONS)
+def test_factors_of_three_workers_and_of_a_job_that_goes_on(ratings: Path, tmp_path: Path) -> None:
+    """The first job ends after two epochs of 13 steps, and its last snapshot is in the middle of the second."""
+    program, options = EXAMPLES / "matrix_factorization.py", ["--ratings", ratings, *OPTIONS]
+    done = run_job(f"-n 3 -c 3 -s 2 --snapshot-dir {tmp_path} --snapshot-every 9", program, *options, "--epochs", 2)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [float(line.split()[-1]) for line in done.stdout.splitlines() if "RMSE" in line]
-    np.testing.assert_allclose(found, plain(ratings, 3), atol=1e-4)
+    again = run_job(f"-n 3 -c 3 -s 2 --resume {tmp_path}", program, *options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    found = [
+        (line.split()[-3], float(line.split()[-1]))
+        for line in (done.stdout + again.stdout).splitlines()
+        if "RMSE" in line
+    ]
+    assert [epoch for epoch, _ in found] == ["1:", "2:", "2:", "3:"], done.stdout + again.stdout
+    expected = plain(ratings, 3)
+    np.testing.assert_allclose([error for _, error in found], [*expected[:2], *expected[1:]], atol=1e-4)
 
 
 def test_a_header_is_no_rating(ratings: Path, tmp_path: Path) -> None:
@@ -137,12 +148,21 @@ def test_sentences_in_every_algorithm(
     assert "36 sentences of" in capsys.readouterr().out
 
 
-def test_sentences_in_a_job() -> None:
-    done = run_job("-n 2 -c 1 -s 1", EXAMPLES / "train_text.py", *SMALL, "--epochs", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr
-    pushed, dense = re.search(r"pushed ([\d.]+) MB; dense it would have been ([\d.]+) MB", done.stdout).groups()  # type: ignore[union-attr]
-    assert 0 < float(pushed) < float(dense)
+def test_sentences_in_a_job_that_goes_on(tmp_path: Path) -> None:
+    """Two epochs of nine steps, and the second once more, from the snapshot after the first."""
+    program, options = EXAMPLES / "train_text.py", [*SMALL, "--dropout", "0"]
+    folder, losses = tmp_path / "snapshots", []
+    for number, option in enumerate([f"--snapshot-dir {folder} --snapshot-every 9", f"--resume {folder}"]):
+        log = tmp_path / f"log{number}"
+        done = run_job(f"-n 2 -c 1 -s 1 {option}", program, *options, "--log", log)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Warning" not in done.stderr
+        assert ("goes on after batch 9\n" in done.stdout) == number
+        pushed, dense = re.search(r"pushed ([\d.]+) MB; dense it would have been ([\d.]+) MB", done.stdout).groups()  # type: ignore[union-attr]
+        assert 0 < float(pushed) < float(dense)
+        losses.append([json.loads(line)["train_loss"] for line in log.read_text().splitlines()[1:]])
+        shutil.rmtree(folder / "18", ignore_errors=True)
+    assert losses[0][1:] == losses[1], "the second epoch is not the same"
 
 
 def test_a_folder_of_sentences(tmp_path: Path) -> None:
