@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from math import prod
+from os.path import expanduser
 
 from kvmpi.benchmarks import environment, lab_jobs, lab_report
 from kvmpi.benchmarks.jobs import refuse_ranks
@@ -59,7 +60,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     add = result.add_argument
     add("--epochs", type=int, default=2, metavar="E", help="that are measured (default 2)")
-    add("--json", metavar="FILE", help="write a JSON line for each job")
+    add("--json", type=expanduser, metavar="FILE", help="write a JSON line for each job")
     if name == "predict":
         add("--only", metavar="I,...", help="some of them, counted from 1 (default all)")
         return result
@@ -74,7 +75,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--compute-seconds", type=float, default=0.5, metavar="S", help="of a step (default 0.5)")
     add("--steps", type=int, default=4, metavar="B", help="of an epoch (default 4)")
     add("--interval", type=int, default=4, metavar="T", help="of ESGD and DiLoCo (default 4: once an epoch)")
-    add("--plot", metavar="FILE.png", help="draw the bars")
+    add("--plot", type=expanduser, metavar="FILE.png", help="draw the bars")
     return result
 
 

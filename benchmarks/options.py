@@ -6,6 +6,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Callable, Sequence
+from os.path import expanduser
 
 from kvmpi.arrays import DTYPES
 from kvmpi.benchmarks import rows, sizes
@@ -70,7 +71,12 @@ def parser(op: str) -> argparse.ArgumentParser:
         help=f"whether idle ranks of Open MPI yield; off names {rows.MPI_CALLS[op]} with :spin, both runs two jobs "
         "(default: they yield if there are more ranks than cores)",
     )  # fmt: skip
-    add("--mpich", metavar="PATH", help=f"MPICH's mpiexec, or a Python beside one, for the row {rows.MPICH}")
+    add(
+        "--mpich",
+        type=expanduser,
+        metavar="PATH",
+        help=f"MPICH's mpiexec, or a Python beside one, for the row {rows.MPICH}",
+    )
     add("--hosts", type=int, metavar="N", help="simulate N hosts on this machine")
     add("--link", metavar="SPEED", help="speed of the simulated hosts' links (default 1gbit)")
     add("--ranks-per-host", type=int, metavar="R", help="ranks on each simulated host (default 1)")
@@ -83,8 +89,8 @@ def add_common(parser: argparse.ArgumentParser, *, seconds: float, drawn: str) -
     add = parser.add_argument
     text = f"time for a row of a size (default {seconds:g})"
     add("--seconds", type=duration, default=seconds, metavar="S", help=text)
-    add("--json", metavar="FILE", help="write a JSON line for each row, with all that belongs to it")
-    add("--plot", metavar="FILE.png", help=f"draw {drawn} against size")
+    add("--json", type=expanduser, metavar="FILE", help="write a JSON line for each row, with all that belongs to it")
+    add("--plot", type=expanduser, metavar="FILE.png", help=f"draw {drawn} against size")
 
 
 def check_common(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from os.path import expanduser
 
 from kvmpi.benchmarks import ps_rows, sizes
 from kvmpi.benchmarks.options import add_common, check_common, numbers
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--rows", metavar="ROW,...", help="rows of the table, see below")
     group.add_argument("--transport", metavar="T,...", help="rows auto, tcp or ipc (default tcp,ipc)")
     add("--compress", metavar="C,...", help="these rows with none, fp16, bf16 (default none)")
-    add("--mxnet", metavar="PYTHON", help="an interpreter that has MXNet, for the row mxnet")
+    add("--mxnet", type=expanduser, metavar="PYTHON", help="an interpreter that has MXNet, for the row mxnet")
     add_common(result, seconds=1.0, drawn="client_bw")
     return result
 

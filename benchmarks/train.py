@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--steps", type=at_least(1), default=10, metavar="S", help="steps of each row in a round (default 10)")
     add("--hosts", type=at_least(1), metavar="N", help="spread the ranks over N simulated hosts (root, Linux)")
     add("--link", metavar="SPEED", help="of the simulated hosts' links (default 1gbit)")
-    add("--json", metavar="FILE", help="write each row as a line of JSON too")
+    add("--json", type=expanduser, metavar="FILE", help="write each row as a line of JSON too")
     return parser
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from os.path import expanduser
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ def main(_: str, argv: Sequence[str]) -> int:
     parser.add_argument(
         "-n", "--ranks", type=at_least(2), default=2, metavar="N", help="ranks on this host (default 2)"
     )
-    parser.add_argument("--out", default="kvmpi-tuning.json", metavar="FILE", help="default kvmpi-tuning.json")
+    parser.add_argument(
+        "--out", type=expanduser, default="kvmpi-tuning.json", metavar="FILE", help="default kvmpi-tuning.json"
+    )
     args = parser.parse_args(argv)
     inside = mpi_comm.started_by_mpi() or bool(os.environ.get("KVMPI_ROLE"))
     return exit_status(lambda: _as_rank(args) if inside else _as_parent(args))

@@ -50,8 +50,10 @@ class Figures:
                 raise ConfigError(f"tuning: {field.name} is {value!r}: expected a positive number")
 
 
-def load(path: str) -> Figures:
+def load(path: str, option: str = "KVMPI_TUNING=") -> Figures:
     """What ``kvmpi bench tune`` wrote to ``path``; the built-in figures for an empty ``path``.
+
+    ``option`` is what the user has put before it.
 
     Raises:
         ConfigError: the file cannot be read, or is something else.
@@ -61,11 +63,11 @@ def load(path: str) -> Figures:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"KVMPI_TUNING={path}: {error}; kvmpi bench tune --out {path} writes it") from None
+        raise ConfigError(f"{option}{path}: {error}; kvmpi bench tune --out {path} writes it") from None
     known = {field.name for field in fields(Figures)}
     if not isinstance(found, dict) or (unknown := set(found) - known):
         what = f"it holds {', '.join(sorted(unknown))}" if isinstance(found, dict) else "it is no table"
-        raise ConfigError(f"KVMPI_TUNING={path}: {what}; expected {', '.join(sorted(known))}")
+        raise ConfigError(f"{option}{path}: {what}; expected {', '.join(sorted(known))}")
     return replace(Figures(), **found)
 
 

@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os.path import expanduser
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +47,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = result.add_argument
     add("--hosts", default="", metavar="H:N,...", help="also look at these hosts, and at every pair of them")
-    add("--hostfile", default="", metavar="F", help="the same from a file, a line for each: NAME slots=N")
+    add(
+        "--hostfile",
+        type=expanduser,
+        default="",
+        metavar="F",
+        help="the same from a file, a line for each: NAME slots=N",
+    )
     add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")
     add("--remote-shell", default="ssh", metavar="CMD", help="takes HOST COMMAND and runs it there (default ssh)")
     add("-n", dest="workers", type=int, default=2, metavar="N", help="workers that you mean to start (default 2)")

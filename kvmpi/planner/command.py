@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,14 @@ def parser() -> argparse.ArgumentParser:
     add("--link", default="10gbit", metavar="RATE", help="of each host: 100mbit, 1gbit, ... (default 10gbit)")
     add("--latency-us", type=float, default=20.0, metavar="US", help="between hosts, one way (default 20)")
     add("--memory-gb-per-s", type=float, metavar="R", help="memory bandwidth of a host, instead of --tuning")
-    add("--tuning", default="", metavar="FILE", help="of kvmpi bench tune (default: built-in figures)")
-    add("--ps", default="", metavar="FILE", help="JSON lines of kvmpi bench ps (default: built-in figures)")
+    add("--tuning", type=expanduser, default="", metavar="FILE", help="of kvmpi bench tune (default: built-in figures)")
+    add(
+        "--ps",
+        type=expanduser,
+        default="",
+        metavar="FILE",
+        help="JSON lines of kvmpi bench ps (default: built-in figures)",
+    )
     add("--lab-cores", type=int, default=0, metavar="N", help="all hosts are simulated on one machine of N cores")
     add = result.add_argument_group("what goes wrong").add_argument
     add("--jitter", type=float, default=0.0, metavar="X", help="steps' times vary: standard deviation of their log")
@@ -160,7 +167,7 @@ def _told(jobs: Sequence[Job]) -> Iterator[Job]:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    figures = load(args.tuning)
+    figures = load(args.tuning, "--tuning ")
     per_host = -(-args.workers // max(1, args.hosts))
     if args.memory_gb_per_s is not None:
         if not 0 < args.memory_gb_per_s < math.inf:

@@ -238,7 +238,8 @@ class Part:
         length, limit = len(encode(m.Log(self.number, self.chain.version, self.seq, 0, entry))), MAX_HEADER_BYTES // 2
         if length > limit:
             raise ProtocolError(
-                f"a {type(entry).__name__} of {length} bytes is too long to be handed on, limit {limit}"
+                f"a {type(entry).__name__} of {length} bytes is too long for other servers to be told, limit {limit}; "
+                "change fewer hyperparameters, or those of fewer keys, in one call"
             )
 
     def hold(self, replies: Sequence[Reply], now_s: float) -> list[Outgoing]:

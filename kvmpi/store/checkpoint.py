@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
         ConfigError: it is no checkpoint of kvmpi, or holds no values though they are wanted.
         KeyNotInitializedError: a key of the file is not in the store, and the file has no value for it.
     """
+    if os.path.isdir(path):
+        raise KVError(f"load of {path}: it is a folder; kv.save writes one file (snapshots: kvmpi run --resume)")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -160,7 +160,8 @@ class Listener:
         except zmq.ZMQError as error:
             reason = "the address is in use" if error.errno == zmq.EADDRINUSE else zmq.strerror(error.errno or 0)
             what_helps = {
-                _TCP: "set KVMPI_HOST to an address of this host, and KVMPI_SCHEDULER_PORT to 0 or a port that is free",
+                _TCP: "set KVMPI_HOST to an IPv4 address of this host, and KVMPI_SCHEDULER_PORT to 0 or a port that is "
+                "free",
                 _IPC: "set TMPDIR to another folder",
             }
             raise ConfigError(f"cannot listen on {endpoint}: {reason}; {what_helps[kind]}") from None

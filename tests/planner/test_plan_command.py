@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -72,6 +73,7 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatc
     ("--compute-seconds 1e308", "1e+18 at most"),
     ("--compute-seconds 1 --jitter 50", "jitter is 50.0: expected zero or more, 3 at most"),
     ("--compute-seconds 1 -n 4 --slow-workers 5", "5 slow workers: there are 4"),
+    ("--compute-seconds 1 --tuning=~/nothing", f"--tuning {os.path.expanduser('~')}/nothing: "),
     ("--compute-seconds 1 --algorithm ,", "names none"), ("--compute-seconds 1 --jitter 0.1 --seed -1", "seed -1"),
     (f"--compute-seconds 1 --ps {sys.executable}", f"--ps {sys.executable}: 'utf-8' codec"),
 ])  # fmt: skip

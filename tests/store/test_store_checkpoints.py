@@ -95,6 +95,11 @@ def saved(tmp_path):
     return path, change, metadata["manifest_crc32"]
 
 
+def test_a_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(errors.KVError, match=rf"load of {tmp_path}: it is a folder.*--resume"):
+        checkpoint.read(str(tmp_path), {3}, with_values=True)
+
+
 @pytest.mark.parametrize(
     "edit",
     [
