@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from kvmpi.ps.order import UNSAID, Order
+from kvmpi.ps.order import UNSAID, Order, Span
 from kvmpi.wire.entries import Key
 
 #: So many pushes of a client are remembered in a chunk. One that is older and not done never will be.
@@ -178,12 +178,24 @@ class Steps:
         with self._lock:
             turns = [self._take(track) for track in tracks.values()]
             if self.counts and turns:
-                begins = next((key for key, turn in zip(tracks, turns, strict=True) if turn.at < 0), None)
-                full = [key for key, track in tracks.items() if track.number == self._step]
-                span = self._order.note([*tracks], self._step, begins=begins, full=full, clock=clock)
+                span = self._span(dict(zip(tracks, turns, strict=True)), tracks, clock)
                 for turn in turns:
                     turn.span = span
             return turns
+
+    def _span(self, turns: Mapping[Key, Turn], tracks: Mapping[Key, Track], clock: int) -> Span:
+        """To which steps a call belongs. One that makes pushes again which have failed: to the same, unless these are
+        over; in the order of all pushes they had their places the first time."""
+        failed = (track.failed.span for track in tracks.values() if track.failed is not None)
+        again = next((span for span in failed if span.latest >= self._step), None)
+        if again is not None:
+            turns = {key: turn for key, turn in turns.items() if tracks[key].failed is None}
+            if not turns:
+                return again
+        begins = next((key for key, turn in turns.items() if turn.at < 0), None)
+        full = [key for key in turns if tracks[key].number == self._step]
+        noted = self._order.note([*turns], self._step, begins=begins, full=full, clock=clock)
+        return again or noted
 
     def _take(self, track: Track) -> Turn:
         if (found := track.found) is not None:

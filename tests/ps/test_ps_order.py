@@ -19,11 +19,13 @@ class Program:
     Args:
         ticks: it counts its iterations.
         start: its first step is the one after that.
+        fails: which of the calls since it has waited last it finds failed when it waits, and makes again.
     """
 
     def __init__(self, keys: list[str], every: dict[str, tuple[int, int]], calls: list[list[str]], *, ticks: bool,
-                 start: int = 0) -> None:  # fmt: skip
+                 start: int = 0, fails: random.Random | None = None) -> None:  # fmt: skip
         self.keys, self.every, self.calls, self.ticks, self.start = keys, every, calls, ticks, start
+        self.fails = fails
 
     @classmethod
     def random(cls, seed: int) -> Program:
@@ -36,18 +38,29 @@ class Program:
         while rest:
             size = choose.choice([1, 1, 1, 2, 3])
             calls, rest = [*calls, rest[:size]], rest[size:]
-        return cls(keys, every, calls, ticks=choose.random() < 0.3, start=choose.randrange(6))
+        fails = random.Random(f"{seed} fails") if seed % 2 else None
+        return cls(keys, every, calls, ticks=choose.random() < 0.3, start=choose.randrange(6), fails=fails)
 
     def run(self, num_steps: int) -> Iterator[tuple[int, list[str], Span]]:
         """Each call: its step in this process, its keys, and what its pushes say."""
         steps, tracks, clock = Steps(counts=True), {key: Track() for key in self.keys}, 0
         for step in range(self.start + 1, self.start + 1 + num_steps):
-            for call in self.calls:
-                pushed = [key for key in call if (step - 1) % self.every[key][0] == self.every[key][1]]
-                spans = {turn.span for turn in steps.take({key: tracks[key] for key in pushed}, clock)}
-                if pushed:
-                    (span,) = spans
+            wanted = [
+                [key for key in call if (step - 1) % self.every[key][0] == self.every[key][1]] for call in self.calls
+            ]
+            while wanted:
+                num_calls = self.fails.randint(1, len(wanted)) if self.fails else len(wanted)
+                now, wanted, again, ends = wanted[:num_calls], wanted[num_calls:], [], []
+                for pushed in filter(None, now):
+                    turns = steps.take({key: tracks[key] for key in pushed}, clock)
+                    (span,) = {turn.span for turn in turns}
                     yield step - self.start, pushed, span
+                    used = {key: self.fails is None or self.fails.random() < 0.8 for key in pushed}
+                    again.append([key for key in pushed if not used[key]])
+                    ends += [(tracks[key], turn, used[key]) for key, turn in zip(pushed, turns, strict=True)]
+                for track, turn, used in ends:
+                    steps.end(track, turn, used=used)
+                wanted = again + wanted
             clock += self.ticks
 
 
