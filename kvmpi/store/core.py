@@ -218,8 +218,8 @@ class StoreCore:
         """Uninitialised memory of shape ``(count,)`` in storage dtype, for what this worker sends by itself."""
         return host.empty(count, dtype)
 
-    def _call(self, op: str, priority: int = 0, async_op: bool = False) -> Invocation:
-        """A public call begins: from here its time runs."""
+    def _call(self, op: str, priority: int = 0, async_op: bool = False, more_s: float = 0.0) -> Invocation:
+        """A public call begins: from here its time runs, ``more_s`` longer than that of most."""
         if self._forked:
             self._check_open()
         if self._engine.broken and self._survives_signals:
@@ -229,7 +229,7 @@ class StoreCore:
                     self._begin_engine()
         if self._updating and threading.get_ident() in self._updating:
             self._refuse_inside(op)
-        return Invocation(op, Deadline(self._config.timeout_s), priority, async_op, clock=self._clock)
+        return Invocation(op, Deadline(self._config.timeout_s + more_s), priority, async_op, clock=self._clock)
 
     def _enter(
         self, call: Invocation, prepare: Callable[[], T], entries: Callable[[T], Sequence[Entry]] = lambda _: (),

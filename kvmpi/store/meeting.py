@@ -87,9 +87,12 @@ class Meeting(StoreCore):
         The agreement has seen to it where there is one client.
         """
 
-    def _together(self, op: str, run: Callable[[], None]) -> None:
-        """Run something on every worker; if it fails on one of this client's, all of them raise."""
-        self._enter_settled(self._call(op), run)
+    def _together(self, op: str, run: Callable[[], None], call: Invocation | None = None) -> None:
+        """Run something on every worker; if it fails on one of this client's, all of them raise.
+
+        ``call``: which this is a part of, if it has no time of its own.
+        """
+        self._enter_settled(call or self._call(op), run)
 
     @contextmanager
     def _meeting(self, op: str, call: Invocation | None = None) -> Iterator[Invocation]:

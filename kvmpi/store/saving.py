@@ -22,6 +22,9 @@ from kvmpi.store.meeting import Meeting
 if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
+#: Of a checkpoint, between servers and a disk: no disk or network that people train with is slower.
+SLOWEST_BYTES_PER_S = 10e6
+
 
 @methods_not_compiled
 class Saving(Meeting):
@@ -61,14 +64,18 @@ class Saving(Meeting):
         """Whether this worker does what one has to do for all: worker 0, as long as the others need not do without."""
         return self.client_rank == self._first and self.mpi_rank == 0
 
-    def _by_one(self, op: str, run: Callable[[Invocation], None]) -> None:
+    def _long_call(self, op: str, nbytes: int) -> Invocation:
+        """One that reads or writes so many bytes, while all workers wait for whoever does: more time than others."""
+        return self._call(op, more_s=nbytes / SLOWEST_BYTES_PER_S)
+
+    def _by_one(self, op: str, run: Callable[[Invocation], None], nbytes: int = 0) -> None:
         """Run on every worker what one of them does for all, and meet; again with the next, if that one has been lost
-        before it could say that it is done."""
+        before it could say that it is done. ``nbytes``: of a file, as in ``_long_call``."""
         self._is_done = False
         while not self._is_done:
             self._is_done = True  # where no clients meet
             try:
-                with self._meeting(op) as call:
+                with self._meeting(op, self._long_call(op, nbytes)) as call:
                     run(call)
                     self._did = self._is_first
             finally:
@@ -83,7 +90,8 @@ class Saving(Meeting):
 
         Where others go on without client 0, and it is gone or lost while it writes, the first worker of the lowest
         client that is left does. A process that was started again, whose program comes to it once more, writes nothing:
-        the file is there.
+        the file is there. Others wait for ``KVMPI_TIMEOUT_S``, and a second more for every 10 MB of the file; so they
+        do in ``load``.
 
         Raises:
             KVError: it could not be written, on every worker; what was there before is unchanged.
@@ -128,8 +136,11 @@ class Saving(Meeting):
                 states = sorted(self._keys.values(), key=lambda state: state.index)
                 self._between_calls("save", states, partial(write, states, call))
 
+        # Values, and about as much for each thing that the rule remembers.
+        num_slots = len(self._rule.slots()) if self._rule else 0
+        nbytes = (1 + num_slots) * sum(state.nbytes for state in self._keys.values())
         # When save returns, the file is there for the workers of every client.
-        self._by_one("save", lambda call: self._together("save", lambda: run(call)))
+        self._by_one("save", lambda call: self._together("save", lambda: run(call), call), nbytes)
 
     def _load(self, path: Any, *, with_values: bool) -> None:
         def prepare() -> checkpoint.Checkpoint:
@@ -140,11 +151,13 @@ class Saving(Meeting):
                 self._check_fits(saved, path)
             return found
 
-        with self._meeting("load") as call:  # nothing is changed before every worker of every client has read it
+        nbytes = _size_of(path)
+        # Nothing is changed before every worker of every client has read it.
+        with self._meeting("load", self._long_call("load", nbytes)) as call:
             found = self._enter_settled(call, prepare, details=lambda _: [_file(path), with_values])
-        self._by_one("load", lambda call: self._put(found, with_values, call.deadline))
+        self._by_one("load", lambda call: self._put(found, with_values, call), nbytes)
 
-    def _put(self, found: checkpoint.Checkpoint, with_values: bool, deadline: Deadline) -> None:
+    def _put(self, found: checkpoint.Checkpoint, with_values: bool, call: Invocation) -> None:
         """Make the store what a file says that all workers have read."""
         store = cast("KVStore", self)
         missing = [saved for saved in found.keys if saved.key not in self._keys]
@@ -157,8 +170,8 @@ class Saving(Meeting):
             else:
                 store.set_optimizer(found.rule)
         states = [self._keys[saved.key] for saved in found.keys]
-        restore = partial(self._restore, found.keys, with_values, deadline)
-        self._together("load", lambda: self._between_calls("load", states, restore, changes=True))
+        restore = partial(self._restore, found.keys, with_values, call.deadline)
+        self._together("load", lambda: self._between_calls("load", states, restore, changes=True), call)
         store._set_clock(found.clock)
 
     def _check_fits(self, saved: checkpoint.SavedKey, path: Any) -> None:
@@ -193,6 +206,14 @@ def _file(path: Any) -> str:
     if isinstance(path, str | bytes | os.PathLike) and "\0" not in (name := os.fsdecode(path)):
         return name
     raise ConfigError(f"path is {path!r}: expected the name of a file")
+
+
+def _size_of(path: Any) -> int:
+    """Bytes of a file; 0 where there is none."""
+    try:
+        return os.path.getsize(path)
+    except (OSError, TypeError, ValueError):
+        return 0
 
 
 def _library_of(saved: checkpoint.SavedKey) -> str:

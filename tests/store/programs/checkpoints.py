@@ -9,7 +9,7 @@ import numpy as np
 
 import kvmpi
 from kvmpi.errors import ConfigError, KVError, OrderMismatchError, ShapeMismatchError, UnsupportedError
-from kvmpi.store import checkpoint
+from kvmpi.store import checkpoint, saving
 
 COUNT = 70_000  # large enough that the workers of a host share the value of an mpi store
 name, folder = sys.argv[1], Path(sys.argv[2])
@@ -142,4 +142,27 @@ if 1 < kv.num_clients < n:  # who gives the value is in a client that cannot agr
     assert kv.client_rank == 0 or "client 0" in str(raised), raised
     in_step("broadcast where a client is not at one")
 kv.close()
+
+write, read = checkpoint.write, checkpoint.read
+
+
+def slowly(do):
+    """A disk that takes longer than a call may."""
+
+    def later(*args, **options):
+        time.sleep(12 * (r == 0))
+        return do(*args, **options)
+
+    return later
+
+
+if name == "dist_sync_mpi":  # whose workers wait for each other, and whose clients do
+    with kvmpi.create(name, timeout_s=10) as kv:
+        saving.SLOWEST_BYTES_PER_S = 4 * COUNT / 20
+        kv.init("w", index)
+        checkpoint.write = slowly(write)
+        kv.save(folder / "slow")
+        checkpoint.write, checkpoint.read = write, slowly(read)
+        kv.load(folder / "slow")
+        assert (value("w") == index).all()
 print(f"checkpoints {name} right", flush=True)
