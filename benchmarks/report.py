@@ -92,8 +92,13 @@ class JsonLines:
 
     def write(self, row: Row) -> None:
         with writing(self._path):
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.close()  # or Python 3.13 tries once more at its end, and says so
+                raise
 
     def close(self) -> None:
         with writing(self._path):

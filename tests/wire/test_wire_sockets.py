@@ -332,7 +332,7 @@ def test_a_port_in_use_and_a_bad_endpoint_are_config_errors(context: Context[Any
     port = int(listener.endpoints[0].rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use; .*KVMPI_SCHEDULER_PORT"):
         Listener(context, MIB).bind_tcp("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.9:\*: [\w ]+; set KVMPI_HOST to an address of"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9:\*: [\w ]+; set KVMPI_HOST to an IPv4 address of"):
         Listener(context, MIB).bind_tcp("203.0.113.9")
     with pytest.raises(ConfigError, match="cannot connect to 'nonsense'"):
         Connection(context, "nonsense", MIB)

@@ -11,7 +11,7 @@ import numpy as np
 
 import kvmpi
 
-STEPS, MOST_S = 300, 5.0
+STEPS, MOST_S = 300, 20.0
 
 
 def timed(call, *arguments):
