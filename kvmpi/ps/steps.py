@@ -203,10 +203,13 @@ class Steps:
         track.number += 1
         if not self.counts:
             return Turn()
-        # One that is made again in the same step may have reached servers before, and begins it as it did.
-        again = track.failed is not None and track.failed.at == -self._step
-        begins = track.number > self._step or again
+        begins = track.number > self._step
         self._step = max(self._step, track.number)
+        failed = track.failed
+        if failed is not None and failed.span.latest >= self._step:
+            # Made again in the same step: it may have reached servers before, and is in its place there.
+            self._under_way[failed.step] += 1
+            return Turn(failed.step, begins=failed.at < 0)
         self._under_way[self._step] += 1
         return Turn(self._step, begins=begins)
 

@@ -147,3 +147,20 @@ def test_a_round_belongs_to_the_steps_that_all_its_clients_say() -> None:
     assert common([Span(3, 4), Span(3, 4)], 9) == (3, 4)
     assert common([Span(3, 3), Span(5, 5)], 9) == (3, 5), "they contradict each other"
     assert common([Span(3, 3), Span()], 9) == common([], 9) == (9, 9)
+
+
+def test_what_is_made_again_after_others_has_its_place_before_them() -> None:
+    """Servers compare it with pushes of other clients, which have not failed."""
+    steps, tracks = Steps(counts=True), {key: Track() for key in ("early", OFTEN)}
+    for step in range(1, 9):
+        (first,) = (None,) if step % 2 else steps.take({"early": tracks["early"]})
+        (turn,) = steps.take({OFTEN: tracks[OFTEN]})
+        assert turn.at == -step
+        if first is not None:
+            steps.end(tracks["early"], first, used=False)
+            assert steps.done() == first.step - 1, "what has failed is not over"
+            (again,) = steps.take({"early": tracks["early"]})
+            assert (again.at, again.span) == (first.at, first.span)
+            steps.end(tracks["early"], again, used=True)
+        steps.end(tracks[OFTEN], turn, used=True)
+    assert tracks["early"].number == 4
