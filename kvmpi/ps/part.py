@@ -232,14 +232,16 @@ class Part:
         return True
 
     def _check_length(self, entry: entries.Entry) -> None:
-        if isinstance(entry, entries.RuleCall | entries.HyperCall) and not self.is_shared:
-            entry = msgspec.structs.replace(entry, ahead=[])  # which no other server will need
+        hint = ""
+        if isinstance(entry, entries.RuleCall | entries.HyperCall):
+            hint = "; change fewer hyperparameters, or those of fewer keys, in one call"
+            if not self.is_shared:
+                entry = msgspec.structs.replace(entry, ahead=[])  # which no other server will need
         # Half of a header: a state that is sent as a whole says more about a chunk than what has made it.
         length, limit = len(encode(m.Log(self.number, self.chain.version, self.seq, 0, entry))), MAX_HEADER_BYTES // 2
         if length > limit:
             raise ProtocolError(
-                f"a {type(entry).__name__} of {length} bytes is too long for other servers to be told, limit {limit}; "
-                "change fewer hyperparameters, or those of fewer keys, in one call"
+                f"a {type(entry).__name__} of {length} bytes is too long for other servers, limit {limit}{hint}"
             )
 
     def hold(self, replies: Sequence[Reply], now_s: float) -> list[Outgoing]:

@@ -22,7 +22,7 @@ from kvmpi.store.meeting import Meeting
 if TYPE_CHECKING:
     from kvmpi.store.base import KVStore
 
-#: Of a checkpoint, between servers and a disk: no disk or network that people train with is slower.
+#: Of a checkpoint, between servers and a disk: what slow networks and disks still manage.
 SLOWEST_BYTES_PER_S = 10e6
 
 
