@@ -118,7 +118,8 @@ class HostGroup:
         self._blocks = 0
         self._order = threading.Lock()
         self._kept: list[Buffer] = [peers[index].slots]
-        weakref.finalize(self, _retire, self._pages, index, self._kept).atexit = False
+        self._retire = weakref.finalize(self, _retire, self._pages, index, self._kept)
+        self._retire.atexit = False
 
     def _fence(self) -> None:
         """What was read or written before is so before what follows, as other processors see it."""
@@ -328,6 +329,12 @@ class HostGroup:
         self.finish()
         places = {self.place_of(buffer) for buffer in buffers}
         self._kept[:] = [kept for kept in self._kept if self.place_of(kept) not in places]
+
+    def close(self) -> None:
+        """No call follows: what was shared is given back as soon as no other rank reads it any more."""
+        self._retire()
+        self._kept = []
+        free_retired()
 
     def _await_soon(self, word: int, ranks: Sequence[int], deadline: Deadline, what: What, problem: str) -> None:
         """``_await`` for what mostly is there at once."""

@@ -208,6 +208,8 @@ class Collectives:
         for algorithm in self._made.values():
             if isinstance(algorithm, Nccl):
                 algorithm.close()
+        if self._topology is not None and not isinstance(self._topology.group, str):
+            self._topology.group.close()
         self._scratch = Scratch()
 
     def _located(self, deadline: Deadline, label: str) -> Topology:

@@ -221,6 +221,10 @@ class PsClient(Participant):
         for key in keys:
             self._layouts[key].feedback = None
 
+    def abort(self) -> None:
+        super().abort()
+        self.forget_errors(self._layouts)  # as large as the values: what refers to a closed store must not keep them
+
     def push(self, key: Key, value: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None) -> Work:
         """Contribute ``value`` (shape ``(count,)``, storage dtype) to the key; done when every server has it.
 

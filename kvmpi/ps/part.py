@@ -193,9 +193,10 @@ class Part:
         if store in self.shards:
             shard.inherit(self.shards[store])
         if (snapshots := self.snapshots) is not None:
-            shard.rounds.before_update = lambda slot: snapshots.before_update(self.number, shard, slot)
-            shard.rounds.on_update = lambda slot: snapshots.on_update(self.number, shard, slot)
-            shard.before_put = lambda slot: snapshots.before_put(shard, slot)
+            # By its number: if it referred to itself, its values would stay for long when it is dropped.
+            shard.rounds.before_update = lambda slot: snapshots.before_update(self.number, self.shards[store], slot)
+            shard.rounds.on_update = lambda slot: snapshots.on_update(self.number, self.shards[store], slot)
+            shard.before_put = lambda slot: snapshots.before_put(self.shards[store], slot)
         self.shards[store] = shard
 
     def drop_deserted(self, now_s: float) -> list[Outgoing]:

@@ -26,7 +26,7 @@ from kvmpi.store.base import KVStore, Updater
 from kvmpi.store.call import Invocation, KeyState, Part, about, copy_to_host, deliver, meeting
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
-from kvmpi.store.repeats import Repeating
+from kvmpi.store.repeats import Repeating, Repeats
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -373,6 +373,10 @@ class ReplicatedStore(Repeating, KVStore):
 
     def _start_set_hyperparams(self, rule: optim.Rule, hyperparams: dict[str, Any], call: Invocation) -> Work:
         return self._on_all_keys(lambda: None, "set_hyperparams", call)
+
+    def _release(self, deadline: Deadline) -> None:
+        super()._release(deadline)
+        self._replicas, self._repeats = {}, Repeats()  # what refers to the store must not keep its values
 
     def _on_all_keys(self, run: Any, name: str, call: Invocation) -> Work:
         values = [state.value for state in self._keys.values()]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -497,3 +499,20 @@ def test_hyperparameters_by_key_stay(tmp_path: Path) -> None:
             machine.init_all(key, np.zeros(COUNT, "f4"))
             machine.push(0, key, 1, np.ones(COUNT, "f4"))
             np.testing.assert_array_equal(machine.read(key, 1), np.full(COUNT, -2.5 * before - 1.75 * rate, "f4"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_of_a_store_that_all_have_left_are_no_garbage_that_waits_to_be_collected(mode: str) -> None:
+    """Nothing tells the garbage collector how large they are."""
+    machine = begin(keys="a", mode=mode)
+    for number in (1, 2):
+        step(machine, number, "a")
+    assert taken(machine).number == 2
+    gc.disable()
+    try:
+        gone = weakref.ref(machine.slot("a").value)
+        for client in range(CLIENTS):
+            assert machine.ok(machine.send(client, m.Bye))
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -352,15 +353,24 @@ def test_closed_stores(any_store):
 @pytest.mark.parametrize("name", ALL)
 def test_a_closed_store_that_is_still_referred_to_holds_no_descriptors_and_no_buffers(name):
     stores, descriptors = [], []
-    for _ in range(4):
-        with kvmpi.create(name, timeout_s=20) as kv:
-            kv.init("w", np.zeros(100_000, "f4"))
-            kv.set_optimizer(optim.Test(lr=-1))
-            kv.pushpull("w", np.ones(100_000, "f4"), np.empty(100_000, "f4"))
-        stores.append(kv)
-        descriptors.append(len(os.listdir("/proc/self/fd")))
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            with kvmpi.create(name, timeout_s=20) as kv:
+                if kv.is_capable("compression"):
+                    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+                kv.init("w", np.zeros(100_000, "f4"))
+                kv.set_optimizer(optim.Test(lr=-1))
+                kv.pushpull("w", np.ones(100_000, "f4"), np.empty(100_000, "f4"))
+            stores.append(kv)
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        kept_bytes, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert descriptors[3] <= descriptors[0], descriptors
     assert all(state.buffer is None for store in stores for state in store._keys.values())
+    assert most_bytes > 400_000  # arrays are traced
+    assert kept_bytes < 400_000, "something as large as a value has been kept"
 
 
 def test_plug_in_store_type():

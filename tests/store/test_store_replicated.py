@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvmpi
+from kvmpi.collectives.arena import own
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, DTypeMismatchError
@@ -142,3 +144,22 @@ def test_views_that_are_pushed_together_are_what_they_were_before_the_call(run_r
         kv.close()
 
     run_ranks(size, rank_main)
+
+
+def test_a_store_that_is_closed_and_still_referred_to_has_given_back_what_its_ranks_share(run_ranks: RunRanks) -> None:
+    """The garbage collector counts objects, and would let it lie for long."""
+    count, stores = 4 << 20, list[ReplicatedStore]()
+
+    def used_bytes() -> int:
+        return 512 * os.fstat(own().fd).st_blocks
+
+    def rank_main(comm: MemoryComm) -> int:
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        stores.append(kv)
+        kv.init("w", np.ones(count, "f4"))
+        used = used_bytes()
+        kv.close()
+        return used
+
+    used = max(run_ranks(2, rank_main))  # with the value, which is there when either rank looks
+    assert used_bytes() <= used - 4 * count + (1 << 20)
