@@ -146,13 +146,18 @@ def begin(config: Config, role: str = "", rank: int = -1) -> None:
 
 def watch(source: Callable[[], list[Wait]]) -> None:
     """``source``, a method that may be called from any thread, tells waits for as long as its object lives."""
-    _sources[:] = [known for known in _sources if known() is not None]
-    _sources.append(weakref.WeakMethod(source))
+    _add(_sources, source)
 
 
 def note(source: Callable[[], list[str]]) -> None:
     """As ``watch``, for lines that stand in ``describe`` alone."""
-    _notes.append(weakref.WeakMethod(source))
+    _add(_notes, source)
+
+
+def _add(known: list[weakref.WeakMethod[Any]], source: Callable[[], Any]) -> None:
+    """Those whose objects are gone make room: a program may make stores again and again."""
+    known[:] = [one for one in known if one() is not None]
+    known.append(weakref.WeakMethod(source))
 
 
 def current() -> list[Wait]:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ps"))
 from ps_helpers import STORE, Machine, route
@@ -108,3 +109,23 @@ def test_the_scheduler_names_who_is_not_there() -> None:
     assert f"client 2 of store {STORE}, clock 4: last heartbeat 1.0 s ago" in state.notes(10.0)
     (again,) = state.handle(b"c1", m.Barrier(2, 1), 11.0)
     assert again.message == m.Waiting(2, [0, 2], [6, 2])
+
+
+def test_what_has_been_watched_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may make thousands of stores."""
+
+    class Source:
+        def waits(self) -> list[Wait]:
+            return []
+
+        def notes(self) -> list[str]:
+            return ["a line"]
+
+    for name in ("_sources", "_notes"):
+        monkeypatch.setattr(stall, name, [])
+    for _ in range(5):
+        source = Source()
+        stall.watch(source.waits)
+        stall.note(source.notes)
+    assert stall.describe().count("a line") == 1
+    assert max(len(stall._sources), len(stall._notes)) <= 2
