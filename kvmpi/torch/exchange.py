@@ -114,6 +114,7 @@ class Exchange:
         """Leave the parameters alone from here on."""
         if self._hooks is not None:
             self._hooks.remove()
+        self._before_pass = lambda: None  # none comes, and a cycle would keep model and gradients for long
 
     def check_own(self) -> None:
         """Raise if another optimizer exchanges these gradients, so that this one would do it a second time."""

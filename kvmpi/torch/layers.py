@@ -59,6 +59,7 @@ class Layers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hook = _Hook(lambda *_: None)  # not a method of this: a cycle would keep the model for long
 
     def _visit(self, module: torch.nn.Module, parent: torch.nn.Module | None, *, hooked: bool) -> None:
         if module in self._parents:

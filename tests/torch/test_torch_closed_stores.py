@@ -45,3 +45,24 @@ def test_models_whose_stores_are_closed_are_forgotten() -> None:
     del model, optimizer
     gc.collect()
     assert [found() is None for found in models] == [True, True, True, False]  # the last: when another one is made
+
+
+def test_what_a_detached_optimizer_was_made_of_goes_with_it() -> None:
+    """Not when garbage is collected, which in a search over many models of a program with torch is hardly ever."""
+    gc.disable()
+    try:
+        for name, settings in (
+            ("mpi", {}), ("mpi", {"update_on_kvstore": True}), ("mpi", {"update_on_kvstore": True, "push": "step"}),
+            ("dist_async", {}),
+        ):  # fmt: skip
+            with kvmpi.create(name) as kv:
+                model = mlp()
+                optimizer = DistributedOptimizer(sgd(model), kv, model, **settings)
+                loss_of(model, [shard(0, 0)]).backward()
+                optimizer.step()
+                optimizer.detach()
+            found = [weakref.ref(one) for one in (optimizer, model, next(model.parameters()))]
+            del model, optimizer
+            assert [one() for one in found] == [None] * 3, (name, settings)
+    finally:
+        gc.enable()
