@@ -152,6 +152,8 @@ class SnapshotWriter(_Files):
     def _write(self, taking: Taking) -> list[m.PartFile]:
         started_s = time.monotonic()
         assert taking.parts is not None
+        if not taking.stores:  # all have ended here: whatever others have, the scheduler gives it up
+            return [m.PartFile(part, 0, 0) for part in taking.parts]
         written = [
             self._disk.write_part(self._directory, taking.number, part, copy) for part, copy in taking.parts.items()
         ]
@@ -161,7 +163,11 @@ class SnapshotWriter(_Files):
     def _written(self, taking: Taking, result: list[m.PartFile] | Exception) -> None:
         assert self._snapshots is not None
         if isinstance(result, Exception):
-            _log.error("server %d: snapshot %d is given up: %s", self._snapshots.rank, taking.number, _said(result))
+            # Without a folder: the scheduler has given the snapshot up and removed it, which is no fault of the disk.
+            level = logging.INFO if isinstance(result, FileNotFoundError) else logging.ERROR
+            _log.log(
+                level, "server %d: snapshot %d is given up: %s", self._snapshots.rank, taking.number, _said(result)
+            )
         self._snapshots.written(taking, None if isinstance(result, Exception) else result)
 
     def _end(self) -> None:

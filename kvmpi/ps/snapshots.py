@@ -356,7 +356,8 @@ class ServerSnapshots:
     def _make_way(self, current: Taking, number: int) -> bool:
         """Whether ``number`` can begin: not while another is written, nor at once if one is still to be completed."""
         if current.parts is not None:
-            self._warn("slow", f"snapshot {number} is left out, because {current.number} is still being written")
+            if current.stores:  # else it is of nothing
+                self._warn("slow", f"snapshot {number} is left out, because {current.number} is still being written")
         elif self._skipped > current.number and current.heard >= _MOST_HEARD:  # it has had its time
             self._blame(current, number)
             self._drop(current)

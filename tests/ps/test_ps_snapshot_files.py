@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors
 from jobs import wait_for
-from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
+from ps_helpers import TIMEOUT_S, Machine, deadline, initialise, whole_numbers
 
 from kvmpi import optim
 from kvmpi.config import Config
@@ -25,7 +25,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.ps import PsClient
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.daemon import SchedulerDaemon
-from kvmpi.ps.durability import SnapshotKeeper, load_parts
+from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts
 from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
@@ -378,3 +378,61 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     content = json.loads(json.loads((tmp_path / "7" / "snapshot.json").read_text())["content"])
     assert content["number"] == 7
     assert content["steps"] == {"1": 7}
+
+
+class AtOnce:
+    """What writes beside a server, without a thread."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[Callable[[Any], None], Any]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.results)
+
+    def start(self, run: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        try:
+            self.results.append((then, run()))
+        except OSError as error:
+            self.results.append((then, error))
+
+    def finish(self) -> None:
+        while self.results:
+            then, result = self.results.pop(0)
+            then(result)
+
+    def close(self) -> None:
+        pass
+
+
+def written_by(machine: Machine, directory: Path) -> list[m.SnapshotNews]:
+    """What a server says when it writes what it has copied."""
+    how: Any = {"beside": lambda _: AtOnce()}
+    config = Config(num_servers=1, snapshot_dir=str(directory), snapshot_seconds=1.0)
+    writer = SnapshotWriter(config, machine.state, lambda: None, **how)
+    return [news for news in [*writer.step(), *writer.step()] if isinstance(news, m.SnapshotNews)]
+
+
+def test_a_server_that_all_stores_have_left_writes_no_files(tmp_path: Path) -> None:
+    """They would be in nobody's snapshot, and the next job would tell of one that cannot be used."""
+    machine = Machine("sync", 1, every=0)
+    machine.init_all("k", np.zeros(3, "f4"))
+    machine.send(0, m.Bye, 1)
+    assert machine.state.snapshots is not None
+    machine.state.snapshots.begin(5, ahead=True)
+    assert [(one.stage, one.stores) for one in written_by(machine, tmp_path)] == [("begun", []), ("written", [])]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_scheduler_has_removed_while_it_was_written_is_no_error_of_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine("async", 1, every=0)
+    machine.init_all("k", np.zeros(3, "f4"))
+    assert machine.state.snapshots is not None
+    removed: list[str] = []
+    monkeypatch.setattr(files.os, "makedirs", lambda folder, exist_ok: removed.append(folder))
+    machine.state.snapshots.begin(5)
+    assert [one.stage for one in written_by(machine, tmp_path)] == ["begun", "dropped"]
+    assert removed == [str(tmp_path / "5")]
+    assert caplog.records == []
