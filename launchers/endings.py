@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
 from kvmpi.config import ENDINGS_FILE, LOSSES_FILE
+from kvmpi.errors import ConfigError
 from kvmpi.launchers.output import LineSplitter
+
+
+def make_fifo(path: str) -> None:
+    """Make a FIFO of mode 0600.
+
+    Raises:
+        ConfigError: the file system has none, like those of USB sticks, or of Windows below WSL.
+        OSError: it cannot be made there for another reason.
+    """
+    try:
+        os.mkfifo(path, 0o600)
+    except OSError as error:  # which does not say where
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise ConfigError(
+                f"{os.path.dirname(path)}: its file system has no FIFOs ({error.strerror}), which a job needs; set "
+                "TMPDIR to a folder on a local disk"
+            ) from None
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _make(folder: str, name: str) -> int:
     path = os.path.join(folder, name)
-    os.mkfifo(path, 0o600)
+    make_fifo(path)
     # As reader and writer: what is written stays there while there is no scheduler, and it does not read as ended.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvmpi.errors import ConfigError, KVTimeoutError
+from kvmpi.launchers.endings import make_fifo
 from kvmpi.launchers.output import LineSplitter
 
 #: In the job's folder, which is its user's alone: where the launcher is asked, and, with a token behind it, answers.
@@ -29,7 +30,7 @@ class Requests:
     def __init__(self, folder: str) -> None:
         self._folder, self._splitter = folder, LineSplitter()
         path = os.path.join(folder, _REQUESTS)
-        os.mkfifo(path, 0o600)
+        make_fifo(path)
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # without any it would read as ended
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvmpi.config import STATUS_FILE, Config
 from kvmpi.errors import STORE_OVER, VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
 from kvmpi.launchers import limits, processes, questions
-from kvmpi.launchers.endings import Endings, Losses
+from kvmpi.launchers.endings import Endings, Losses, make_fifo
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import SHM, Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
@@ -199,10 +199,7 @@ class Runner:
         path = os.path.join(self._job.job_dir, name)
         if os.path.exists(path):
             os.unlink(path)  # of a process before this one
-        try:
-            os.mkfifo(path, 0o600)
-        except OSError as error:  # which does not say where
-            raise OSError(error.errno, error.strerror, path) from None
+        make_fifo(path)
         self._watch(os.open(path, os.O_RDONLY | os.O_NONBLOCK), stream)
         # A FIFO that nobody has opened yet reads as ended. A writer of our own holds it open, until the rank has it;
         # that of the reports, which ranks open at different times, until the end of the job.

@@ -156,12 +156,18 @@ def _kill_groups(groups: Iterable[int]) -> None:
 
 
 def hold(folder: str) -> int:
-    """Make a folder if it is not there, and share it: a descriptor whose lock says that somebody uses it."""
+    """Make a folder if it is not there, and share it: a descriptor whose lock says that somebody uses it.
+
+    Where the file system has no locks, as Lustre by default, nothing says so.
+    """
     while True:
         os.makedirs(folder, 0o700, exist_ok=True)
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            except OSError:  # a file system without locks
+                pass
             if os.stat(folder).st_ino == os.fstat(fd).st_ino:
                 return fd
             os.close(fd)
@@ -187,9 +193,9 @@ def is_held(folder: str) -> bool:
 
 
 def let_go(folder: str, fd: int) -> None:
-    """Remove a folder that was held, unless somebody else holds it: whoever is the last cleans up."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    """Remove a folder that was held, unless somebody else holds it, or may: whoever is the last cleans up."""
     try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return

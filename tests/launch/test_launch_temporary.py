@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -14,6 +16,11 @@ import pytest
 from conftest import LaunchedJob
 from jobs import HANGS_S
 from test_launch_kill import needs_mpi
+
+from kvmpi.launchers import watchdog
+
+WITHOUT = str(Path(__file__).parent / "programs" / "without.py")
+NO_FILTERS = 77  # its exit status where it cannot refuse anything
 
 
 def write_nothing() -> None:
@@ -48,3 +55,54 @@ def test_temporary_files_may_be_in_shared_memory(launch: Callable[..., LaunchedJ
             assert [words[2] for words in said] == ["2", "2"]
             assert os.path.dirname(said[0][3]) == folder
             job.assert_nothing_left(said[0][3])
+
+
+def run_without(calls: str, error: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A job of one worker where the file system of its folder refuses these calls."""
+    program = folder / "program.py"
+    program.write_text(
+        "import fcntl, os, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "for call in (lambda: fcntl.flock(fd, fcntl.LOCK_SH), lambda: os.mkfifo(sys.argv[1] + '/fifo')):\n"
+        "    try:\n"
+        "        call()\n"
+        "        print('granted')\n"
+        "    except OSError as error:\n"
+        "        print('refused', error.errno)\n"
+    )
+    with tempfile.TemporaryDirectory() as short:
+        done = subprocess.run(
+            [sys.executable, WITHOUT, error, calls, sys.executable, "-m", "kvmpi", "run", str(program), str(folder)],
+            cwd=folder, env={**os.environ, "TMPDIR": short}, capture_output=True, text=True, timeout=HANGS_S,
+            check=False,
+        )  # fmt: skip
+        if done.returncode == NO_FILTERS:
+            pytest.skip("no filters of seccomp")
+        assert not os.listdir(short), "the job's folder is left"
+    return done
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path) -> None:
+    done = run_without("flock", "ENOSYS", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"[worker 0] refused {errno.ENOSYS}", "[worker 0] granted"]
+
+
+def test_a_file_system_without_fifos_is_named(tmp_path: Path) -> None:
+    done = run_without("mknod", "EPERM", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "its file system has no FIFOs (Operation not permitted)" in done.stderr
+    assert "set TMPDIR to a folder on a local disk" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_who_has_a_folder_without_locks_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = str(tmp_path / "kvmpi-job")
+    fd = watchdog.hold(folder)
+    watchdog.let_go(folder, fd)
+    os.close(fd)
+    assert os.path.isdir(folder), "others may use it"
