@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-#: What the system, Python, libzmq and OpenBLAS say, and what helps; the first that fits counts.
+#: What the system, Python, libzmq, OpenBLAS and Open MPI say, and what helps; the first that fits counts.
 _ADVICE = (
     (
-        re.compile(rb"Too many open files"),
+        re.compile(rb"Too many open files|ERR_SYS_LIMITS_PIPES"),
         "no descriptors were left: raise the limit of open files, ulimit -n (ulimit -Hn says how far it goes)",
     ),
     (
-        re.compile(rb"can't start new thread|Resource temporarily unavailable"),
+        # The last is where PRRTE forks; it has no words for that error.
+        re.compile(
+            rb"can't start new thread|Resource temporarily unavailable|PRTE ERROR: .*odls_default_module\.c at "
+        ),
         "no thread or process could be started: raise the limit of processes, ulimit -u or pids.max of the cgroup, or "
         "that of memory, ulimit -v, if there is one",
     ),
@@ -26,6 +29,21 @@ _ADVICE = (
         "variable of 128 KiB at most: put them into a file",
     ),
 )
+
+#: For a process that was killed by SIGKILL while the kernel has killed some.
+OUT_OF_MEMORY = (
+    "it seems that the kernel has killed it for want of memory (dmesg says so): raise the limit, memory.max of the "
+    "cgroup, docker run --memory, or run fewer processes here"
+)
+
+
+def num_killed_for_memory() -> int:
+    """How many processes of this host the kernel has killed for want of memory; 0 where it does not say."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
 
 
 def advice(lines: Iterable[bytes]) -> str:

@@ -65,6 +65,7 @@ class Runner:
         self._endpoint = b""  # what the scheduler has said about where it listens
         self._ready_closed = False
         self._stopping = False
+        self._killed_before = limits.num_killed_for_memory()
         self._env = dict(job.env)
         self.picture: dict[str, Any] = {}  # of the job at its end, as the scheduler has left it
         self._catcher, self._signals = signals, signals.caught
@@ -566,10 +567,18 @@ class Runner:
         if failure.status == 128 + signal.SIGBUS:
             where = " ".join(dict.fromkeys((SHM, os.path.dirname(self._job.job_dir))))
             advice = f"mostly that is memory in a file system that has no room for it: df -h {where}"
+        elif self._was_short_of_memory(failure):
+            advice = limits.OUT_OF_MEMORY
         elif others and not advice:
             advice = self._restarts.advice(failure.label, failure.status)
         if advice:
             self._output.say(f"kvmpi run: {advice}")
+
+    def _was_short_of_memory(self, failure: Failure) -> bool:
+        """Whether the kernel has killed processes of this host meanwhile, and probably this one."""
+        is_here = not isinstance(self._children.get(failure.label), RemoteProcess)
+        killed = failure.status == 128 + signal.SIGKILL and is_here
+        return killed and limits.num_killed_for_memory() > self._killed_before
 
     def _gone_before(self, label: str) -> list[int]:
         """Ranks below an mpirun, or beside the rank ``label``: MPI begins and ends with all of them, or waits."""

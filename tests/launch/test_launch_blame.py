@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jobs import run_job, wait_for
 
-from kvmpi.launchers import mpirun
+from kvmpi.launchers import limits, mpirun
 from kvmpi.launchers.watchdog import is_held
 
 PROGRAM = Path(__file__).parent / "programs" / "one_fails.py"
@@ -49,6 +49,36 @@ def test_who_had_no_room_for_its_memory_is_told_where_to_look() -> None:
     assert "kvmpi run: worker 1 (client 1) was killed by SIGBUS" in job.stderr, job.stderr
     assert "file system that has no room for it: df -h /dev/shm " in job.stderr, job.stderr
     assert "shrink" not in job.stderr, job.stderr
+
+
+def test_who_was_killed_for_want_of_memory_is_told_so() -> None:
+    group = Path(f"/sys/fs/cgroup/memory/kvmpi-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 can be made here: {error}")
+    try:
+        job = run_job("-n 2 -c 2 -s 1", PROGRAM, "dist_sync", str(group))
+    finally:
+        group.rmdir()
+    assert "the limit was no limit" not in job.stdout
+    assert job.returncode == 128 + signal.SIGKILL, job.stderr
+    assert "kvmpi run: worker 1 (client 1) was killed by SIGKILL" in job.stderr, job.stderr
+    assert "kvmpi run: it seems that the kernel has killed it for want of memory" in job.stderr, job.stderr
+    assert "shrink" not in job.stderr, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        # of prterun below ulimit -n 20, and below ulimit -u 14
+        (b"[vm:1] PMIX ERROR: PMIX_ERR_SYS_LIMITS_PIPES in file /x/iof_base_setup.c at line 119", "ulimit -n"),
+        (b"[vm:1] PRTE ERROR: Unknown error in file /x/odls/default/odls_default_module.c at line 579", "ulimit -u"),
+    ],
+)
+def test_an_mpirun_that_meets_a_limit_has_words_of_its_own(said: bytes, advice: str) -> None:
+    assert advice in limits.advice([b"", said])
 
 
 def test_nor_is_it_under_a_plain_mpirun(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ with kvmpi.create(store) as kv:
             os._exit(0)
         if step == 3 and how == "bus" and kv.rank == 1:
             os.kill(os.getpid(), signal.SIGBUS)
+        if step == 3 and how.startswith("/sys/fs/cgroup/") and kv.rank == 1:  # with a limit of memory
+            with open(f"{how}/cgroup.procs", "w") as file:
+                file.write("0")
+            print("the limit was no limit", sum(map(len, [bytearray(b"x" * (1 << 20)) for _ in range(1000)])))
         if how == "nested":
             if kv.rank == 0:
                 done = subprocess.run([sys.executable, "-m", "kvmpi", "run", "-n", "1", "--", "true"], check=False)
