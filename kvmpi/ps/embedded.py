@@ -11,19 +11,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvmpi.config import Config
-from kvmpi.errors import KVTimeoutError
+from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.wire import new_context
 
 #: The path of a Unix socket may have about 100 bytes.
 _MAX_FOLDER_BYTES = 80
+#: Where the folder for temporary files has a name too long for that.
+SHORT = "/tmp"
 
 
 class EmbeddedJob:
     """A job of one worker; ``config`` tells its store where to find the servers.
 
     Raises:
-        ConfigError: a module of ``KVMPI_IMPORTS`` cannot be imported, or an address cannot be had.
+        ConfigError: a module of ``KVMPI_IMPORTS`` cannot be imported, or a folder or an address cannot be had.
     """
 
     def __init__(self, config: Config) -> None:
@@ -78,9 +80,20 @@ class EmbeddedJob:
 
 
 def _private_folder() -> str:
-    """A new folder of mode 0700."""
-    folder = tempfile.mkdtemp(prefix="kvmpi-")
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="kvmpi-", dir="/tmp")
+    """A new folder of mode 0700.
+
+    Raises:
+        ConfigError: none can be made whose name is short enough for a socket.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix="kvmpi-")
+        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="kvmpi-", dir=SHORT)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(
+            f"the embedded servers have no folder for their sockets ({where}{error.strerror}); set TMPDIR to a folder "
+            f"that can be written, with a name of less than {_MAX_FOLDER_BYTES - 15} bytes"
+        ) from None
     return folder

@@ -13,7 +13,7 @@ from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
-from kvmpi.ps import EmbeddedJob, PsClient
+from kvmpi.ps import EmbeddedJob, PsClient, embedded
 from kvmpi.trace import Recorder
 
 COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
@@ -64,3 +64,19 @@ def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
     job = EmbeddedJob(Config(timeout_s=TIMEOUT_S))
     job.close()
     assert not os.path.exists(job.config.job_dir)
+
+
+def test_an_embedded_job_without_a_folder_for_sockets_says_what_it_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(embedded, "SHORT", str(tmp_path / "read-only"))  # where nothing can be made
+    with pytest.raises(ConfigError, match="set TMPDIR to a folder that can be written, with a name of less than 65"):
+        EmbeddedJob(Config())
+    assert not list(long.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", None)  # Python looks for one, and finds none
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "read-only")])
+    with pytest.raises(ConfigError, match=r"sockets \(No usable temporary directory found.*set TMPDIR"):
+        EmbeddedJob(Config())
