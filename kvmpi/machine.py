@@ -74,6 +74,16 @@ def limit_bytes(read: Callable[[str], str] = read_text) -> float:
     return least
 
 
+def room_for_threads(read: Callable[[str], str] = read_text) -> float:
+    """How many processes and threads more the groups of this process may have; infinite without a limit."""
+    least = math.inf
+    for folder in _cgroups(read, "pids"):
+        limit, current = read(f"{folder}/pids.max"), read(f"{folder}/pids.current")
+        if limit.isdigit() and current.isdigit():
+            least = min(least, int(limit) - int(current))
+    return least
+
+
 def _cgroups(read: Callable[[str], str], controller: str) -> list[str]:
     """The folders of this process's groups, and of those above them."""
     found = []

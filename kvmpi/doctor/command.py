@@ -28,7 +28,8 @@ from kvmpi.planner.presets import PRESETS
 #: Checks of a host by itself, in the order in which they are shown.
 MACHINE: tuple[Callable[[Surroundings], Finding], ...] = (
     machine.python, machine.packages, cores.cores, cores.load, cores.threads, cores.binding, cores.memory,
-    machine.shared_memory, machine.leftovers, machine.temporary, machine.open_files, machine.locked_memory,
+    machine.shared_memory, machine.leftovers, machine.temporary, machine.open_files, machine.processes,
+    machine.locked_memory,
     attach.cross_memory, machine.gpu, network.name,
 )  # fmt: skip
 #: Checks of what this shell would hand on to a job.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import re
@@ -17,12 +18,15 @@ import kvmpi
 from kvmpi.collectives import native
 from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
 from kvmpi.launchers import mpirun, watchdog
+from kvmpi.machine import room_for_threads
 
 MIB = 1 << 20
 #: Open MPI maps 16 MiB for each rank of a host, and loaders of data put their batches there.
 SHM_RANK_BYTES, SHM_ENOUGH_BYTES = 16 * MIB, 512 * MIB
 FILES_ENOUGH = 1024
 LOCKED_ENOUGH_BYTES = 64 * MIB
+#: Processes and threads of the launcher, an mpirun, the scheduler and a server; and of each worker, without torch's.
+JOB_THREADS, WORKER_THREADS = 25, 10
 #: Of a job: its number. A benchmark's folders go by their own names, which its processes and its watchdog are told.
 _JOB = r"[0-9a-f]{16}"
 _BENCH = r"kvmpi-(?:bench|lab)-[a-z0-9_]{8}"
@@ -212,6 +216,40 @@ def open_files(at: Surroundings) -> Finding:
     return Finding("open files", "ok", seen, facts=facts)
 
 
+def processes(at: Surroundings) -> Finding:
+    """How many processes and threads there may still be; each of them counts as one."""
+    limits = {"pids.max of this container": room_for_threads(at.read)}
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # whom it does not bind
+        limits["ulimit -u"] = soft - _own_threads(at)
+    which, left = min(limits.items(), key=lambda item: item[1])
+    if math.isinf(left):
+        return Finding("processes", "ok", "any number of processes and threads")
+    need = JOB_THREADS + at.workers * WORKER_THREADS
+    seen = f"room for {max(0, left):.0f} more processes and threads, by {which}"
+    facts = {"left": int(left), "needed": need}
+    if left >= 2 * need:
+        return Finding("processes", "ok", seen, facts=facts)
+    level: Level = "problem" if left < need else "warning"
+    return Finding(
+        "processes", level, seen, f"A job of {at.workers} workers needs about {need}, and as many as torch and "
+        "DataLoaders take.", "have the limit raised: ulimit -u, or for a container:\n"
+        "docker run --pids-limit 4096 ...", facts,
+    )  # fmt: skip
+
+
+def _own_threads(at: Surroundings) -> int:
+    """The threads of all processes of this user."""
+    total = 0
+    for name in filter(str.isdigit, at.names("/proc")):
+        status = at.read(f"/proc/{name}/status")
+        user = re.search(r"^Uid:\s+(\d+)", status, re.MULTILINE)
+        if user is not None and int(user[1]) == os.getuid():
+            found = re.search(r"^Threads:\s+(\d+)", status, re.MULTILINE)
+            total += int(found[1]) if found else 1
+    return total
+
+
 def locked_memory(at: Surroundings) -> Finding:
     """InfiniBand needs memory that is locked; nothing else here does."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -237,6 +275,12 @@ def temporary(at: Surroundings) -> Finding:
         return Finding(
             "temporary folder", "problem", f"TMPDIR={wanted} is no folder that can be written",
             "Python quietly takes another one, other programs fail.", "unset TMPDIR, or make the folder",
+        )  # fmt: skip
+    if not any(map(at.environ.get, ("TMPDIR", "TEMP", "TMP"))) and folder == os.getcwd() != "/tmp":
+        return Finding(
+            "temporary folder", "warning", f"{folder}, the current one, as neither /tmp nor /var/tmp can be written",
+            "Jobs take another one in every folder that they are started in; a plain mpirun fails.",
+            "set TMPDIR to a folder that can be written, with room",
         )  # fmt: skip
     try:
         status = os.statvfs(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ PROGRAM = ("-m", "kvmpi.doctor.mpi_program")
 _VERSION_S = 5.0
 _INSTALL = "pip install 'kvmpi[mpi]'"
 _LIBRARY = "MPI4PY_LIBMPI"
+_TEMPORARY = "set TMPDIR to a folder that can be written, with room"
 _WITHOUT = "Without MPI, make every worker a client of its own: kvmpi run -n 4 -c 4 -s 1 ..."
 
 
@@ -116,6 +118,9 @@ def trial(at: Surroundings, found: Found) -> Finding:
         if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             notes.append("as root it wants OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+        if "HOME" not in at.environ and not _is_in_passwd():  # kvmpi run does the same
+            env["HOME"] = at.temporary
+            notes.append("for a user without an entry in passwd it wants HOME, which is not set")
     answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env=env)
     ranks = _lines(answer.out)
     tail = f"Its last words:\n{answer.last_words()}" if answer.last_words() else "It has printed nothing."
@@ -151,6 +156,13 @@ def trial(at: Surroundings, found: Found) -> Finding:
     return Finding("mpirun -n 2", "ok", "; ".join([seen, *notes]), facts=facts)
 
 
+def _is_in_passwd() -> bool:
+    try:
+        return bool(pwd.getpwuid(os.getuid()))
+    except KeyError:
+        return False
+
+
 def _advice(text: str) -> str:
     """What to do about the commonest words of mpiruns."""
     known: Sequence[tuple[str, str]] = (
@@ -158,6 +170,9 @@ def _advice(text: str) -> str:
             "run as root",
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (kvmpi run does so by itself)",
         ),
+        ("Read-only file system", _TEMPORARY),
+        ("No space left on device", _TEMPORARY),
+        ("listener thread failed to start", _TEMPORARY),
         ("not enough slots", "mpirun --oversubscribe (kvmpi run does so by itself)"),
         ("No module named", "mpirun has started another Python, or mpi4py is missing: " + _INSTALL),
         ("cannot open shared object", "load the module of the MPI that mpi4py looks for, or: " + _INSTALL),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import secrets
 import subprocess
 import sys
@@ -109,12 +110,31 @@ def test_an_mpirun_and_a_library_of_different_kinds(tmp_path: Path) -> None:
     ("echo mpirun has detected an attempt to run as root >&2; exit 1", "exit status 1", "OMPI_ALLOW_RUN_AS_ROOT"),
     ("echo There are not enough slots available; exit 1", "exit status 1", "--oversubscribe"),
     ("exit 0", "did not find the sum", ""),
+    ("echo '  Error:     Read-only file system' >&2; exit 213", "exit status 213", "set TMPDIR"),  # of PMIx, and so is
+    ("echo The PMIx server\\'s listener thread failed to start. >&2; exit 213", "exit status 213", "set TMPDIR"),
 ])  # fmt: skip
 def test_a_trial_that_fails(script: str, words: str, advice: str, tmp_path: Path) -> None:
     at = Surroundings(around().environ, secrets.token_hex(8), deadline_s=2.0 if "sleep" in script else 30.0)
     found = mpi.trial(at, mpi.Found(MPI(str(mpirun(tmp_path, script)), "openmpi")))
     assert (found.level, words in found.seen, advice in found.do) == ("problem", True, True), found
     assert_gone(f"KVMPI_JOB_ID={at.job_id}")
+
+
+def test_a_trial_by_somebody_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI wants one, and kvmpi run sets it."""
+    at = around()
+    environ = {name: value for name, value in at.environ.items() if name != "HOME"}
+    script = 'test -n "$HOME" && echo "{\\"library\\": \\"x\\", \\"sum\\": 3, \\"size\\": 2, \\"cores\\": 0,'
+    script += ' \\"thread_level\\": \\"MULTIPLE\\"}"'
+    both = mpi.Found(MPI(str(mpirun(tmp_path, f"{script}\n{script}")), "openmpi"))
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    found = mpi.trial(Surroundings(environ, at.job_id), both)
+    assert (found.level, "it wants HOME" in found.seen) == ("ok", True), found
+    assert "HOME" not in mpi.trial(around(HOME="/somewhere"), both).seen
 
 
 def test_the_mpi_of_a_site(tmp_path: Path) -> None:

@@ -154,6 +154,34 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.open_files(at(tmp_path)).level == "ok"
 
 
+@pytest.mark.parametrize("names", [("0::/pod/box", "sys/fs/cgroup"), ("7:pids:/pod/box", "sys/fs/cgroup/pids")])
+def test_a_container_with_few_processes(
+    names: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    line, folder = names
+    files = {"proc/self/cgroup": f"{line}\n", f"{folder}/pod/pids.max": "max", f"{folder}/pod/pids.current": "999"}
+    assert machine.processes(at(tmp_path, files=files)).level == "ok"
+    for limit, workers, level in ((120, 2, "ok"), (100, 2, "warning"), (120, 8, "problem"), (20, 1, "problem")):
+        files |= {f"{folder}/pod/box/pids.max": str(limit), f"{folder}/pod/box/pids.current": "30"}
+        found = machine.processes(at(tmp_path, files=files, workers=workers))
+        assert (found.level, found.facts["left"]) == (level, limit - 30)
+        assert f"room for {max(0, limit - 30)} more processes and threads, by pids.max of this container" == found.seen
+        assert ("--pids-limit" in found.do) == (level != "ok")
+
+
+def test_a_user_with_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_NPROC: (60, 60)}.__getitem__)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    files = {f"proc/{pid}/status": f"Name:\tx\nUid:\t{user}\t0\t0\t0\nThreads:\t{threads}\n"
+             for pid, user, threads in ((1, 0, 500), (7, 12345, 20), (8, 12345, 3))}  # fmt: skip
+    for user, level in ((12345, "problem"), (0, "ok")):  # it does not bind root
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        found = machine.processes(at(tmp_path, files=files))
+        assert found.level == level
+        assert (found.seen == "room for 37 more processes and threads, by ulimit -u") == (level == "problem")
+
+
 def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = at(tmp_path, files={"tmp/x": ""})
     assert machine.temporary(here).level == "ok"
@@ -162,6 +190,10 @@ def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert machine.temporary(here).level == "problem"
     monkeypatch.setattr(os, "statvfs", disk(1000 * MIB, os.ST_NOEXEC))
     assert "noexec" in machine.temporary(here).seen
+    monkeypatch.chdir(tmp_path / "tmp")  # which Python takes in the end
+    found = machine.temporary(here)
+    assert (found.level, "set TMPDIR" in found.do) == ("warning", True)
+    assert "neither /tmp nor /var/tmp can be written" in found.seen
 
 
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
