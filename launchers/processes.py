@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 
 WATCHDOG = str(Path(__file__).with_name("watchdog.py"))
@@ -86,6 +87,18 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
             pass
 
 
+def bury_orphans(own: Container[int]) -> None:
+    """As the first process of a container, take note of the ends of those whose parents have ended.
+
+    Nobody else can, and until then they count as processes. Those that are in ``own`` somebody waits for.
+    """
+    if os.getpid() != 1:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
+
+
 class Watchdog:
     """The launcher's end of the watchdog process (see watchdog.py) of this host, or of another.
 
@@ -113,6 +126,11 @@ class Watchdog:
             self._process = self._start(read_end)
         finally:
             os.close(read_end)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of this process's children, those that are its and the others'."""
+        return [watchdog._process.pid for watchdog in (self, *self.others)]
 
     def add(self, group: int) -> None:
         """Tell it of a process group, for systems without /proc."""

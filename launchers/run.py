@@ -420,6 +420,7 @@ class Runner:
                         self._follower = self._follower or (failure, time.monotonic() + _FOLLOWED_S)
                     else:
                         self._blame(failure)
+        processes.bury_orphans({*self._watchdog.pids, *(child.pid for child in self._children.values())})
 
     def _is_early(self, label: str) -> bool:
         """Whether a process that has ended is one that workers still at work need."""

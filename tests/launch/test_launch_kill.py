@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from jobs import is_mpirun
+from jobs import HANGS_S, is_mpirun
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun, watchdog
@@ -294,3 +296,38 @@ def test_a_job_within_a_job_ends_with_it(launch, write):
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
     wait_until(lambda: not job.environs(), timeout_s=30)
+
+
+def test_as_the_first_process_of_a_container_it_buries_orphans(tmp_path):
+    """Until then they count for its limit of processes."""
+    text = """
+        import os, time
+        from pathlib import Path
+        read_end, write_end = os.pipe()
+        for _ in range(20):
+            if os.fork() == 0:
+                if os.fork() == 0:
+                    while os.getppid() != 1:
+                        time.sleep(0.001)
+                    os.write(write_end, b"1")
+                os._exit(0)
+            os.wait()
+        orphans = sum(len(os.read(read_end, 1)) for _ in range(20))
+        until_s = time.monotonic() + 20
+        while True:
+            stats = [path.read_text().rpartition(")")[2].split()[:2] for path in Path("/proc").glob("[0-9]*/stat")]
+            zombies = stats.count(["Z", "1"])
+            if not zombies or time.monotonic() > until_s:
+                break
+            time.sleep(0.05)
+        print(orphans, "orphans", zombies, "left", os.environ["KVMPI_ROLE"], flush=True)
+    """
+    (tmp_path / "orphans.py").write_text(textwrap.dedent(text))
+    apart = ["unshare", "--fork", "--pid", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace for processes can be made here")
+    job = [sys.executable, "-m", "kvmpi", "run", "-n", "2", "-c", "2", "orphans.py"]
+    done = subprocess.run([*apart, *job], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == [f"[worker {rank}] 20 orphans 0 left worker" for rank in range(2)], done.stderr
