@@ -96,8 +96,18 @@ def shared_memory(at: Surroundings) -> Finding:
     """The size of /dev/shm, which MPI and loaders of data use; kvmpi's own memory has no name there."""
     try:
         status = os.statvfs(f"{at.root}/dev/shm")
+        reason = "it can only be read" if status.f_flag & os.ST_RDONLY else ""
     except OSError as error:
-        return Finding("shared memory", "skipped", f"no /dev/shm ({error.strerror})")
+        reason = error.strerror or str(error)
+    if reason and sys.platform != "linux":
+        return Finding("shared memory", "skipped", f"no /dev/shm ({reason})")
+    if reason:
+        return Finding(
+            "shared memory", "warning", f"no /dev/shm that can be used: {reason}", "MPI takes the temporary folder, "
+            "which may be slow; locks of multiprocessing, and DataLoaders with workers, fail.",
+            "mount one, as root:\nmount -t tmpfs -o size=8G tmpfs /dev/shm\n"
+            "docker run --tmpfs /dev/shm:size=8g ...",
+        )  # fmt: skip
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     seen = f"/dev/shm has {_size(free)} free of {_size(size)}"
     facts = {"free_bytes": free, "size_bytes": size}

@@ -82,8 +82,15 @@ def test_shared_memory_that_is_too_small(
     assert ("remount" in found.do) == (level != "ok")
 
 
-def test_no_shared_memory(tmp_path: Path) -> None:
-    assert machine.shared_memory(at(tmp_path)).level == "skipped"
+def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform, level in (("linux", "warning"), ("darwin", "skipped")):
+        monkeypatch.setattr(sys, "platform", platform)
+        found = machine.shared_memory(at(tmp_path))
+        assert (found.level, "No such file or directory" in found.seen) == (level, True)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "statvfs", disk(1000 * MIB, os.ST_RDONLY))
+    found = machine.shared_memory(at(tmp_path))
+    assert (found.level, "it can only be read" in found.seen, "DataLoaders" in found.means) == ("warning", True, True)
 
 
 def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
