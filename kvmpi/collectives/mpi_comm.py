@@ -17,7 +17,7 @@ from kvmpi.collectives.comm import Bytes
 from kvmpi.collectives.waiting import expect_cores, wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, PeerLostError, ShapeMismatchError
+from kvmpi.errors import ConfigError, KVError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import has_fabric, host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
@@ -106,6 +106,8 @@ def _library() -> tuple[Any, threading.Lock | None]:
         else:
             _expect_computing_receivers()
             MPI = _load_mpi()
+    except KVError:
+        raise
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"a client of several workers needs MPI, which is not available here ({error}); "
@@ -133,7 +135,13 @@ def _load_mpi() -> Any:
         "or has not come so far in KVMPI_TIMEOUT_S"
     )
     begin = FunctionType(_import_mpi.__code__.replace(co_name=text), globals())
-    faulthandler.dump_traceback_later(config.timeout_s, exit=True, file=2)
+    try:
+        faulthandler.dump_traceback_later(config.timeout_s, exit=True, file=2)
+    except RuntimeError as error:
+        raise KVError(
+            f"MPI cannot begin, as no thread can be started ({error}); raise the limit of processes and threads: "
+            "ulimit -u, or pids.max of the cgroup"
+        ) from None
     try:
         return begin()
     finally:

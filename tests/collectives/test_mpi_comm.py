@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from kvmpi.collectives import mpi_comm
 from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, PeerLostError
+from kvmpi.errors import KVError, KVTimeoutError, PeerLostError
 
 
 class MpiError(Exception):
@@ -53,6 +55,17 @@ def test_an_error_of_mpi_is_a_lost_peer() -> None:
     request = comm_of(StandIn(False, MpiError("MPI_ERR_PROC_FAILED"))).irecv(np.zeros(4, "u1"), 1, 0)
     with pytest.raises(PeerLostError, match="MPI_ERR_PROC_FAILED"):
         wait_all([request], Deadline(5.0), lambda: "never")
+
+
+def test_a_limit_of_threads_is_not_taken_for_a_missing_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to start watchdog thread")  # as CPython says it
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", refuse)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(KVError, match=r"unable to start watchdog thread\); raise the limit of processes") as caught:
+        mpi_comm.world(5.0)
+    assert "pip install" not in str(caught.value)
 
 
 def test_an_error_at_the_start_is_a_lost_peer() -> None:
