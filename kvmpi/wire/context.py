@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import Any, TypeVar
 
@@ -89,6 +90,12 @@ class Context(zmq.Context[_S_co]):
                     "TCP needs the keys of the job, and KVMPI_KEYS names no file; start the job with 'kvmpi run', or "
                     "give all its processes one KVMPI_KEYS, a file that the scheduler then makes; KVMPI_SECURITY=off "
                     "opens the ports to everyone"
+                )
+            folder = os.path.dirname(self.config.keys)
+            if folder and not os.path.exists(folder):
+                raise ConfigError(
+                    f"{folder}, the job's folder with its keys, is not here; a program in a container of its own must "
+                    "see it: docker -v, apptainer --bind, or a TMPDIR that both have"
                 )
             self._keys = read_keys(self.config.keys)
         return self._keys

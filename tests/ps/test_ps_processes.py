@@ -183,6 +183,10 @@ WRONG_STARTS = {
         "ConfigError: cannot listen on tcp://203.0.113.9",
     ),
     "no keys": ({"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_KEYS": ""}, "names no file"),
+    "folder elsewhere": (
+        {"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_KEYS": "/no/such/kvmpi-job/keys"},
+        "ConfigError: /no/such/kvmpi-job, the job's folder with its keys, is not here; a program in a container",
+    ),
     "keys missing": (
         {"KVMPI_SCHEDULER": "tcp://127.0.0.1:9", "KVMPI_RANK": "0", "KVMPI_KEYS": "nowhere"},
         "ConfigError: cannot read nowhere: No such file or directory",
