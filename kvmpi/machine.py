@@ -74,6 +74,21 @@ def limit_bytes(read: Callable[[str], str] = read_text) -> float:
     return least
 
 
+def spare_bytes(read: Callable[[str], str] = read_text) -> float:
+    """What this process's groups may still take of their limits of memory; files that are cached give way."""
+    least = math.inf
+    for folder in _cgroups(read, "memory"):
+        limit = read(f"{folder}/memory.max") or read(f"{folder}/memory.limit_in_bytes")
+        used = read(f"{folder}/memory.current") or read(f"{folder}/memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+            lines = [line.split() for line in read(f"{folder}/memory.stat").splitlines()]
+            figures = {words[0]: int(words[1]) for words in lines if len(words) == 2}
+            prefix = "total_" if "total_inactive_file" in figures else ""  # version 1: with the groups below it
+            cached = sum(figures.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
+            least = min(least, max(0.0, float(int(limit) - int(used) + cached)))
+    return least
+
+
 def room_for_threads(read: Callable[[str], str] = read_text) -> float:
     """How many processes and threads more the groups of this process may have; infinite without a limit."""
     least = math.inf

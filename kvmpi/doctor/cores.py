@@ -7,7 +7,7 @@ import os
 import re
 
 from kvmpi.doctor.finding import Finding, Surroundings
-from kvmpi.machine import bound_cores, limit_bytes, quota_cores
+from kvmpi.machine import bound_cores, limit_bytes, quota_cores, spare_bytes
 
 #: Variables by which every worker of a host would bind its threads to the same cores.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -98,12 +98,14 @@ def memory(at: Surroundings) -> Finding:
     figures = {match[1]: int(match[2]) << 10 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     if "MemAvailable" not in figures:
         return Finding("memory", "skipped", "this system does not say how much there is")
-    free, limit = figures["MemAvailable"], limit_bytes(at.read)
+    free, limit, spare = figures["MemAvailable"], limit_bytes(at.read), spare_bytes(at.read)
     seen = f"{free / 2**30:.1f} GiB free"
     if limit < figures.get("MemTotal", math.inf):
         seen += f", a limit of {limit / 2**30:.1f} GiB for this container"
+        if math.isfinite(spare):
+            seen += f", of which {spare / 2**30:.1f} GiB are left"
     facts = {"free_bytes": free, "limit_bytes": None if math.isinf(limit) else int(limit)}
-    if min(free, limit) < 1 << 30:
+    if min(free, limit, spare) < 1 << 30:
         return Finding(
             "memory", "warning", seen, "A worker with torch takes 0.3 GiB before it has a model; who takes more than "
             "the limit is killed by SIGKILL without a word.", "give the container more memory, or start fewer workers",

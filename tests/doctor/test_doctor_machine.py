@@ -281,6 +281,28 @@ def test_memory_and_load(tmp_path: Path) -> None:
     assert cores.memory(here).level == cores.load(here).level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "prefix"),
+    [
+        ("0::/box", "sys/fs/cgroup/box", "memory.max", "memory.current", ""),
+        ("3:memory:/box", "sys/fs/cgroup/memory/box", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_memory_that_others_in_the_container_have_taken(
+    line: str, folder: str, limit: str, used: str, prefix: str, tmp_path: Path
+) -> None:
+    for cached_mib, level in ((1000, "ok"), (100, "warning")):
+        here = at(tmp_path, files={
+            "proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable: 8000000 kB\n", "proc/self/cgroup": f"{line}\n",
+            f"{folder}/{limit}": str(4096 * MIB), f"{folder}/{used}": str(3584 * MIB),
+            f"{folder}/memory.stat": f"anon 5\n{prefix}inactive_file {(cached_mib - 24) * MIB}\n"
+            f"{prefix}active_file {24 * MIB}\n",
+        })  # fmt: skip
+        found = cores.memory(here)
+        assert found.level == level
+        assert f"a limit of 4.0 GiB for this container, of which {(512 + cached_mib) / 1024:.1f} GiB" in found.seen
+
+
 def test_memory_of_others_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "stand_in.py"
     stand_in.write_text(
