@@ -148,7 +148,7 @@ def _as_parent(args: argparse.Namespace) -> int:
                 from kvmpi.benchmarks.netlab import NetLab
 
                 if mpi.kind != "openmpi":
-                    raise ConfigError(f"simulated hosts need the mpirun of Open MPI, and {mpi.path} is another one")
+                    raise ConfigError(f"simulated hosts need the mpirun of Open MPI 5, and {mpi.path} is another one")
                 lab = stack.enter_context(NetLab(args.hosts, args.link))
             for num_ranks in args.ranks:
                 _measure(args, num_ranks, mpi, mpich, lab, signals, report)
@@ -172,7 +172,7 @@ def _measure(
         raise ConfigError(
             "no MPICH was found; pip install mpich in another environment and name its Python: --mpich PYTHON"
         )
-    if mpich is None and args.rows is None and mpi.kind == "openmpi" and not lab:
+    if mpich is None and args.rows is None and mpi.is_open_mpi and not lab:
         notes.append(
             "MPICH left out: not found; pip install mpich in another environment and name its Python: --mpich PYTHON"
         )
@@ -223,7 +223,7 @@ def _groups(
     found: list[tuple[MpiSpec, list[RowName]]] = []
     for idle, its_rows in ((yields, [name for name in others if name not in apart]), (not yields, apart)):
         if its_rows:
-            kind = "Open MPI" if mpi.kind == "openmpi" else "MPICH"
+            kind = "Open MPI" if mpi.is_open_mpi else "MPICH"
             suffix = "" if idle is None else ", idle ranks yield" if idle else ", idle ranks spin"
             command = _lab_command(lab, mpi, args.ranks_per_host, idle) if lab else local_command(mpi, num_ranks)
             plan = _plan(args, num_ranks, its_rows, memory=not found)  # which is measured once

@@ -101,7 +101,7 @@ class MpiSpec(JobSpec):
 
     @property
     def wants_shm(self) -> bool:
-        return self.mpi.kind == "openmpi"
+        return self.mpi.is_open_mpi
 
     def environment(self, users: Mapping[str, str], folder: str, shm: str) -> dict[str, str]:
         cores = num_cores()

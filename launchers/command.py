@@ -245,7 +245,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         raise ConfigError(f"--log-dir {args.log_dir}: {error.strerror}") from None
     job_id = secrets.token_hex(8)
     job_dir = os.path.join(_short_tmpdir(), f"kvmpi-{job_id}")
-    uses_shm = (by_jsrun or (mpi is not None and mpi.kind == "openmpi")) and os.access(jobs.SHM, os.W_OK)
+    uses_shm = (by_jsrun or (mpi is not None and mpi.is_open_mpi)) and os.access(jobs.SHM, os.W_OK)
     shm_dir = os.path.join(jobs.SHM, f"kvmpi-{job_id}") if uses_shm else ""
     if os.path.realpath(os.path.dirname(job_dir)) == os.path.realpath(jobs.SHM):  # TMPDIR is there too
         shm_dir = shm_dir and os.path.join(job_dir, "shm")

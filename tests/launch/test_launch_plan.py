@@ -20,6 +20,7 @@ from kvmpi.launchers.program import Program, ProgramNotFoundError
 
 TRAIN = Program((sys.executable,), ("train.py",), ("--lr", "0.1"))
 OPENMPI = MPI("/mpi/bin/mpirun", "openmpi")
+OPENMPI_4 = MPI("/mpi/bin/mpirun", "openmpi4")
 MPICH = MPI("/mpi/bin/mpirun", "mpich")
 
 
@@ -173,6 +174,42 @@ def test_settings_for_mpi_go_to_mpirun_only_and_the_users_win():
     assert planned.env["OMPI_MCA_osc"] == "sm"
 
 
+#: What Open MPI 4.1.4 has of that, by its ompi_info --all and the help of its mpirun.
+OF_OPEN_MPI_4 = {
+    *("orte_tmpdir_base", "btl_vader_backing_directory", "osc_sm_backing_directory", "osc_rdma_backing_directory"),
+    *("osc", "btl", "mpi_yield_when_idle", "ras", "plm", "plm_rsh_agent", "plm_rsh_no_tree_spawn"),
+    *("oob_tcp_if_include", "btl_tcp_if_include"),
+}
+
+
+def test_open_mpi_4_is_told_by_its_own_names():
+    """Its mpirun ends at an option that it does not know, and says nothing of other names that it does not know."""
+    two_hosts = [hosts.Host("a", 2), hosts.Host("b", 2)]
+    alone, spread = OPENMPI_4.command(4, local=True), OPENMPI_4.command_on(two_hosts, "/agent", "eth0", ["A"])
+    for command_line in (alone, spread, OPENMPI_4.command(4, local=False)):
+        options = {word for word in command_line if word.startswith("-")}
+        assert options <= {"--host", "--mca", "--map-by", "--oversubscribe", "--bind-to", "-n", "-x"}
+    told = {spread[i + 1]: spread[i + 2] for i, word in enumerate(spread) if word == "--mca"}
+    assert told == {
+        "ras": "^slurm,lsf,pbs,tm,gridengine", "plm": "rsh", "plm_rsh_agent": "/agent", "plm_rsh_no_tree_spawn": "1",
+        "oob_tcp_if_include": "eth0", "btl_tcp_if_include": "eth0",
+    }  # fmt: skip
+    env = OPENMPI_4.env("/jobs/abc", "/shm/abc", crowded=True, one_host=True)
+    assert {name.removeprefix("OMPI_MCA_") for name in env if not name.startswith("OMPI_ALLOW")} <= OF_OPEN_MPI_4
+    assert env["OMPI_MCA_orte_tmpdir_base"] == "/jobs/abc"
+    assert env["OMPI_MCA_btl_vader_backing_directory"] == "/shm/abc"
+
+
+@pytest.mark.parametrize(("says", "kind"), [
+    ("mpirun (Open MPI) 4.1.4", "openmpi4"), ("mpirun (Open MPI) 3.1.6", "openmpi4"),
+    ("mpirun (Open MPI) 4.1.5rc2", "openmpi4"), ("orterun (OpenRTE) 4.1.4", "openmpi4"),
+    ("mpirun (Open MPI) 5.0.11", "openmpi"), ("mpirun (Open MPI) 10.0.0", "openmpi"),
+    ("prterun (PRRTE) 3.0.12", "openmpi"), ("mpirun (Open MPI) main", "openmpi"),
+])  # fmt: skip
+def test_versions_of_open_mpi(says, kind, tmp_path):
+    assert mpirun.detect_kind(fake_mpirun(tmp_path, says), {"PATH": "/bin"}) == kind
+
+
 def test_imports_are_added_to_those_of_the_user():
     env = plan(1, 1, environ={"KVMPI_IMPORTS": "mine"}, imports=("a.b", "c")).env
     assert env["KVMPI_IMPORTS"] == "mine,a.b,c"
@@ -297,7 +334,7 @@ def test_mpirun_is_looked_for_in_order(tmp_path, monkeypatch):
     environ = {"PATH": str(tmp_path / "path") + ":/bin"}
     assert mpirun.find({**environ, "KVMPI_MPIRUN": chosen}, 2, beside=python) == MPI(chosen, "openmpi")
     assert mpirun.find(environ, 2, beside=python) == MPI(beside, "mpich")
-    assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi")
+    assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi4")
 
 
 def test_an_unknown_mpirun_is_refused(tmp_path):

@@ -56,6 +56,30 @@ def test_clients_share_memory_in_folders_of_their_own(launch, write, tmp_path):
     assert not os.path.exists(os.path.dirname(found[0][0]))
 
 
+OPEN_MPI_4 = f"""#!/bin/sh
+case "$1" in --version) echo "mpirun (Open MPI) 4.1.4"; exit;; esac
+while [ "$1" != "{sys.executable}" ]; do
+    case "$1" in --prtemca) echo "Error: unknown option \\"$1\\""; exit 1;; esac
+    shift
+done
+OMPI_COMM_WORLD_RANK=0 "$@" & OMPI_COMM_WORLD_RANK=1 "$@"
+rank_1=$?
+wait $! && exit $rank_1
+"""
+
+
+def test_ranks_of_open_mpi_4_share_memory_in_the_jobs_folder(launch, write, tmp_path):
+    """A stand-in for its mpirun, which ends at options that are PRRTE's."""
+    (tmp_path / write("mpirun", OPEN_MPI_4)).chmod(0o755)
+    write("shared.py", "import json, os; json.dump(dict(os.environ), open(f'{os.environ[\"KVMPI_RANK\"]}.json', 'w'))")
+    job = launch("-n", "2", "shared.py", env={"KVMPI_MPIRUN": str(tmp_path / "mpirun")})
+    assert job.finish() == 0, job.stdout + job.stderr
+    for rank in range(2):
+        env = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert env["OMPI_MCA_btl_vader_backing_directory"] == f"/dev/shm/kvmpi-{env['KVMPI_JOB_ID']}/0"
+        assert env["OMPI_MCA_orte_tmpdir_base"] == env["KVMPI_JOB_DIR"]
+
+
 @pytest.mark.skipif(MPI is None or MPI.kind != "openmpi", reason="no Open MPI here")
 def test_a_job_within_a_job_has_folders_of_its_own(launch, write, tmp_path):
     """What Open MPI was told for the outer one stands in the environment of its ranks."""
