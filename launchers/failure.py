@@ -12,6 +12,8 @@ from kvmpi.launchers import processes
 OPEN_MPI_LOST = 14
 #: For a rank that has raised to run its exit handlers, and for an mpirun to say why a rank of it was killed.
 _EXIT_S, _VERDICT_S = 5.0, 1.0
+#: What Intel's mpirun ends with when a rank was killed; a rank may call ``exit(-1)``, too.
+INTEL_KILLED = 255
 #: Statuses of an mpirun that say nothing; hydra gives the number of a signal without the 128.
 _MUTE = {0, *(offset + number for number in (signal.SIGTERM, signal.SIGKILL) for offset in (0, 128))}
 
@@ -93,10 +95,16 @@ class Inquest:
             before.followed |= has_lost_a_peer
         return False
 
-    def hear_of_client(self, client: str, status: int) -> None:
-        """The mpirun itself has ended: with what the first rank has ended with, if that says anything."""
+    def hear_of_client(self, client: str, status: int, *, hears_all: bool = False) -> None:
+        """The mpirun itself has ended: with what the first rank has ended with, if that says anything.
+
+        Args:
+            hears_all: all its ranks report here how they end, so that ``hear`` knows of all statuses.
+        """
         found = self.suspect
         if found is None or found.client != client or found.evidence == Evidence.SAID_SO or found.followed:
+            return
+        if hears_all and status == INTEL_KILLED:
             return
         if status not in _MUTE and status != found.failure.status:
             self.suspect = None

@@ -401,7 +401,7 @@ class Runner:
             if self._stopping:
                 self._judge_stopped(label, code)
             elif (suspect := self._inquest.suspect) is not None and suspect.client == label:
-                self._inquest.hear_of_client(label, processes.exit_status(code))
+                self._inquest.hear_of_client(label, processes.exit_status(code), hears_all=self._hears_all(label))
                 self._blame(Failure.of(label, code))
             elif code == 0 and not self._is_early(label):
                 self._tell_end(label)
@@ -421,6 +421,11 @@ class Runner:
                     else:
                         self._blame(failure)
         processes.bury_orphans({*self._watchdog.pids, *(child.pid for child in self._children.values())})
+
+    def _hears_all(self, label: str) -> bool:
+        """Whether all ranks of an mpirun report here, which they cannot from hosts that lack the job's folder."""
+        ranks = self._open_ranks.get(label, {})
+        return all(str(rank) in ranks or f"worker {rank}" in self._codes for rank in self._plans[label].workers)
 
     def _is_early(self, label: str) -> bool:
         """Whether a process that has ended is one that workers still at work need."""

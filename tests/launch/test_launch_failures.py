@@ -8,19 +8,19 @@ import signal
 import pytest
 
 from kvmpi.launchers import processes
-from kvmpi.launchers.failure import OPEN_MPI_LOST, Failure, Inquest
+from kvmpi.launchers.failure import INTEL_KILLED, OPEN_MPI_LOST, Failure, Inquest
 
 KILLED, STOPPED = -int(signal.SIGKILL), -int(signal.SIGTERM)
 
 
-def first_of(news, status):
+def first_of(news, status, *, hears_all=False):
     """Whom it is put down to: ``news`` are rank, return code, and what it has raised; then the mpirun ends."""
     inquest = Inquest()
     for rank, code, *raised in news:
         failure, lost = Failure.of(f"worker {rank}", code), raised == ["a peer was lost"]
         if inquest.hear("client 0", failure, code, 0.0, raised=bool(raised), has_lost_a_peer=lost):
             return (inquest.suspect.failure if inquest.suspect else failure).label
-    inquest.hear_of_client("client 0", status)
+    inquest.hear_of_client("client 0", status, hears_all=hears_all)
     return inquest.suspect.failure.label if inquest.suspect else "client 0"
 
 
@@ -44,6 +44,14 @@ def test_who_was_stopped_by_mpirun_is_not_who_has_ended_it():
     assert first_of([(1, KILLED)], 3) == "client 0"
     for order in itertools.permutations([(1, STOPPED), (2, KILLED), (3, 5)]):
         assert first_of(order, 5) == "worker 3", order
+
+
+def test_intels_mpirun_has_one_status_for_all_who_were_killed():
+    """Unless a rank that is not heard has ended with it."""
+    assert first_of([(3, KILLED)], INTEL_KILLED, hears_all=True) == "worker 3"
+    assert first_of([(3, KILLED)], INTEL_KILLED) == "client 0"
+    for order in itertools.permutations([(1, KILLED), (3, INTEL_KILLED)]):
+        assert first_of(order, INTEL_KILLED, hears_all=True) == "worker 3", order
 
 
 def test_a_program_may_end_with_the_status_of_lost_peers_itself():
