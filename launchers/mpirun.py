@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every wor
 LITTER = ("/dev/shm/ucx_shm_posix_*", "/dev/shm/mpich_shm_*", "/dev/shm/sm_segment.*", "/dev/shm/vader_segment.*")
 
 
+#: Where a libmpi lies below the folder that has its mpirun in bin/: mostly, on SUSE, on Debian, and an older Intel's.
+_LIBRARIES = ("lib", "lib64", f"lib/{sysconfig.get_config_var('MULTIARCH') or ''}", "lib/release")
+
+
 @dataclass(frozen=True)
 class MPI:
     """One installed MPI."""
@@ -54,6 +59,16 @@ class MPI:
     def is_open_mpi(self) -> bool:
         """Whether it is an Open MPI, of whatever version; else it is an MPICH, or one that was made of it."""
         return self.kind != "mpich"
+
+    def _library(self) -> Path | None:
+        """The libmpi that was installed with it; None where distributions have it elsewhere."""
+        soname = "libmpi.so.40" if self.is_open_mpi else "libmpi.so.12"
+        path = Path(self.path).absolute()
+        for prefix in dict.fromkeys((path.parent.parent, path.resolve().parent.parent)):  # it may be a link from ~/bin
+            for folder in _LIBRARIES:
+                if (found := prefix / folder / soname).exists():
+                    return found
+        return None
 
     def _option(self, name: str, value: str) -> tuple[str, str, str]:
         """An option for the runtime of an Open MPI."""
@@ -103,9 +118,8 @@ class MPI:
             one_host: the ranks of a client share a host.
         """
         # A wheel of mpi4py finds the libmpi beside its interpreter; that of another MPI would not know its rank.
-        soname = "libmpi.so.40" if self.is_open_mpi else "libmpi.so.12"
-        libmpi = Path(self.path).absolute().parent.parent / "lib" / soname
-        common = {"MPI4PY_LIBMPI": str(libmpi)} if libmpi.exists() else {}
+        libmpi = self._library()
+        common = {"MPI4PY_LIBMPI": str(libmpi)} if libmpi is not None else {}
         if self.kind == "mpich":
             # Named, though it does not exist: hydra then writes no topology file to /tmp, which it leaves there
             # when it is killed. rank_exec takes the name away again.
@@ -140,8 +154,9 @@ def find(
     hint = HELP.format(workers=num_workers)
     path = environ.get("KVMPI_MPIRUN", "")
     if path:
-        if shutil.which(path, path=environ.get("PATH")) is None:
-            raise ConfigError(f"KVMPI_MPIRUN={path!r} is not an executable; {hint}")
+        given, path = path, shutil.which(path, path=environ.get("PATH")) or ""
+        if not path:
+            raise ConfigError(f"KVMPI_MPIRUN={given!r} is not an executable; {hint}")
     else:
         # Not resolved: the interpreter of a virtual environment is a link to one that lies elsewhere.
         neighbour = str(Path(beside).parent / "mpirun")
@@ -149,7 +164,22 @@ def find(
         if not path:
             raise ConfigError(f"a client of several workers needs MPI, and no mpirun was found; {hint}")
     need_mpi4py(num_workers)
-    return MPI(path, detect_kind(path, environ, timeout_s))
+    kind = detect_kind(path, environ, timeout_s)
+    return MPI(_binary(path, environ) if kind == "mpich" else path, kind)
+
+
+def _binary(path: str, environ: Mapping[str, str]) -> str:
+    """``path``, or what it ought to run: Intel's is a script that takes the first ``mpiexec.hydra`` on ``PATH``."""
+    beside = str(Path(path).absolute().with_name("mpiexec.hydra"))
+    try:
+        with open(path, "rb") as file:
+            is_script = file.read(2) == b"#!"
+    except OSError:  # it may be executed, and not read
+        return path
+    found = shutil.which("mpiexec.hydra", path=environ.get("PATH"))
+    if not is_script or not os.access(beside, os.X_OK) or (found and os.path.samefile(found, beside)):
+        return path
+    return beside
 
 
 def need_mpi4py(num_workers: int) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -335,6 +336,42 @@ def test_mpirun_is_looked_for_in_order(tmp_path, monkeypatch):
     assert mpirun.find({**environ, "KVMPI_MPIRUN": chosen}, 2, beside=python) == MPI(chosen, "openmpi")
     assert mpirun.find(environ, 2, beside=python) == MPI(beside, "mpich")
     assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi4")
+
+
+def test_intels_mpirun_is_not_left_to_find_its_other_half(tmp_path, monkeypatch):
+    """It is a script that runs whatever mpiexec.hydra is on PATH, or fails where there is none."""
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: object())
+    intel = fake_mpirun(tmp_path / "intel", "Intel(R) MPI Library for Linux* OS, Version 2021.18.1")
+    hydra = fake_mpirun(tmp_path / "other", "HYDRA build details:")
+    python, path = str(tmp_path / "intel" / "python"), f"/bin:{tmp_path}/other"
+    assert mpirun.find({"PATH": path}, 2, beside=python) == MPI(intel, "mpich"), "there is none to be found"
+    for folder in ("intel", "other"):
+        Path(hydra).with_name("mpirun").rename(tmp_path / folder / "mpiexec.hydra")
+        fake_mpirun(tmp_path / "other", "HYDRA build details:")
+    whole = str(tmp_path / "intel" / "mpiexec.hydra")
+    for elsewhere in ("/bin", path):
+        assert mpirun.find({"PATH": elsewhere}, 2, beside=python) == MPI(whole, "mpich")
+    activated = f"{tmp_path}/intel:{path}"
+    assert mpirun.find({"PATH": activated}, 2, beside=python) == MPI(intel, "mpich")
+    assert mpirun.find({"PATH": activated, "KVMPI_MPIRUN": "mpirun"}, 2, beside="/python") == MPI(intel, "mpich")
+
+
+@pytest.mark.parametrize(("mpirun_at", "libmpi_at", "kind"), [
+    ("opt/bin/mpirun", "opt/lib/libmpi.so.40", "openmpi"), ("opt/bin/mpirun", "opt/lib64/libmpi.so.40", "openmpi4"),
+    ("usr/bin/mpirun", f"usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libmpi.so.40", "openmpi4"),
+    ("opt/intel/bin/mpirun", "opt/intel/lib/release/libmpi.so.12", "mpich"),
+    ("opt/bin/mpirun", "opt/lib64/libmpi.so.12", "mpich"), ("opt/bin/mpirun", None, "openmpi"),
+])  # fmt: skip
+def test_a_wheel_of_mpi4py_is_led_to_the_library_of_the_mpirun(mpirun_at, libmpi_at, kind, tmp_path):
+    """Else it takes the first it finds: that of another wheel in the environment, if there is one."""
+    for name in filter(None, (mpirun_at, libmpi_at)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "home/bin").mkdir(parents=True)
+    (tmp_path / "home/bin/mpirun").symlink_to(tmp_path / mpirun_at)
+    for named in (mpirun_at, "home/bin/mpirun"):
+        env = MPI(str(tmp_path / named), kind).env("", "", crowded=False, one_host=True)
+        assert env.get("MPI4PY_LIBMPI") == (libmpi_at and str(tmp_path / libmpi_at))
 
 
 def test_an_unknown_mpirun_is_refused(tmp_path):
