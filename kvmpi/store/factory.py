@@ -191,6 +191,12 @@ def client_comm(config: Config) -> Comm | None:
     if last - first == 1:
         return None
     comm = mpi_comm.world(config.timeout_s)
+    if comm.size == 1 and mpi_comm.started_by_mpi():
+        raise ConfigError(
+            f"client {config.client_rank} has {last - first} workers, and MPI sees one: the library that mpi4py has "
+            "loaded is of another MPI than the mpirun that has started them; 'kvmpi doctor' shows both. KVMPI_MPIRUN "
+            "names an mpirun, MPI4PY_LIBMPI the library for a wheel of mpi4py; one that was built finds its own"
+        )
     if comm.size != last - first:
         raise ConfigError(
             f"client {config.client_rank} should have {last - first} workers, its MPI_COMM_WORLD has {comm.size}; "

@@ -56,28 +56,50 @@ def test_clients_share_memory_in_folders_of_their_own(launch, write, tmp_path):
     assert not os.path.exists(os.path.dirname(found[0][0]))
 
 
-OPEN_MPI_4 = f"""#!/bin/sh
-case "$1" in --version) echo "mpirun (Open MPI) 4.1.4"; exit;; esac
+#: Stands in for another MPI's mpirun of two ranks, and ends at options that are PRRTE's.
+AN_MPIRUN = f"""#!/bin/sh
+case "$1" in --version) echo "VERSION"; exit;; esac
 while [ "$1" != "{sys.executable}" ]; do
     case "$1" in --prtemca) echo "Error: unknown option \\"$1\\""; exit 1;; esac
     shift
 done
-OMPI_COMM_WORLD_RANK=0 "$@" & OMPI_COMM_WORLD_RANK=1 "$@"
+PREFIX_SIZE=2 PREFIX_RANK=0 "$@" & PREFIX_SIZE=2 PREFIX_RANK=1 "$@"
 rank_1=$?
 wait $! && exit $rank_1
 """
 
 
-def test_ranks_of_open_mpi_4_share_memory_in_the_jobs_folder(launch, write, tmp_path):
-    """A stand-in for its mpirun, which ends at options that are PRRTE's."""
-    (tmp_path / write("mpirun", OPEN_MPI_4)).chmod(0o755)
+@pytest.fixture
+def of_another_mpi(write, tmp_path):
+    """``of_another_mpi(version, prefix)`` is the environment of a job with an mpirun of that version."""
+
+    def make(version, prefix):
+        script = AN_MPIRUN.replace("VERSION", version).replace("PREFIX", prefix)
+        (tmp_path / write("mpirun", script)).chmod(0o755)
+        return {"KVMPI_MPIRUN": str(tmp_path / "mpirun")}
+
+    return make
+
+
+def test_ranks_of_open_mpi_4_share_memory_in_the_jobs_folder(launch, write, of_another_mpi, tmp_path):
+    env = of_another_mpi("mpirun (Open MPI) 4.1.4", "OMPI_COMM_WORLD")
     write("shared.py", "import json, os; json.dump(dict(os.environ), open(f'{os.environ[\"KVMPI_RANK\"]}.json', 'w'))")
-    job = launch("-n", "2", "shared.py", env={"KVMPI_MPIRUN": str(tmp_path / "mpirun")})
+    job = launch("-n", "2", "shared.py", env=env)
     assert job.finish() == 0, job.stdout + job.stderr
     for rank in range(2):
         env = json.loads((tmp_path / f"{rank}.json").read_text())
         assert env["OMPI_MCA_btl_vader_backing_directory"] == f"/dev/shm/kvmpi-{env['KVMPI_JOB_ID']}/0"
         assert env["OMPI_MCA_orte_tmpdir_base"] == env["KVMPI_JOB_DIR"]
+
+
+@pytest.mark.skipif(MPI is None or MPI.kind != "openmpi", reason="no Open MPI here")
+def test_a_library_of_another_mpi_is_told_so(launch, write, of_another_mpi):
+    """Ranks of MPICH, for whom mpi4py loads Open MPI, are each alone."""
+    job = launch(
+        "-n", "2", write("alone.py", "import kvmpi; kvmpi.create('mpi')"), env=of_another_mpi("HYDRA build", "PMI")
+    )
+    assert job.finish() == 1, job.stderr
+    assert "ConfigError: client 0 has 2 workers, and MPI sees one: the library that mpi4py has loaded" in job.stderr
 
 
 @pytest.mark.skipif(MPI is None or MPI.kind != "openmpi", reason="no Open MPI here")
