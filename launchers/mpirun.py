@@ -20,6 +20,10 @@ from kvmpi.launchers.hosts import Host
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
 FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_")
+#: By the first one sees that an mpirun of Open MPI 4 has started a process. Of the rest users may set some, too, but
+#: another mpirun that has these takes itself for a rank, and ends without a word.
+_ORTE_SERVER = "OMPI_MCA_orte_hnp_uri"
+_ORTE = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_UNIVERSE_SIZE")
 #: By which torchrun, or kvmpi.torch.c10d, tells the processes of a job where they meet.
 TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -227,8 +231,9 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     A job is one of MPI, or one of torch.distributed: a process that has a rank there.
     """
     foreign = TORCH_RENDEZVOUS if "RANK" in environ else ()
+    prefixes = (*FOREIGN_PREFIXES, *_ORTE) if _ORTE_SERVER in environ else FOREIGN_PREFIXES
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith("PMIX_MCA_") or not (name.startswith(FOREIGN_PREFIXES) or name in foreign)
+        if name.startswith("PMIX_MCA_") or not (name.startswith(prefixes) or name in foreign)
     }

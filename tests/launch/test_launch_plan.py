@@ -88,6 +88,18 @@ def test_what_another_job_left_in_the_environment_is_dropped():
     assert kept.items() <= env.items()
 
 
+def test_what_an_mpirun_of_open_mpi_4_has_told_its_ranks_is_dropped():
+    """As its ranks have it, where a ``kvmpi run`` among them would start another one."""
+    of_users = {"OMPI_MCA_ess": "env", "OMPI_MCA_orte_tmpdir_base": "/scratch", "OMPI_MCA_btl": "self,vader"}
+    assert mpirun.clean(of_users) == of_users
+    told = {
+        "OMPI_MCA_ess": "^singleton", "OMPI_MCA_ess_base_jobid": "945487873", "OMPI_MCA_ess_base_vpid": "0",
+        "OMPI_MCA_orte_hnp_uri": "945487872.0;tcp://10.0.0.1:34025", "OMPI_MCA_orte_ess_num_procs": "1",
+        "OMPI_MCA_orte_tmpdir_base": "/tmp", "OMPI_MCA_pmix": "^s1,s2,cray,isolated", "OMPI_UNIVERSE_SIZE": "2",
+    }  # fmt: skip
+    assert mpirun.clean({**of_users, **told}) == {"OMPI_MCA_btl": "self,vader"}
+
+
 def test_where_another_job_of_torch_meets_is_dropped():
     of_torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert mpirun.clean({**of_torchrun, "HOME": "/"}) == {"HOME": "/"}
