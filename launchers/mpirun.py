@@ -127,7 +127,8 @@ class MPI:
         if self.kind == "mpich":
             # Named, though it does not exist: hydra then writes no topology file to /tmp, which it leaves there
             # when it is killed. rank_exec takes the name away again.
-            return {**common, "HWLOC_XMLFILE": f"{job_dir}/no-topology.xml"}
+            # And Intel's ignores -bind-to: each client of a host would have its ranks on the first cores, one each.
+            return {**common, "HWLOC_XMLFILE": f"{job_dir}/no-topology.xml", "I_MPI_PIN": "0"}
         env = {**common, "OMPI_MCA_osc": "^ucx"}  # the wheel's UCX prints a line for every window
         # Session folders and shared memory live where the launcher cleans up, also after kill -9.
         if self.kind == "openmpi4":

@@ -223,6 +223,12 @@ def test_versions_of_open_mpi(says, kind, tmp_path):
     assert mpirun.detect_kind(fake_mpirun(tmp_path, says), {"PATH": "/bin"}) == kind
 
 
+def test_ranks_of_intels_mpi_are_not_bound_to_the_first_cores():
+    """Its mpirun ignores -bind-to, and each client's begins at the first core."""
+    bound, free = (plan(4, 2, mpi=MPICH, environ=said).of_role("client") for said in ({"I_MPI_PIN": "1"}, {}))
+    assert [client.env.get("I_MPI_PIN") for client in (*bound, *free)] == [None, None, "0", "0"]
+
+
 def test_imports_are_added_to_those_of_the_user():
     env = plan(1, 1, environ={"KVMPI_IMPORTS": "mine"}, imports=("a.b", "c")).env
     assert env["KVMPI_IMPORTS"] == "mine,a.b,c"
