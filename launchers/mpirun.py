@@ -86,12 +86,14 @@ class MPI:
             network: an interface or a network that ranks talk over, or empty.
             exported: names of environment variables that ranks on other hosts get too.
         """
-        places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         size = str(sum(host.slots for host in hosts))
         if self.kind == "mpich":
             interface = ("-iface", network) if network and "/" not in network else ()
             reach = ("-launcher", "ssh", "-launcher-exec", agent)
+            # Not NAME:SLOTS, of which Intel's takes the names only, and gives them ranks in turn.
+            places = ",".join(host.name for host in hosts for _ in range(host.slots))
             return (self.path, *reach, *interface, "-hosts", places, "-bind-to", "none", "-n", size)
+        places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         is_4 = self.kind == "openmpi4"
         shell, own_network = ("rsh", "oob_tcp_if_include") if is_4 else ("ssh", "prte_if_include")
         words = ["--host", places, *self._option(*_NO_ALLOCATION)]

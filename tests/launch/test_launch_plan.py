@@ -223,6 +223,12 @@ def test_versions_of_open_mpi(says, kind, tmp_path):
     assert mpirun.detect_kind(fake_mpirun(tmp_path, says), {"PATH": "/bin"}) == kind
 
 
+def test_hosts_of_mpich_and_of_intels_mpi_are_named_once_for_each_rank():
+    """Intel's mpirun overlooks the number in NAME:NUMBER."""
+    spread = MPICH.command_on([hosts.Host("a", 3), hosts.Host("b", 1)], "/agent", "", [])
+    assert spread[spread.index("-hosts") + 1] == "a,a,a,b"
+
+
 def test_ranks_of_intels_mpi_are_not_bound_to_the_first_cores():
     """Its mpirun ignores -bind-to, and each client's begins at the first core."""
     bound, free = (plan(4, 2, mpi=MPICH, environ=said).of_role("client") for said in ({"I_MPI_PIN": "1"}, {}))
