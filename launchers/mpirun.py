@@ -19,7 +19,10 @@ from kvmpi.launchers.hosts import Host
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
-FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_")
+FOREIGN_PREFIXES = (
+    *("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_"),
+    "JSM_",
+)
 #: By the first one sees that an mpirun of Open MPI 4 has started a process. Of the rest users may set some, too, but
 #: another mpirun that has these takes itself for a rank, and ends without a word.
 _ORTE_SERVER = "OMPI_MCA_orte_hnp_uri"

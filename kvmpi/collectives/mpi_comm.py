@@ -21,7 +21,10 @@ from kvmpi.errors import ConfigError, KVError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import has_fabric, host_name
 
 #: Variables by which the common MPI launchers say how many ranks they started.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_NRANKS", "JSM_NAMESPACE_SIZE")
+_SIZE_VARIABLES = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "PALS_NRANKS"),
+    "JSM_NAMESPACE_SIZE",
+)
 
 
 def started_by_mpi() -> bool:

@@ -96,6 +96,7 @@ def test_a_buffer_lives_until_its_transfer_is_done() -> None:
         ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
         ({"PMI_SIZE": "2"}, True),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, True),
         ({"SLURM_NTASKS": "8"}, False),
         ({"SLURM_NTASKS": "8", "PMIX_RANK": "0"}, True),
     ],

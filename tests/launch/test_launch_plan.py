@@ -82,6 +82,7 @@ def test_the_keys_of_a_job_lie_in_its_folder(security, keys):
 
 def test_what_another_job_left_in_the_environment_is_dropped():
     foreign = {"KVMPI_RANK": "5", "KVMPI_SCHEDULER": "tcp://elsewhere:1", "OMPI_COMM_WORLD_RANK": "3", "PMI_FD": "9"}
+    foreign["MV2_COMM_WORLD_SIZE"] = "4"
     kept = {"OMPI_MCA_pml": "ob1", "PMIX_MCA_gds": "hash"}
     env = plan(2, 1, environ={**foreign, **kept}).env
     assert not foreign.keys() & env.keys()
