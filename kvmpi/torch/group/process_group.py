@@ -34,7 +34,7 @@ class KvmpiProcessGroup(Reductions):
     """The ranks of a communicator as torch.distributed knows them. Made by ``init_process_group`` and ``new_group``."""
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
         def prepare() -> Plan:
@@ -107,7 +107,7 @@ class KvmpiProcessGroup(Reductions):
         return self._start("all_gather", opts, prepare)
 
     def gather(self, outputs: Sequence[Any], inputs: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
-        source, root = single(inputs), opts.rootRank
+        source, root = single(inputs), _root_of(opts)
         row: list[torch.Tensor] = as_row(outputs) if self.rank() == root else []
 
         def prepare() -> Plan:
@@ -128,7 +128,7 @@ class KvmpiProcessGroup(Reductions):
         return self._start(f"gather to {root}", opts, prepare)
 
     def scatter(self, outputs: Tensors | torch.Tensor, inputs: Sequence[Any], opts: Any = None) -> GroupWork:
-        output, root = single(outputs), opts.rootRank
+        output, root = single(outputs), _root_of(opts)
         row: list[torch.Tensor] = as_row(inputs) if self.rank() == root else []
 
         def prepare() -> Plan:
@@ -223,6 +223,12 @@ class KvmpiProcessGroup(Reductions):
     # What torch calls the same before 2.13.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _root_of(options: Any) -> int:
+    """Of torch's options, or the root itself, which its process groups take in their place."""
+    root: int = options if isinstance(options, int) else options.rootRank
+    return root
 
 
 def _cut(buffer: Buffer, counts: Sequence[int], itemsize: int) -> list[Buffer]:

@@ -185,6 +185,11 @@ def moves(rank: int, size: int) -> None:
             out = torch.empty(size * count, dtype=dtype)
             dist.all_to_all_single(out, torch.cat(sent))
             same(out, torch.cat(expected), f"all_to_all_single {what}")
+    group, last = dist.group.WORLD, size - 1  # its methods take the root as a number, too
+    listed = [torch.empty(3) for _ in range(size)] if rank == last else []
+    group.gather(listed, value(rank, 3, torch.float32), last).wait()
+    group.scatter(out := torch.empty(3), listed, last).wait()
+    same(out, value(rank, 3, torch.float32), "gather and scatter of the group")
     splits = [[(r + 2 * to) % 3 for to in range(size)] for r in range(size)]  # rows of 2 that r sends to another
     sent = value(rank, 2 * sum(splits[rank]), torch.float32).reshape(-1, 2)
     to_me = [splits[r][rank] for r in range(size)]
