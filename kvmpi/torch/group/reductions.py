@@ -17,7 +17,7 @@ from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_dtypes, check_size, entries, single
-from kvmpi.torch.group.tensors import Flat, numbers, octets, reduction
+from kvmpi.torch.group.tensors import TIMES, Flat, is_sum, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
 Buffer = npt.NDArray[Any]
@@ -44,7 +44,7 @@ class Reductions(GroupBase):
         return work
 
     def reduce_all(self, tensors: Tensors, op: str, title: str, options: Any = None) -> GroupWork:
-        """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS`` or "avg"."""
+        """Reduce tensors in place, as one: ``op`` is a name of ``combine.OPERATIONS``, or a sum of ``is_sum``."""
         return self._start(title, options, lambda: self._reduction(tensors, op))
 
     def sum_sparse(self, tensor: torch.Tensor, op: str, title: str, options: Any = None) -> GroupWork:
@@ -82,7 +82,7 @@ class Reductions(GroupBase):
     def _reduction(self, tensors: Tensors, op: str) -> Plan:
         flats = [numbers(tensor, op, writes=True) for tensor in tensors]
         like = [[str(tensor.dtype).removeprefix("torch."), tensor.numel()] for tensor in tensors]
-        details = [op, like] if op in ("sum", "avg") else None
+        details = [op, like] if is_sum(op) else None
         return Plan(entries(tensors), lambda *where: self._sum(flats, tensors, op, *where), list(tensors), details)
 
     def _zeros(self, details: Any) -> Plan:
@@ -97,7 +97,7 @@ class Reductions(GroupBase):
         return self.allreduce(tensors, opts)
 
     def _sum(self, flats: list[Flat], tensors: Tensors, op: str, deadline: Deadline, label: str) -> None:
-        if op in ("sum", "avg") and not any(t.dtype == torch.bool for t in tensors):
+        if is_sum(op) and not any(t.dtype == torch.bool for t in tensors):
             for dtype in dict.fromkeys(flat.dtype for flat in flats):
                 alike = [flat for flat in flats if flat.dtype == dtype]
                 self._collectives.allreduce_many(
@@ -114,6 +114,8 @@ class Reductions(GroupBase):
 
     def _scale(self, flat: Flat, op: str) -> float:
         """What a sum is multiplied by on the way; integers are divided by ``_divide_whole`` when they are there."""
+        if op.startswith(TIMES):
+            return float(op.removeprefix(TIMES))
         return 1.0 / self.size() if op == "avg" and not flat.is_whole else 1.0
 
     def _divide_whole(self, flat: Flat, op: str) -> None:
@@ -124,14 +126,14 @@ class Reductions(GroupBase):
     def _divide(self, flat: Flat, op: str) -> None:
         if flat.is_whole:
             self._divide_whole(flat, op)
-        elif op == "avg":
+        elif self._scale(flat, op) != 1.0:
             host.scale(flat.buffer, self._scale(flat, op), flat.dtype)
 
     def _fold_parts(
         self, parts: Sequence[Buffer], target: Flat, op: str, kind: str, deadline: Deadline, label: str
     ) -> None:
-        """``Collectives.fold_parts``, and the mean of it; of half types that is rounded once."""
-        if op != "avg" or target.dtype not in host.HALF:
+        """``Collectives.fold_parts``, and what a sum is multiplied by; half types are rounded once."""
+        if self._scale(target, op) == 1.0 or target.dtype not in host.HALF:
             self._collectives.fold_parts(parts, target.buffer, target.dtype, kind, deadline, label)
             self._divide(target, op)
             return
@@ -153,8 +155,8 @@ class Reductions(GroupBase):
 
             def run(deadline: Deadline, label: str) -> None:
                 mine = self.rank() == root
-                kind = "sum" if name == "avg" else reduction(tensor, name)
-                if name == "avg" and flat.dtype in host.HALF:  # rounded once, after it was divided
+                kind = reduction(tensor, name)
+                if self._scale(flat, name) != 1.0 and flat.dtype in host.HALF:  # rounded once, after it was multiplied
                     out = flat.buffer if mine else np.empty_like(flat.buffer)
                     tensors = [([flat.vector], out, ())]
                     self._collectives.allreduce_many(tensors, flat.dtype, deadline, label, self._scale(flat, name))
@@ -196,7 +198,7 @@ class Reductions(GroupBase):
     def _scatter_sum(
         self, source: Flat, output: Flat, tensor: torch.Tensor, op: str, deadline: Deadline, label: str
     ) -> None:
-        kind = reduction(tensor, "sum" if op == "avg" else op)
+        kind = reduction(tensor, op)
         if kind == "sum":
             where = deadline, label, self._scale(source, op)
             self._collectives.reduce_scatter([source.vector], output.buffer, source.dtype, *where)
@@ -221,7 +223,7 @@ class Reductions(GroupBase):
             flat, parts = numbers(output, op, reads=False), [numbers(source, op) for source in sources]
 
             def run(deadline: Deadline, label: str) -> None:
-                kind = reduction(output, "sum" if op == "avg" else op)
+                kind = reduction(output, op)
                 buffers = [part.buffer for part in parts]
                 if kind == "sum" and len({buffer.size for buffer in buffers}) == 1:
                     whole = Flat(output, flat.flat, np.concatenate(buffers), flat.dtype)
@@ -246,4 +248,6 @@ def _op_of(options: Any) -> str:
     if wanted is None or isinstance(wanted, timedelta):
         return "sum"
     name: str = getattr(wanted, "op", wanted).name
+    if name == "PREMUL_SUM":
+        return f"{TIMES}{float(wanted.__getstate__()[1])!r}"
     return name.lower()

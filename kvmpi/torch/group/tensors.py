@@ -17,6 +17,9 @@ from kvmpi.kernels.combine import OPERATIONS
 
 Buffer = npt.NDArray[Any]
 
+#: A sum of what every rank has multiplied by the number that follows, as torch's PREMUL_SUM.
+TIMES = "sum times "
+
 
 @dataclass(frozen=True, slots=True)
 class Flat:
@@ -76,12 +79,12 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True, writes: bool =
 
     Raises:
         DTypeMismatchError: a dtype that ``op`` is not done on.
-        UnsupportedError: another ``op`` than "avg" and those of ``combine.OPERATIONS``, or a layout or a device that
-            kvmpi does not carry; as of ``octets``.
+        UnsupportedError: another ``op`` than sums (``is_sum``) and those of ``combine.OPERATIONS``, or a layout or a
+            device that kvmpi does not carry; as of ``octets``.
     """
-    if op != "avg" and op not in OPERATIONS:
+    if not is_sum(op) and op not in OPERATIONS:
         raise UnsupportedError(f"reduction {op.upper()}: use one of {', '.join(OPERATIONS).upper()}, AVG")
-    if tensor.is_complex() and op not in ("sum", "avg"):
+    if tensor.is_complex() and not is_sum(op):
         raise DTypeMismatchError(f"{op} of {tensor.dtype}: complex numbers are only added up")
     flat = _flat(tensor, reads, writes)
     name = str(flat.dtype).removeprefix("torch.")
@@ -93,6 +96,8 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True, writes: bool =
         )
     if op == "avg" and tensor.dtype == torch.bool:
         raise DTypeMismatchError(f"avg of {tensor.dtype}: truth values have no mean")
+    if op.startswith(TIMES) and not flat.is_floating_point():
+        raise DTypeMismatchError(f"{op} of {tensor.dtype}: only floating point is multiplied on the way")
     return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name, arrays.fence(tensor))
 
 
@@ -116,8 +121,18 @@ def _memory(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Buffer:
     return np.asarray(_Elements(tensor, dtype))
 
 
+def is_sum(op: str) -> bool:
+    """Whether ``op`` is a sum, or one that is multiplied by something: "avg" and those that begin with ``TIMES``."""
+    return op in ("sum", "avg") or op.startswith(TIMES)
+
+
 def reduction(tensor: torch.Tensor, op: str) -> str:
-    """What ``op`` is on the elements that ``numbers`` gives: of truth values a sum is "or", a product "and"."""
+    """What ``op`` is on the elements that ``numbers`` gives: of truth values a sum is "or", a product "and".
+
+    What a sum is multiplied by is left to the caller.
+    """
+    if is_sum(op):
+        op = "sum"
     if tensor.dtype == torch.bool:
         return {"sum": "max", "product": "min"}.get(op, op)
     return op

@@ -110,6 +110,21 @@ def reductions(rank: int, size: int) -> None:
         out = torch.empty(counts[rank], dtype=torch.float16)
         dist.reduce_scatter(out, [large[:1].repeat(count) for count in counts], ReduceOp.AVG)
         assert (out == 40_000).all(), f"reduce_scatter to a mean of {counts}: {out}"
+    for dtype in FLOATS:  # multiplied before it is rounded
+        factor, what = 1.5 / size, f"PREMUL_SUM of {dtype}"
+        numbers = torch.tensor([40_000.0, 3.0, 1.0]).to(dtype)  # of float16, two are too large
+        expected = (numbers.double() * size * factor).to(dtype)
+        premul = dist._make_nccl_premul_sum(factor)
+        dist.all_reduce(tensor := numbers.clone(), premul)
+        torch.testing.assert_close(tensor, expected, msg=f"all_reduce {what}: {tensor}")
+        dist.reduce(tensor := numbers.clone(), 0, premul)
+        torch.testing.assert_close(tensor, numbers if rank else expected, msg=f"reduce {what}: {tensor}")
+        dist.reduce_scatter_tensor(out := torch.empty_like(numbers), numbers.repeat(size), premul)
+        torch.testing.assert_close(out, expected, msg=f"reduce_scatter_tensor {what}: {out}")
+        for counts in ([3] * size, [r + 1 for r in range(size)]):
+            out = torch.empty(counts[rank], dtype=dtype)
+            dist.reduce_scatter(out, [numbers[:1].repeat(count) for count in counts], premul)
+            torch.testing.assert_close(out, expected[:1].repeat(counts[rank]), msg=f"reduce_scatter {what}: {out}")
     wide = torch.tensor([-7, 7, (1 << 60) + 1]) - rank  # a number of floating point is none of such
     expected = mean(torch.stack([wide + rank - r for r in range(size)]))
     dist.all_reduce(wide, ReduceOp.AVG)
@@ -350,13 +365,16 @@ def mistakes(rank: int, size: int) -> None:
         with raises(UnsupportedError, "layout"):
             dist.all_reduce(torch.eye(2).to_mkldnn() if rank == 1 else torch.eye(2))
         op: Any = dist._make_nccl_premul_sum(2.0) if rank == 1 else ReduceOp.SUM
+        ones = torch.ones(3, dtype=torch.int64)
         for reduce in (
-            lambda: dist.all_reduce(torch.ones(3), op),
-            lambda: dist.reduce(torch.ones(3), 0, op),
-            lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * size, op),
+            lambda: dist.all_reduce(ones, op),
+            lambda: dist.reduce(ones, 0, op),
+            lambda: dist.reduce_scatter(ones, [ones] * size, op),
         ):
-            with raises(UnsupportedError, "reduction PREMUL_SUM: use one of SUM, "):
+            with raises(DTypeMismatchError, "sum times 2.0 of torch.int64: only floating point is multiplied"):
                 reduce()
+        with raises(OrderMismatchError, "different calls"):
+            dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0 + rank))
         with raises(ShapeMismatchError, "sends 2 elements to MPI rank 0, which expects 1"):
             dist.all_to_all_single(
                 torch.empty(size if rank == 0 else size + (rank != 1)),

@@ -74,6 +74,19 @@ def checkpoint_of_parts(rank: int, size: int) -> None:
         )
 
 
+def gradients_divided(rank: int, size: int) -> None:
+    """FSDP2 with gradients that are sums over ranks divided by a number of one's own."""
+    from torch.distributed.fsdp import fully_shard
+
+    alone, sharded = network().float(), network().float()
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (size,)))
+    sharded.set_gradient_divide_factor(3.0)
+    sharded(batch(0, rank).float()).square().mean().backward()
+    (sum(alone(batch(0, r).float()).square().mean() for r in range(size)) / 3).backward()
+    for found, wanted in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, atol=1e-6, rtol=0)
+
+
 def layers_in_turn(rank: int, size: int) -> None:
     """A pipeline: each rank has a layer, and micro-batches go from one to the next."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -108,7 +121,7 @@ def layers_in_parts(rank: int, size: int) -> None:
 
 
 def extensions(rank: int, size: int) -> None:
-    for check in (optimizer_in_parts, checkpoint_of_parts, layers_in_parts):
+    for check in (optimizer_in_parts, checkpoint_of_parts, layers_in_parts, gradients_divided):
         check(rank, size)
     if size > 1:
         layers_in_turn(rank, size)
