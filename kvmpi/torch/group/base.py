@@ -20,7 +20,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work, create_engine
-from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
 
@@ -326,6 +326,10 @@ class GroupBase(_ProcessGroup):
             self._engine.close(0.0)
         except KVError:
             self._stuck = True
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size():
+            raise ConfigError(f"rank {root} as root: ranks of the group go from 0 to {self.size() - 1}")
 
     def _check_row(self, name: str, row: Sequence[torch.Tensor], own: int | None, *, equal: bool = False) -> None:
         """One tensor for each rank, the own one of ``own`` elements, or all of them."""

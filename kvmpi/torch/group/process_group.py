@@ -38,6 +38,7 @@ class KvmpiProcessGroup(Reductions):
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
         def prepare() -> Plan:
+            self._check_root(root)
             flats = [octets(tensor, writes=self.rank() != root) for tensor in found]
 
             def run(deadline: Deadline, label: str) -> None:
@@ -111,6 +112,7 @@ class KvmpiProcessGroup(Reductions):
         row: list[torch.Tensor] = as_row(outputs) if self.rank() == root else []
 
         def prepare() -> Plan:
+            self._check_root(root)
             flat, targets = octets(source), [octets(target, reads=False) for target in row]
             if self.rank() == root:
                 self._check_row("output", row, source.numel(), equal=True)
@@ -132,6 +134,7 @@ class KvmpiProcessGroup(Reductions):
         row: list[torch.Tensor] = as_row(inputs) if self.rank() == root else []
 
         def prepare() -> Plan:
+            self._check_root(root)
             flat, sources = octets(output, reads=False), [octets(source) for source in row]
             if self.rank() == root:
                 self._check_row("input", row, output.numel(), equal=True)

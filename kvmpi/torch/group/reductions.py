@@ -151,6 +151,7 @@ class Reductions(GroupBase):
         root, name = (opts, _op_of(op)) if isinstance(opts, int) else (opts.rootRank, _op_of(opts))
 
         def prepare() -> Plan:
+            self._check_root(root)
             flat = numbers(tensor, name, writes=self.rank() == root)
 
             def run(deadline: Deadline, label: str) -> None:

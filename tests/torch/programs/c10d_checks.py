@@ -382,6 +382,14 @@ def mistakes(rank: int, size: int) -> None:
                 [1] * size,
                 [2 if rank == 1 and r == 0 else 1 for r in range(size)],
             ) if rank in (0, 1) else dist.all_to_all_single(torch.empty(size), torch.ones(size), [1] * size, [1] * size)
+    for call in (
+        lambda: dist.broadcast(torch.ones(3), size),
+        lambda: dist.reduce(torch.ones(3), size),
+        lambda: dist.group.WORLD.gather([], torch.ones(3), size),
+        lambda: dist.group.WORLD.scatter(torch.ones(3), [], size),
+    ):
+        with raises(ConfigError, f"rank {size} as root: ranks of the group go from 0 to {size - 1}"):
+            call()
     with raises(DTypeMismatchError, "truth values have no mean"):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
     with raises(DTypeMismatchError, "integers"):
