@@ -299,7 +299,7 @@ class Stage:
 
     def _env(self, spec: JobSpec, folder: Path) -> dict[str, str]:
         users = mpirun.clean({k: v for k, v in os.environ.items() if k not in launcher_jobs.OWNED})
-        return {**spec.environment(users, str(folder), self._shm), "KVMPI_JOB_ID": self._id}
+        return {**spec.environment(mpirun.with_home(users), str(folder), self._shm), "KVMPI_JOB_ID": self._id}
 
     def _close(self) -> None:
         self._ending = True

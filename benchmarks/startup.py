@@ -60,7 +60,7 @@ def _bench(args: argparse.Namespace) -> int:
     bare_s: list[float] = []
     ends_s: list[list[float]] = []
     with Runner() as runner:
-        env = {**mpirun.clean(os.environ), **mpi.env(runner.folder, "", crowded=True, one_host=True)}
+        env = {**mpirun.with_home(mpirun.clean(os.environ)), **mpi.env(runner.folder, "", crowded=True, one_host=True)}
         program = Path(runner.folder, "first_step.py")
         program.write_text(WORKER)
         shape = [f"-n{args.workers}", f"-c{args.clients}", f"-s{args.servers}"]

@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import os
-import pwd
 import resource
 import secrets
 import signal
@@ -183,11 +182,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             if name not in jobs.FILES_AND_PORTS
             and not (name.startswith(("OMPI_MCA_", "PRTE_MCA_")) and f"/kvmpi-{outer}" in value)
         }
-    if "HOME" not in environ:  # without which Open MPI does not begin
-        try:
-            environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:  # somebody who has only a number
-            environ["HOME"] = tempfile.gettempdir()
+    environ = mpirun.with_home(environ)
     places = where.find(
         launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,

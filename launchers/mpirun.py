@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +231,16 @@ def detect_kind(path: str, environ: Mapping[str, str], timeout_s: float = VERSIO
     raise ConfigError(
         f"{path} is neither Open MPI nor MPICH: its --version says {first}; set KVMPI_MPIRUN to one of these"
     )
+
+
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with a ``HOME``, without which Open MPI does not begin."""
+    if "HOME" in environ:
+        return dict(environ)
+    try:
+        return {**environ, "HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    except KeyError:  # somebody who has only a number
+        return {**environ, "HOME": tempfile.gettempdir()}
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:

@@ -104,7 +104,7 @@ def ask(
     """Run a program; it and its process group are ended at the deadline (default: that of ``at``)."""
     limit_s = at.deadline_s if timeout_s is None else timeout_s
     start_s = time.monotonic()
-    environ = {**mpirun.clean(at.environ), **(env or {}), "KVMPI_JOB_ID": at.job_id}
+    environ = {**mpirun.with_home(mpirun.clean(at.environ)), **(env or {}), "KVMPI_JOB_ID": at.job_id}
     # Files, because a pipe would be kept open by what the program leaves behind.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -117,9 +116,8 @@ def trial(at: Surroundings, found: Found) -> Finding:
         if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             notes.append("as root it wants OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
-        if "HOME" not in at.environ and not _is_in_passwd():  # kvmpi run does the same
-            env["HOME"] = at.temporary
-            notes.append("for a user without an entry in passwd it wants HOME, which is not set")
+        if "HOME" not in at.environ:
+            notes.append("HOME is not set, which it wants; kvmpi run sets it by itself")
     answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env=env)
     ranks = _lines(answer.out)
     tail = f"Its last words:\n{answer.last_words()}" if answer.last_words() else "It has printed nothing."
@@ -153,13 +151,6 @@ def trial(at: Surroundings, found: Found) -> Finding:
             "kvmpi run does not.", "start programs with kvmpi run, or mpirun --bind-to none", facts,
         )  # fmt: skip
     return Finding("mpirun -n 2", "ok", "; ".join([seen, *notes]), facts=facts)
-
-
-def _is_in_passwd() -> bool:
-    try:
-        return bool(pwd.getpwuid(os.getuid()))
-    except KeyError:
-        return False
 
 
 def _advice(text: str) -> str:
