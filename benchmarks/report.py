@@ -55,6 +55,16 @@ def check_writable(path: str) -> None:
         raise ConfigError(f"{path} cannot be written")
 
 
+def check_torch(name: str) -> None:
+    """Better now than as an error of each rank.
+
+    Raises:
+        ConfigError: the benchmark of this name needs torch, which is not there.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{name} needs torch; pip install 'kvmpi[torch]'")
+
+
 def check_plot(path: str | None) -> None:
     """What ``--plot`` needs, if it is given.
 

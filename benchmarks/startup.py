@@ -12,7 +12,7 @@ from statistics import median
 
 from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.options import at_least
-from kvmpi.benchmarks.report import exit_status
+from kvmpi.benchmarks.report import check_torch, exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.launchers import mpirun
 
@@ -55,6 +55,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     refuse_ranks("startup")
+    check_torch("startup")
     mpi = mpirun.find(mpirun.clean(os.environ), args.workers)
     bare = [*mpi.command(args.workers, local=True), sys.executable, "-c", BARE]
     bare_s: list[float] = []

@@ -19,7 +19,7 @@ from typing import Any
 from kvmpi.benchmarks.jobs import refuse_ranks
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.benchmarks.options import at_least, numbers
-from kvmpi.benchmarks.report import JsonLines, complain, exit_status
+from kvmpi.benchmarks.report import JsonLines, check_torch, complain, exit_status
 from kvmpi.benchmarks.runner import Runner
 from kvmpi.benchmarks.table import Table
 from kvmpi.config import Config
@@ -84,6 +84,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace, lab: NetLab | None) -> int:
     refuse_ranks("train")
+    check_torch("train")
     options = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--rows", args.rows]
     options += ["--batch-size", str(args.batch_size)] if args.batch_size else []
     with ExitStack() as stack:

@@ -403,7 +403,7 @@ def empty(
     Raises:
         ConfigError: ``shape`` is none, or of more than any memory has.
         DTypeMismatchError: a dtype that kvmpi does not carry.
-        UnsupportedError: there is no such ``device``, or no CuPy for one.
+        UnsupportedError: there is no such ``device``, no CuPy for one, or no torch for bfloat16.
     """
     shape = _shape(shape)
     device = None if device is None else str(device)  # a torch.device is as good
@@ -419,11 +419,16 @@ def empty(
     if math.prod(shape) * DTYPES[name].itemsize > sys.maxsize:
         raise ConfigError(f"empty: an array of shape {shape} and {name} is larger than any memory")
     like = "torch" if of_torch or name == "bfloat16" else "numpy"
+    if like == "torch":
+        try:
+            import torch as installed
+        except ImportError:
+            raise UnsupportedError(
+                "empty: arrays of bfloat16 need torch, which is not installed; pip install 'kvmpi[torch]'"
+            ) from None
     if device in (None, "cpu") and allocate is not None:
         return wrap(allocate(math.prod(shape), name), shape, name, like)
     if like == "torch":
-        import torch as installed
-
         if device not in (None, "cpu"):
             _check_device(device, installed.cuda.device_count(), "torch")
         return installed.empty(shape, dtype=getattr(installed, name), device=device or "cpu")

@@ -290,8 +290,12 @@ def test_empty_makes_tensors_for_dtypes_of_torch(dtype: str) -> None:
     assert (type(tensor), tuple(tensor.shape), arrays.dtype_of(tensor)) == (torch.Tensor, (2, 3), dtype)
 
 
-def test_empty_bfloat16_is_a_tensor() -> None:
+def test_empty_bfloat16_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arrays.empty((0, 2), "bfloat16").dtype == torch.bfloat16
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch", None)
+        with pytest.raises(UnsupportedError, match=r"bfloat16 need torch, .*pip install 'kvmpi\[torch\]'"):
+            arrays.empty((0, 2), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float8", ">f4", np.dtype(">i4"), bool, torch.bool, None.__class__])

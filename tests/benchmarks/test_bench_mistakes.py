@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
-from kvmpi.benchmarks import command, ps_mxnet, tune
+from kvmpi.benchmarks import command, ps_mxnet, report, tune
 from kvmpi.launchers import processes
 
 
@@ -52,6 +52,17 @@ def test_a_file_that_cannot_be_written_is_refused(bench, words):
     done = bench(*words.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert "/nonexistent/x cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "startup"])
+def test_a_benchmark_of_torch_says_that_it_is_not_there(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "start", None)  # nothing is
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert command.main([name]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"kvmpi bench: {name} needs torch; pip install 'kvmpi[torch]'\n")
 
 
 def test_one_rank_has_nothing_to_tune(tmp_path):
