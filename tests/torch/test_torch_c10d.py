@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from jobs import LONG_JOB_HANGS_S, run_job
 
+from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import mpirun
 
@@ -30,6 +33,20 @@ def output_of(command: list[str], env: dict[str, str], timeout_s: float = LONG_J
 
 def plain_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("KVMPI_") and k not in RENDEZVOUS}
+
+
+def test_works_that_an_older_torch_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ holds none of Python's works there: whoever asked for one and waits for it must find it."""
+    from kvmpi.torch.group import work as group_work
+
+    monkeypatch.setattr(group_work, "_held", deque(maxlen=2))
+    ended = Work("done")
+    ended.finish()
+    works = [weakref.ref(group_work.GroupWork(ended)) for _ in range(3)]
+    assert [work() is None for work in works] == [True, False, False], "the last two are there"
+    works[2]().get_future().wait()
+    works[1]().wait()
+    assert [work() for work in works] == [None] * 3
 
 
 def test_alone_without_a_launcher() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,13 @@ from kvmpi.collectives.transfers import Transfer
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
 from kvmpi.torch.futures import future_of
+
+#: Before torch 2.7, C++ that asks Python for a Work, as DistributedDataParallel does, holds its C++ half alone, and
+#: waits for ever once Python's is gone (https://github.com/pytorch/pytorch/pull/146376). So they are held here until
+#: somebody waits for them, which C++ does soon; of those for which nobody ever waits, only the last few.
+_held: deque[GroupWork] | None = (
+    deque(maxlen=64) if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7) else None
+)
 
 
 @methods_not_compiled
@@ -30,9 +39,12 @@ class GroupWork(_TorchWork):
         super().__init__()
         self._work, self._results, self._call_back = work, results, call_back
         self._future: torch.futures.Future[Any] | None = None
+        if _held is not None:
+            _held.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation is done; its error is raised here."""
+        self._let_go()
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         self._work.wait(seconds)
         return True
@@ -56,9 +68,15 @@ class GroupWork(_TorchWork):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
+        self._let_go()
         if self._future is None:
             self._future = future_of(self._work, lambda: list(self._results), self._call_back)
         return self._future
+
+    def _let_go(self) -> None:
+        if _held is not None:
+            with contextlib.suppress(ValueError):  # waited for before
+                _held.remove(self)
 
     def source_rank(self) -> int:
         self.wait()
