@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("kvmpi.planner.command", "predict a job: steps, epochs, staleness, servers' load; recommend a layout"),
 }
 
+_START_JOBS = ("run", "doctor", "bench")  # whose processes begin in the current folder, and Open MPI asks for it
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # with the number of a file that is not there
 
@@ -38,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(words[:1]).command
+    if command in _START_JOBS and not _is_in_a_folder():
+        sys.stderr.write(
+            f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
+        )
+        return 2
     module = importlib.import_module(COMMANDS[command][0])
     try:
         status: int = module.main(words[1:])
@@ -57,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"kvmpi {command}: {error.filename or 'standard output'}: {error.strerror}\n")
         return 1
     return status
+
+
+def _is_in_a_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _drop_output() -> None:

@@ -167,10 +167,6 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
 
 
 def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands | None) -> int:
-    try:
-        os.getcwd()  # processes begin in it, and Open MPI asks for it
-    except FileNotFoundError:
-        raise ConfigError("the current folder has been removed, or made anew; cd to one that is there") from None
     bounds = client_bounds(args.workers, args.clients)
     resolved = program.resolve(words)
     environ = dict(os.environ)

@@ -237,12 +237,14 @@ def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, opt
     assert "KVMPI_ON_CLIENT_LOSS" not in job.stderr
 
 
-def test_a_current_folder_that_is_gone_is_said(tmp_path):
+@pytest.mark.parametrize("command", ["run -n 1 /bin/true", "bench tune", "doctor"])
+def test_a_current_folder_that_is_gone_is_said(command, tmp_path):
     gone = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
-    words = ["sh", "-c", gone, "sh", sys.executable, "-m", "kvmpi", "run", "-n", "1", "/bin/true"]
+    words = ["sh", "-c", gone, "sh", sys.executable, "-m", "kvmpi", *command.split()]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 2
-    assert done.stderr == "kvmpi run: the current folder has been removed, or made anew; cd to one that is there\n"
+    name = command.split()[0]
+    assert done.stderr == f"kvmpi {name}: the current folder has been removed, or made anew; cd to one that is there\n"
 
 
 def test_a_umask_that_takes_ones_own_rights_is_said(tmp_path):
