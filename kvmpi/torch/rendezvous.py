@@ -7,6 +7,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kvmpi.collectives import SoloComm, mpi_comm
@@ -83,9 +84,12 @@ def _serve(address: str, everybody_here: bool, timeout_s: float) -> int:
     listener.listen(_BACKLOG)
     port: int = listener.getsockname()[1]
     # It is torch that closes the socket. Of several stores of a process on one port, torch makes one server.
+    # The server that is the default from torch 2.4 on took no socket at first.
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    older = {"use_libuv": False} if (2, 4) <= version < (2, 8) else {}
     _store = dist.TCPStore(
         address, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener.detach(), **older,
     )  # fmt: skip
     return port
 

@@ -49,6 +49,25 @@ def test_works_that_an_older_torch_forgets(monkeypatch: pytest.MonkeyPatch) -> N
     assert [work() for work in works] == [None] * 3
 
 
+@pytest.mark.parametrize(("version", "older"), [("2.3.1", {}), ("2.6.0+cpu", {"use_libuv": False}), ("2.13.0", {})])
+def test_an_older_torch_gets_a_server_that_takes_a_socket(
+    version: str, older: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default one of torch 2.4 to 2.6 is a NotImplementedError there."""
+    import torch
+
+    from kvmpi.torch import rendezvous
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(rendezvous, "_store", None)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **options: asked.append(options))
+    assert rendezvous._serve("127.0.0.1", True, 1.0) > 0
+    (options,) = asked
+    os.close(options["master_listen_fd"])
+    assert {name: value for name, value in options.items() if name == "use_libuv"} == older
+
+
 def test_alone_without_a_launcher() -> None:
     assert "all checks passed" in output_of([sys.executable, str(CHECKS), "1"], plain_environment())
 
