@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``kvmpi top ARGV``; the exit status."""
     parser = argparse.ArgumentParser(prog="kvmpi top", description=__doc__, allow_abbrev=False)
     parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
-    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--once", action="store_true", help="print one table and end, as into a pipe")
     parser.add_argument("--json", action="store_true", help="print everything that is known as JSON and end")
     parser.add_argument("--list", action="store_true", help="print the jobs there are and end")
     parser.add_argument(
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             ask_for_stacks(card)
         elif args.json:
             print(json.dumps(look(card["folder"])))
-        elif args.once:
+        elif args.once or not sys.stdout.isatty():  # where nothing can be renewed
             console = Console(width=None if sys.stdout.isatty() else 160)
             console.print(show(look(card["folder"]), card, _ROWS))
         else:
@@ -163,7 +163,7 @@ def look(folder: Path) -> Picture:
 
 def _follow(card: Picture) -> None:
     console = Console()
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 picture = look(card["folder"])
@@ -171,8 +171,6 @@ def _follow(card: Picture) -> None:
                 break
             live.update(show(picture, card, max(5, console.height - 14)), refresh=True)
             time.sleep(1.0)
-    if not console.is_terminal:
-        console.print()  # there it leaves its last line open
     console.print(f"job {card['job'][:8]} has ended")
 
 

@@ -37,3 +37,10 @@ def test_the_command_says_its_version(capsys):
 def test_importing_starts_nothing_and_needs_nothing_optional():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["kvmpi.torch", "kvmpi.horovod"])
+def test_without_torch_it_says_what_to_install(name):
+    program = f"import sys; sys.modules['torch'] = None; import {name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert "pip install 'kvmpi[torch]'" in done.stderr.splitlines()[-1]

@@ -3,6 +3,7 @@
 The job is one client: ``kvmpi run -n 4 PROGRAM``, ``mpirun`` or ``srun``. See docs/horovod.md for what differs.
 """
 
+from kvmpi import torch as _torch  # noqa: F401 - first, since it says what to install where PyTorch is missing
 from kvmpi.errors import KVError
 from kvmpi.horovod.basics import (
     ccl_built,

@@ -141,6 +141,7 @@ def test_top_shows_what_the_job_does(job: Watched) -> None:
     assert (server["keys"], server["held_bytes"]) == (2, 200_008)
     assert server["received_bytes"] == pytest.approx(server["sent_bytes"], rel=0.2)
     assert picture["history"]["steps_per_s"][-1][1] > 0
+    assert "workers" in job.top(), "into a pipe it is printed once, and the job goes on"
     table = job.top("--once")
     assert "workers" in table
     assert "loss" in table
@@ -370,8 +371,11 @@ def test_the_end_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: 
 
     monkeypatch.setattr(top, "look", look)
     monkeypatch.setattr(top, "show", lambda *_: "what it does")
+    monkeypatch.setattr(top, "Console", lambda: Console(force_terminal=True, color_system=None))
     top._follow({"folder": Path(), "job": "0123456789"})
-    assert capsys.readouterr().out.splitlines() == ["what it does", "job 01234567 has ended"]
+    shown, *_, end = capsys.readouterr().out.split("\x1b[?1049l")  # where the screen is given back
+    assert "what it does" in shown
+    assert end.removeprefix("\x1b[?25h") == "job 01234567 has ended\n"
 
 
 def test_summary_lines_up() -> None:
