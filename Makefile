@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard kvmpi/*/compiled/*)
 
-.PHONY: help demo test test-mxnet test-mpich lint check simulate docs bench clean
+.PHONY: help demo test test-mxnet test-mpich test-intel lint check simulate docs bench clean
 
 SEEDS ?= 10000
 CORES = $(shell getconf _NPROCESSORS_ONLN)
@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train on real images with 4 workers, 2 MPI clients and 2 servers; under a minute after set-up"
 	@echo "make test    formatting, types, architecture and all tests"
 	@echo "make test-mxnet    the tests of kvmpi.mxnet, in an environment of its own (Python 3.10)"
-	@echo "make test-mpich    the tests that want MPICH, in an environment of its own"
+	@echo "make test-mpich test-intel    the tests that want MPICH, and Intel's MPI, in environments of their own"
 	@echo "make simulate SEEDS=10000    jobs with faults in virtual time, as many as you like"
 	@echo "make bench   allreduce, parameter server and engine, with the peers that are installed"
 	@echo "make docs    the pages of docs/ that are generated from the code"
@@ -59,15 +59,20 @@ test-mxnet: $(VENV)/test
 	@$(BIN)/python tests/gluon/environment.py $(VENV)-mxnet
 	@$(BIN)/python -m pytest tests/gluon
 
-# MPICH in an environment of its own: two wheels in one would hide each other's mpirun.
-$(VENV)-mpich/bin/mpirun: $(VENV)/python constraints.txt
-	@$(PYTHON) -m venv $(VENV)-mpich
-	@$(VENV)-mpich/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt mpich
+# Other MPIs in environments of their own: two wheels in one would hide each other's mpirun.
+$(VENV)-mpich/bin/mpirun: WHEEL := mpich
+$(VENV)-intel/bin/mpirun: WHEEL := impi-rt
+$(VENV)-mpich/bin/mpirun $(VENV)-intel/bin/mpirun: $(VENV)/python constraints.txt
+	@$(PYTHON) -m venv $(@D)/..
+	@$(@D)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(WHEEL)
 	@touch $@
 
 test-mpich: $(VENV)/test $(VENV)-mpich/bin/mpirun
 	@KVMPI_MPIRUN=$(abspath $(VENV)-mpich/bin/mpirun) $(BIN)/python -m pytest -k mpich tests/collectives/test_mpi.py \
 		tests/launch/test_launch_mpich.py
+
+test-intel: $(VENV)/test $(VENV)-intel/bin/mpirun
+	@KVMPI_MPIRUN=$(abspath $(VENV)-intel/bin/mpirun) $(BIN)/python -m pytest tests/launch/test_launch_mpich.py
 
 simulate: $(VENV)/test
 	@$(BIN)/python tests/simulation --count $(SEEDS) --processes $(CORES)

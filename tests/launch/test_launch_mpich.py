@@ -1,4 +1,4 @@
-"""Clients of several hosts under MPICH's mpirun; ``make test-mpich`` runs this with an MPICH of its own."""
+"""Clients of several hosts under MPICH's mpirun, or Intel's: ``make test-mpich`` and ``make test-intel`` run this."""
 
 from __future__ import annotations
 
