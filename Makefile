@@ -86,4 +86,4 @@ bench: $(VENV)/demo
 	@$(BIN)/kvmpi bench ps -n 1,4 --sizes 4K,256K,4M,64M
 
 clean:
-	@rm -rf $(VENV) $(VENV)-mxnet $(VENV)-mpich build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-mxnet $(VENV)-mpich $(VENV)-intel build runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

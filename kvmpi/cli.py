@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
         )
         return 2
-    module = importlib.import_module(COMMANDS[command][0])
     try:
-        status: int = module.main(words[1:])
+        status: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
         sys.stdout.flush()
+    except KeyboardInterrupt:  # while it is imported, or of a command that has nothing to end
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # who read it has seen enough
         _drop_output()
         return 128 + signal.SIGPIPE

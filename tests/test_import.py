@@ -34,6 +34,14 @@ def test_the_command_says_its_version(capsys):
     assert capsys.readouterr().out == f"kvmpi {kvmpi.__version__}\n"
 
 
+def test_ctrl_c_while_a_command_is_imported_is_no_error_of_python(monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupt)
+    assert cli.main(["run", "-n", "1", "true"]) == 130
+
+
 def test_importing_starts_nothing_and_needs_nothing_optional():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
