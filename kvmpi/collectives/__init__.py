@@ -6,7 +6,8 @@ from kvmpi.collectives.clocks import compare_clocks
 from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.row_sum import broadcast_rows, sum_rows, union_of_ids
-from kvmpi.collectives.tensor import ALGORITHMS, Collectives
+from kvmpi.collectives.selection import ALGORITHMS
+from kvmpi.collectives.tensor import Collectives
 
 __all__ = [
     "ALGORITHMS",

@@ -78,7 +78,7 @@ class GroupCollectives(Collectives):
 
         nbytes = sum(part.nbytes for part in sends if part is not None)
         with self._recorder.timed("exchange", nbytes):
-            self._guarded(lambda: exchange(self._comm, sends, receives, deadline, describe), deadline)
+            self._guard.run(lambda: exchange(self._comm, sends, receives, deadline, describe), deadline)
 
     def check_counts(self, sent: Sequence[int], expected: Sequence[int], deadline: Deadline, label: str) -> None:
         """Raise on every rank unless every rank expects of every other what that one sends.

@@ -26,7 +26,7 @@ from mpi4py import MPI
 from kvmpi.arrays import DTYPES, Vector
 from kvmpi.collectives import Collectives, mpi_comm
 from kvmpi.collectives.schedule import segment_bounds
-from kvmpi.collectives.tensor import ALGORITHMS
+from kvmpi.collectives.selection import ALGORITHMS
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, UnsupportedError
 

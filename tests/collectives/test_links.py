@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
 
-from kvmpi.collectives import Collectives, linking, links, tensor
+from kvmpi.collectives import Collectives, linking, links, selection
 from kvmpi.collectives.linking import in_order, own_addresses, pairs
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
@@ -315,8 +315,8 @@ def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, 
             own = vectors(comm.rank, 2, count, "float32")
             collectives.allreduce(on_host(own, "float32"), out, "float32", deadline, "sum")
             found.append(out)
-            assert collectives._links is not None
-            streams = [stream for ends in collectives._links._incoming.values() for stream in ends]
+            assert collectives._selection.links is not None
+            streams = [stream for ends in collectives._selection.links._incoming.values() for stream in ends]
             moved.append(sum(received_bytes(stream.sock) for stream in streams))
         collectives.close()
         return found, moved
@@ -374,7 +374,7 @@ def test_sums_are_right_where_the_system_takes_little_at_a_time(
 def test_where_a_rank_cannot_be_reached_all_use_what_they_have(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
-    monkeypatch.setattr(tensor, "LINKED_FROM_BYTES", 1)
+    monkeypatch.setattr(selection, "LINKED_FROM_BYTES", 1)
     monkeypatch.setattr(linking, "_ALL_S", 0.5)
     original = linking._call
 
@@ -412,7 +412,7 @@ def test_a_fabric_is_left_to_mpi_unless_told_otherwise(
     def rank_main(comm: MemoryComm) -> bool:
         collectives = Collectives(comm, "ring", ring_transport=transport)
         collectives.choice("allreduce", 1 << 20, "float32")
-        made = collectives._links is not None
+        made = collectives._selection.links is not None
         collectives.close()
         return made
 

@@ -198,7 +198,7 @@ def test_a_group_may_make_more_calls_than_a_word_tells_apart(run_ranks: RunRanks
             assert (own == 6 + 4 * turn).all()
             if turn == 0:
                 together.wait(TIMEOUT_S)
-                group = collectives._topology.group  # type: ignore[union-attr]
+                group = collectives._selection.topology.group  # type: ignore[union-attr]
                 group.call = calls - 3
                 group._mine[host_group._POSTED] = group._mine[host_group._FINISHED] = group.call
                 together.wait(TIMEOUT_S)

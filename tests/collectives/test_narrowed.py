@@ -13,7 +13,7 @@ from collective_helpers import on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.collectives import Collectives, tensor
+from kvmpi.collectives import Collectives, selection
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError
@@ -66,7 +66,7 @@ def test_sums_are_right_and_the_same_bits_everywhere(
     expected, magnitude = scale * sum(terms), scale * sum(map(np.abs, terms))
     found = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "LINKED_FROM_BYTES", 1)
+        patch.setattr(selection, "LINKED_FROM_BYTES", 1)
         for compiled in (range(size), range(0, size, 2), ()):
             for out in run_ranks(size, partial(rank_main, compiled), hosts=hosts):
                 found.add(out.tobytes())

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES, address_of
-from kvmpi.collectives import Collectives, native, ring, rings, shared, tensor
+from kvmpi.collectives import Collectives, native, ring, rings, selection, shared
 from kvmpi.collectives.comm import Channel
 from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import SLOT_BYTES, SlotMemory
@@ -48,7 +48,7 @@ def test_it_has_been_built_where_there_is_a_compiler() -> None:
 
 def fast_links(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sums of any size take connections; returns who moved rings, by kind, while this lasts."""
-    monkeypatch.setattr(tensor, "LINKED_FROM_BYTES", 1)
+    monkeypatch.setattr(selection, "LINKED_FROM_BYTES", 1)
     seen, compiled, other = list[str](), NativeRings.advance, Ring.advance
 
     def noting(kind: str, original: Callable[[Any], bool]) -> Callable[[Any], bool]:

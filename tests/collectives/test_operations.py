@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmpi.arrays import DTYPES
-from kvmpi.collectives import Collectives, SoloComm, tensor
+from kvmpi.collectives import Collectives, SoloComm, selection
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.deadline import Deadline
@@ -48,7 +48,7 @@ def test_everything_on_every_layout(
 ) -> None:
     """One job for many checks: sums and gathers of several sizes, in and out of place, and a broadcast."""
     size = len(hosts)
-    monkeypatch.setattr(tensor, "LINKED_FROM_BYTES", 1)
+    monkeypatch.setattr(selection, "LINKED_FROM_BYTES", 1)
     cases = [(count, num, place) for count in (1013, 0, 1, 5) for num in (2, 1, 8) for place in (False, True)]
 
     def rank_main(comm: MemoryComm, cases: list[tuple[int, int, bool]] = cases) -> list[np.ndarray]:
