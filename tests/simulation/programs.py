@@ -83,8 +83,11 @@ class Programs:
             if plan.anew and incarnation == 2:
                 self._oracle.begin_anew(rank)
             first = max(first, 1 + self._oracle.last_begun(rank))
-        for step in range(1, first) if plan.meets_again else ():
-            yield from self._meet(ps, rank, (step, 0))
+        for step in range(1, first):
+            if step in plan.saves and step == first - 1 and self._sync:  # nobody knows here whether that one is done
+                yield from self._save(ps, rank, step)
+            elif plan.meets_again:
+                yield from self._meet(ps, rank, (step, 0))
         on_way: dict[Any, Work] = {}
         self._first[ps] = first
         ps.set_codec(codec.get(plan.codec if plan.codec != "2bit" else f"2bit:{float(BASE**rank)}"))
@@ -198,6 +201,8 @@ class Programs:
         while not is_done:
             said = [str(int(first == [str(rank)]))]
             if said == ["1"]:
+                if step and ps not in self._first:
+                    self._network.faults.count("save after return")
                 yield from self._save_and_restore(ps, rank, step)
             yield from self._insist([partial(ps.barrier, first=first, said=said)])
             is_done = said == ["1"] or first == ["-1"]
