@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard kvmpi/*/compiled/*)
 
-.PHONY: help demo test test-mxnet test-mpich test-intel lint check simulate docs bench clean
+.PHONY: help demo test test-mxnet test-mpich test-intel test-sanitized lint check simulate docs bench clean
 
 SEEDS ?= 10000
 CORES = $(shell getconf _NPROCESSORS_ONLN)
@@ -16,6 +16,7 @@ help:
 	@echo "make test    formatting, types, architecture and all tests"
 	@echo "make test-mxnet    the tests of kvmpi.mxnet, in an environment of its own (Python 3.10)"
 	@echo "make test-mpich test-intel    the tests that want MPICH, and Intel's MPI, in environments of their own"
+	@echo "make test-sanitized    those of the compiled code, with every access to memory checked; wants GCC or Clang"
 	@echo "make simulate SEEDS=10000    jobs with faults in virtual time, as many as you like"
 	@echo "make bench   allreduce, parameter server and engine, with the peers that are installed"
 	@echo "make docs    the pages of docs/ that are generated from the code"
@@ -73,6 +74,19 @@ test-mpich: $(VENV)/test $(VENV)-mpich/bin/mpirun
 
 test-intel: $(VENV)/test $(VENV)-intel/bin/mpirun
 	@KVMPI_MPIRUN=$(abspath $(VENV)-intel/bin/mpirun) $(BIN)/python -m pytest tests/launch/test_launch_mpich.py
+
+# The compiled code, built once more with checks of memory and of undefined behaviour: what is wrong ends the tests. Their
+# library has to be there before Python; what Python itself never frees is no leak of ours.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
+SANITIZED := $(addprefix tests/kernels/test_kernels_,host.py quantize.py rows.py) \
+	$(addprefix tests/collectives/test_,segments.py native.py shared.py links.py many_tensors.py narrowed.py)
+
+test-sanitized: $(VENV)/test
+	@CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-base build/sanitized
+	@export PYTHONPATH="$$(echo $(CURDIR)/build/sanitized/lib.*)" ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" && \
+		$(BIN)/python -P -c 'import kvmpi.collectives._native, kvmpi.kernels._halves' && \
+		$(BIN)/pytest --numprocesses $(CORES) --dist loadfile $(SANITIZED)
 
 simulate: $(VENV)/test
 	@$(BIN)/python tests/simulation --count $(SEEDS) --processes $(CORES)

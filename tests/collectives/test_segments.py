@@ -93,7 +93,7 @@ def test_copies_past_the_caches_are_those_bytes_and_no_others() -> None:
 def test_copies_are_made_in_their_order() -> None:
     source, kept = np.arange(1000.0), np.zeros(1500)
     CopyList([]).run()
-    CopyList([(kept[:1000], source), (kept[:0], source[:0]), (kept[500:], kept[:1000])]).run()
+    CopyList([(kept[:1000], source), (kept[:0], source[:0]), (kept[1000:], kept[500:1000])]).run()
     np.testing.assert_array_equal(kept[:500], source[:500])
     np.testing.assert_array_equal(kept[1000:], source[500:])
     assert native._native is not None
