@@ -28,11 +28,12 @@ from kvmpi.ps.layout import KeyLayout
 from kvmpi.ps.link import Link
 from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
-from kvmpi.ps.rulebook import rule_change
+from kvmpi.ps.rulebook import check_length, rule_change
 from kvmpi.ps.steps import Turn, position
 from kvmpi.trace import Recorder, timeline
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
+from kvmpi.wire.entries import RuleInForce
 
 Buffer = npt.NDArray[Any]
 Key = int | str
@@ -82,6 +83,7 @@ class PsClient(Participant):
         self._placement = placement.create(config.placement, max(1, config.num_servers))
         self._before_last_keys: tuple[frozenset[Key], placement.Placement] | None = None
         self._codec = codec.get("none")
+        self._said: tuple[RuleInForce, optim.Rule | None] | None = None
 
     def empty(self, count: int, dtype: str) -> Buffer:
         """Uninitialised memory of shape ``(count,)`` in storage dtype; servers on this host read it where it is.
@@ -487,6 +489,7 @@ class PsClient(Participant):
 
     def set_rule(self, rule: optim.Rule, deadline: Deadline) -> Work:
         """Make ``rule`` the update rule; done when every server has it. To be called when no push is under way."""
+        check_length(rule, "set_optimizer")
         fields = (rule.name, rule.hyperparams())
         return self._command("set_optimizer", m.SetRule, fields, deadline, counts="rule")
 
@@ -525,8 +528,7 @@ class PsClient(Participant):
                     raise ProtocolError(f"state of key {key!r}: names and payloads do not match")
                 into.updates = message.updates
                 if message.rule is not None:
-                    with suppress(ConfigError):  # one that only servers have imported
-                        into.rule = rule_change(message.rule).rule
+                    into.rule = self._rule_of(message.rule)
                 for name, payload in zip(message.names, payloads, strict=True):
                     dtype = layout.dtype if name == "value" else host.ACCUMULATE[layout.dtype]
                     array = as_array(payload, DTYPES[dtype])
@@ -545,6 +547,15 @@ class PsClient(Participant):
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
         return self._start(self._label("save", key), asks, deadline), saved
+
+    def _rule_of(self, said: RuleInForce) -> optim.Rule | None:
+        """The rule that servers say with every key, made once: what differs for many keys is long."""
+        if self._said is None or self._said[0] != said:
+            rule = None
+            with suppress(ConfigError):  # one that only servers have imported
+                rule = rule_change(said).rule
+            self._said = said, rule
+        return self._said[1]
 
     def put_state(self, key: Key, updates: int, arrays: dict[str, Buffer], deadline: Deadline) -> Work:
         """The inverse: ``arrays`` hold the whole key, each of shape ``(count,)``."""

@@ -33,6 +33,7 @@ class Rulebook:
         self.generation = 0
         self.resumed = False
         self._in_rounds = in_rounds
+        self._newest: tuple[optim.Rule | None, entries.RuleInForce] | None = None
         self._choices = SharedCalls("set_optimizer", server)
         self._changes = SharedCalls("set_hyperparams", server)
 
@@ -48,13 +49,13 @@ class Rulebook:
         ahead: list[tuple[Key, int, int]] = []  # only the first copy of a call takes effect
         if isinstance(message, m.SetRule):
             if not self._choices.is_repeat(client, number, (message.rule, message.hyperparams)):
-                _check_length(optim.create(message.rule, message.hyperparams), "set_optimizer")
+                check_length(optim.create(message.rule, message.hyperparams), "set_optimizer")
                 ahead = self._ahead(client, slots)
             return entries.RuleCall(client, number, message.rule, message.hyperparams, ahead, message.step)
         if not self._changes.is_repeat(client, number, message.hyperparams, f" at clock {message.clock}"):
             if self.rule is None:
                 raise ConfigError("set_hyperparams: the servers have no optimizer yet; call kv.set_optimizer first")
-            _check_length(self.rule.with_hyperparams(**message.hyperparams), "set_hyperparams")
+            check_length(self.rule.with_hyperparams(**message.hyperparams), "set_hyperparams")
             ahead = self._ahead(client, slots)
         return entries.HyperCall(client, number, message.hyperparams, ahead, message.step)
 
@@ -111,7 +112,10 @@ class Rulebook:
     @property
     def newest(self) -> entries.RuleInForce:
         """The newest rule, as it is logged."""
-        return in_force(RuleChange(0, self.generation, self.rule))
+        change = RuleChange(0, self.generation, self.rule)
+        if self._newest is None or self._newest[0] is not self.rule or self._newest[1].generation != self.generation:
+            self._newest = self.rule, in_force(change)  # whoever saves asks with every key
+        return self._newest[1]
 
     def dump(self) -> entries.StoreState:
         """All of it, for ``restore``."""
@@ -133,11 +137,14 @@ class Rulebook:
         self._changes.restore(state.calls[1], lambda call: call.hyperparams)
 
 
-def _check_length(rule: optim.Rule, call: str) -> None:
+def check_length(rule: optim.Rule, call: str) -> None:
     """What is different for single keys adds up; another server is told the whole rule in one message."""
     length, limit = len(msgspec.msgpack.encode(in_force(RuleChange(0, 0, rule)))), MAX_HEADER_BYTES // 2
     if length > limit:
-        raise ConfigError(f"{call}: with what differs for single keys the rule has {length} bytes, limit {limit}")
+        raise ConfigError(
+            f"{call}: with what differs for single keys the rule has {length} bytes, limit {limit}; give the rule "
+            "itself the hyperparameters that most keys have, keys shorter names, or other keys a store of their own"
+        )
 
 
 def in_force(change: RuleChange) -> entries.RuleInForce:

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 from jobs import run_job
 
+import kvmpi
 from kvmpi import errors, optim
 from kvmpi.ps.client import SavedChunk
 from kvmpi.store import checkpoint
@@ -223,3 +224,24 @@ def test_a_chunk_without_an_update_is_saved_with_those_that_have_one():
     rule = optim.Adagrad(0.1, initial_accumulator_value=0.25)
     saved = checkpoint.SavedKey.of_chunks("w", (3,), "bfloat16", chunks, rule)
     assert saved.arrays["sum"].tolist() == [0.25, 0.25, 1.0]
+
+
+def test_a_rule_that_differs_for_many_keys_is_not_made_anew_with_each_of_them(tmp_path, monkeypatch):
+    """It has a part for each of them, as where biases do not decay: that would be as many as keys times keys."""
+    made: list[object] = []
+    check = optim.SGD._validate
+    with kvmpi.create("dist_sync") as kv:
+        keys = list(range(60))
+        kv.init(keys, [np.zeros(2, "f4")] * len(keys))
+        with pytest.raises(errors.ConfigError, match="hyperparameters that most keys have"):
+            kv.set_optimizer(optim.SGD(lr=0.1).for_keys([f"{k:04000}" for k in keys], weight_decay=0.5))
+        kv.set_optimizer(optim.SGD(lr=0.1).for_keys(keys, weight_decay=0.5))
+        monkeypatch.setattr(optim.SGD, "_validate", lambda rule: (made.append(rule), check(rule)))
+        for save in (lambda: kv.save(tmp_path / "saved"), lambda: kv.assign(keys, [np.ones(2, "f4")] * len(keys))):
+            made.clear()
+            save()
+            assert len(made) <= 2 * (1 + len(keys))
+        kv.set_hyperparams(**{"weight_decay@7": 0.25})  # and is the new one after a change
+        kv.save(tmp_path / "saved")
+    rule = checkpoint.read(tmp_path / "saved", keys, with_values=True).rule
+    assert [rule.of_key(key).weight_decay for key in (6, 7)] == [0.5, 0.25]
