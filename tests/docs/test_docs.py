@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from jobs import HANGS_S
+from jobs import HANGS_S, run_job
 
 from kvmpi import errors
 
@@ -56,6 +56,14 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_examples_run(page, ended):
     assert (ended / f"{page.name} 0").exists(), (ended / f"in {page.name}" / "stderr").read_text()
+
+
+def test_examples_of_algorithms_hold_among_several_workers(tmp_path):
+    """What is said of one worker alone is not so where others push to the same key."""
+    program = tmp_path / "algorithms.py"
+    program.write_text("\n".join(["import os", f"os.chdir({str(tmp_path)!r})", *blocks(ROOT / "docs/algorithms.md")]))
+    done = run_job("-n 2 -c 2 -s 1", program)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_there_are_examples():
