@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.membership import CLOSED, FOR_GOOD
+from kvmpi.ps.membership import CLOSED, FOR_GOOD, blame
 from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply
 from kvmpi.ps.scheduler_file import SavedStore
 from kvmpi.trace import timeline
@@ -169,8 +169,7 @@ class Barriers:
             self.returning[client] = max(message.step - 1, self.returning.get(client, -1))
         ended = {rank: why for rank, why in self.dead.items() if self._ends(rank, why)}
         if ended:
-            blame = ", ".join(f"client {rank} {why}" for rank, why in islice(sorted(ended.items()), MAX_NAMED))
-            raise ClientLostError(f"barrier {number} cannot be completed, because {blame}")
+            raise ClientLostError(f"barrier {number} cannot be completed, because {blame(ended)}")
         known = client in self.waiting
         if not self.waiting:
             self._opened_s, self._opened_ns = now_s, timeline.now() if timeline.on else 0
@@ -281,7 +280,7 @@ class Barriers:
             self.waiting.pop(rank, None)
             return [] if self.deserted else self._complete()
         waiting, self.waiting = self.waiting, {}
-        error = f"barrier {self.done + 1} cannot be completed, because client {rank} {why}"
+        error = f"barrier {self.done + 1} cannot be completed, because {blame({rank: why})}"
         return [
             Reply(arrival.route, m.Failure(arrival.request, "ClientLostError", error))
             for client, arrival in waiting.items() if client != rank

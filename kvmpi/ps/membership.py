@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ProtocolError
@@ -16,6 +17,13 @@ FOR_GOOD = (CLOSED, ENDED)
 def how_it_left(why: str) -> str:
     """How a client is gone that has said good-bye, with the error that its program ends with, or empty."""
     return f"has ended with {why[:MAX_WHY]}" if why else CLOSED
+
+
+def blame(gone: Mapping[int, str]) -> str:
+    """Which clients are gone, and how; and what would have let the others go on."""
+    named = ", ".join(f"client {client} {why}" for client, why in islice(sorted(gone.items()), MAX_NAMED))
+    early = any(why in FOR_GOOD for why in gone.values())
+    return f"{named}; a program with fewer steps than others calls kv.join before it ends" if early else named
 
 
 class Membership:
@@ -171,5 +179,4 @@ class Membership:
 
     def blame(self) -> str:
         """Who is gone and needed."""
-        named = [f"client {client} {why}" for client, why in sorted(self.gone.items()) if self.ends(client)]
-        return ", ".join(islice(named, MAX_NAMED))
+        return blame({client: why for client, why in self.gone.items() if self.ends(client)})
