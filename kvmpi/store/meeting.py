@@ -12,7 +12,7 @@ import numpy as np
 
 from kvmpi.arrays import Vector
 from kvmpi.compiling import methods_not_compiled
-from kvmpi.errors import OrderMismatchError
+from kvmpi.errors import ConfigError, OrderMismatchError
 from kvmpi.store.call import Invocation
 from kvmpi.store.core import StoreCore
 
@@ -52,12 +52,20 @@ class Meeting(StoreCore):
 
         What a process that was started again asks before its first push may be answered at once: it is true if it is
         in this client, and else as it was in the call that this one seems to repeat.
+
+        Raises:
+            ConfigError: a ``condition`` that is neither true nor false, such as an array of several elements; on all.
         """
-        call = self._call("any")
+        call, found = self._call("any"), False
+
+        def ask(call: Invocation) -> None:
+            nonlocal found
+            found = self._any_client(found, call)
+
         try:
-            with self._beginning:
-                here = self._any_worker(self._enter(call, lambda: bool(condition)), call)
-            return self._any_client(here, call)
+            with self._meeting("any", call, ask), self._beginning:
+                found = self._any_worker(self._enter(call, lambda: _truth(condition)), call)
+            return found
         finally:
             self._recorder.blocked(time.perf_counter() - call.started_s)
 
@@ -95,10 +103,13 @@ class Meeting(StoreCore):
         self._enter_settled(call or self._call(op), run)
 
     @contextmanager
-    def _meeting(self, op: str, call: Invocation | None = None) -> Iterator[Invocation]:
+    def _meeting(
+        self, op: str, call: Invocation | None = None, meet: Callable[[Invocation], None] | None = None
+    ) -> Iterator[Invocation]:
         """What the workers of every client do, and then meet: if it fails on one of them, all raise.
 
-        It fails on all workers of a client or on none, by their agreement. ``call``: which this is all of.
+        It fails on all workers of a client or on none, by their agreement. ``call``: which this is all of; ``meet``:
+        how those meet that have not failed, by default at a barrier.
         """
         self._check_open()
         failure: Exception | None = None
@@ -112,7 +123,21 @@ class Meeting(StoreCore):
             failure = error
         try:
             # Who has failed may have no time left of the call's.
-            self._barrier(self._call(op) if call is None or failure is not None else call, failure)
+            mine = self._call(op) if call is None or failure is not None else call
+            if meet is None or failure is not None:
+                self._barrier(mine, failure)
+            else:
+                meet(mine)
         finally:
             if failure is not None:
                 raise failure
+
+
+def _truth(condition: Any) -> bool:
+    try:
+        return bool(condition)
+    except Exception as error:  # of whatever library it is
+        raise ConfigError(
+            f"any: the condition is of {type(condition).__name__}, expected one that is true or false, such as "
+            f"condition.any(): {error}"
+        ) from None
