@@ -324,7 +324,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def set_hyperparams(self, **hyperparams: Any) -> None:
         """Change hyperparameters of the optimizer, for example ``lr=0.01``, from this worker's next push on.
 
-        Collective over the workers of a client. Returns when every server has them.
+        Collective over the workers of a client; all clients make the same calls. Returns when every server has them. In
+        an asynchronous store the first client's call counts at once, for the pushes of all.
 
         Raises:
             ConfigError: there is no optimizer, or it has no such hyperparameter.

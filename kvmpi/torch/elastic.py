@@ -33,7 +33,8 @@ class ElasticAveraging(Averaging):
     the order of the authors' own program. Still both sides move by the same difference.
 
     ``kv.set_hyperparams(alpha=...)``, called like ``step``, changes both sides, and so does a file with another alpha
-    that ``kv.load`` reads.
+    that ``kv.load`` reads. In an asynchronous store with several clients put a ``kv.barrier()`` before and behind it:
+    servers take the first client's alpha at once, for all.
 
     Momentum is the business of the local optimizer, and the exchange leaves it as it is: with
     ``torch.optim.SGD(momentum=..., nesterov=True)`` this is the authors' EAMSGD. Parameters with
