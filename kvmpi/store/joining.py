@@ -45,6 +45,7 @@ class Joining(StoreCore):
         """This worker has no more batches: rounds and barriers go on without it. It may pull and close, not push.
 
         That is for good: rounds have gone on without it, and a worker that has joined cannot come back to them.
+        A barrier of its own waits for clients that have not joined; once all have, barriers wait for nobody.
         So that the last epoch ends for all when some have fewer batches. To be called once by every worker, when it has
         pushed its last. Returns when all workers of the client have joined. Until then this worker takes part in what
         the others of its client do: it contributes nothing to sums, holds no weights that would enter a mean over
