@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -31,6 +33,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvmpi SUBCOMMAND ARG...``; the exit status. A subcommand parses its own arguments."""
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    command = ""
+    try:
+        try:
+            command = _command(words[:1])
+            if command in _START_JOBS and not _is_in_a_folder():
+                sys.stderr.write(
+                    f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
+                )
+                return 2
+            status: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
+        finally:  # help ends by SystemExit
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # while it is imported, or of a command that has nothing to end
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # who read it has seen enough
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        name = f"kvmpi {command}".rstrip()
+        if _NO_TEMPORARY_FOLDER in str(error.strerror):
+            sys.stderr.write(f"{name}: {error.strerror}; set TMPDIR to a folder that can be written, with room\n")
+            return 1
+        if error.errno not in _NO_ROOM:
+            raise
+        _drop_output()
+        sys.stderr.write(f"{name}: {error.filename or 'standard output'}: {error.strerror}\n")
+        return 1
+    return status
+
+
+def _command(words: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="kvmpi", description="A key-value store for data-parallel training over MPI and parameter servers."
     )
@@ -38,32 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)
-    command = parser.parse_args(words[:1]).command
-    if command in _START_JOBS and not _is_in_a_folder():
-        sys.stderr.write(
-            f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
-        )
-        return 2
-    try:
-        status: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
-        sys.stdout.flush()
-    except KeyboardInterrupt:  # while it is imported, or of a command that has nothing to end
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # who read it has seen enough
-        _drop_output()
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if _NO_TEMPORARY_FOLDER in str(error.strerror):
-            sys.stderr.write(
-                f"kvmpi {command}: {error.strerror}; set TMPDIR to a folder that can be written, with room\n"
-            )
-            return 1
-        if error.errno not in _NO_ROOM:
-            raise
-        _drop_output()
-        sys.stderr.write(f"kvmpi {command}: {error.filename or 'standard output'}: {error.strerror}\n")
-        return 1
-    return status
+    command: str = parser.parse_args(words).command
+    return command
 
 
 def _is_in_a_folder() -> bool:
@@ -90,6 +99,9 @@ def _open_standard_streams() -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, "w", closefd=False))
+    # What a program has called its curves need not be in the locale's alphabet; standard error does this by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

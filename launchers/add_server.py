@@ -13,7 +13,10 @@ from kvmpi.launchers.top import choose, find_jobs, folders
 
 def main(argv: Sequence[str]) -> int:
     """Run ``kvmpi add-server ARGV``; the exit status."""
-    parser = argparse.ArgumentParser(prog="kvmpi add-server", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="kvmpi add-server", allow_abbrev=False,
+        description="Start one more server in a running job of this user on this host.",
+    )  # fmt: skip
     parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
     args = parser.parse_args(argv)
     try:

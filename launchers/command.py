@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         type=expanduser,
         default=".",
         metavar="D",
-        help="folder that all hosts share (default: the current one)",
+        help="of a batch system: folder that all hosts share (default: the current one)",
     )
     add("--server-hosts", default="", metavar="H,...", help="hosts of the servers (default: those of the workers)")
     add("--interface", default="", metavar="I", help="network between hosts: eth0, or 10.0.0.0/16 (default: any)")

@@ -35,7 +35,10 @@ _WIDEST = 10_000
 
 def main(argv: Sequence[str]) -> int:
     """Run ``kvmpi top ARGV``; the exit status."""
-    parser = argparse.ArgumentParser(prog="kvmpi top", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="kvmpi top", allow_abbrev=False,
+        description="What a running job of this user on this host does, as a table in the terminal that renews itself.",
+    )  # fmt: skip
     parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
     parser.add_argument("--once", action="store_true", help="print one table and end, as into a pipe")
     parser.add_argument("--json", action="store_true", help="print everything that is known as JSON and end")
@@ -79,7 +82,7 @@ def find_jobs(folders: Sequence[Path]) -> list[Picture]:
         try:
             if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
                 continue  # somebody else's, whatever it says
-            card = json.loads(path.read_text())
+            card = json.loads(path.read_bytes())
             card["program"] = list(map(_as_text, card["program"]))
             os.kill(int(card["pid"]), 0)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -152,7 +155,7 @@ def look(folder: Path) -> Picture:
         try:
             (folder / WATCHED_FILE).touch(mode=0o600)
             if status.exists() and status.stat().st_mtime > began_s - 2.0:
-                picture: Picture = json.loads(status.read_text())
+                picture: Picture = json.loads(status.read_bytes())
                 return picture
         except OSError:
             if not folder.exists():

@@ -87,13 +87,16 @@ def test_of_long_lines_only_the_beginning_is_kept():
 @pytest.mark.parametrize(("words", "status", "said"), [
     (("plan", "--compute-seconds", "0.2"), 1, "kvmpi plan: standard output: No space left on device"),
     (("plan", "--compute-seconds", "0.2", "--json"), 1, "kvmpi plan: standard output: No space left on device"),
+    (("--help",), 1, "kvmpi: standard output: No space left on device"),
+    (("top", "--help"), 1, "kvmpi top: standard output: No space left on device"),
     (("run", "-n", "2", "--", "echo", "lost"), 0, "kvmpi run: standard output: No space left on device; the job goes"),
 ])  # fmt: skip
 def test_a_full_disk_below_standard_output_is_said(words, status, said):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as it is for users
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "kvmpi", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_S,
-            check=False,
+            check=False, env=env,
         )  # fmt: skip
     assert done.returncode == status
     assert done.stderr.count("\n") == 1, done.stderr

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from kvmpi.benchmarks import browser
+from kvmpi.config import STATUS_FILE
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import summary, top
 from kvmpi.launchers.job import CARD
@@ -321,6 +322,29 @@ def test_the_end_of_the_job_is_summed_up(job: Watched) -> None:
     points = kept["curves"]["loss"]["workers"]["1"]
     assert points[-1][0] == steps
     assert not list(job.jobs.iterdir())
+
+
+def test_names_that_the_locale_cannot_write(tmp_path: Path) -> None:
+    folder = tmp_path / "kvmpi-aa11"
+    folder.mkdir(mode=0o700)
+    card = {"job": "aa11", "program": ["tra\u00een.py"], "started_s": time.time(), "pid": os.getpid()}
+    (folder / CARD).write_text(json.dumps({**card, "workers": 1, "clients": 1, "servers": 0}))
+    picture = {
+        "job": "aa11", "shape": {"workers": 0, "clients": 0, "servers": 0}, "elapsed_s": 1.0, "workers": [],
+        "totals": {"keys": 0, "steps": 0, "steps_per_s": 0.0, "bytes_per_s": 0.0, "imbalance": 1.0},
+        "curves": {"pr\u00e9cision": {}}, "servers": [], "lost": [], "slowest": None,
+    }  # fmt: skip
+    (folder / STATUS_FILE).write_text(json.dumps(picture, ensure_ascii=False), encoding="utf-8")
+    ahead_s = time.time() + 3600  # new enough, however slow this machine is
+    os.utime(folder / STATUS_FILE, (ahead_s, ahead_s))
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    env["PYTHONCOERCECLOCALE"] = "0"
+    command = [sys.executable, "-m", "kvmpi", "top", "aa11"]
+    for option in ("--once", "--list"):
+        done = subprocess.run([*command, option], env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "tra\\xeen.py" in done.stdout
+        assert ("pr\\xe9cision" in done.stdout) == (option == "--once")
 
 
 def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
