@@ -15,6 +15,7 @@ from typing import Any
 
 from kvmpi.collectives.cost import load
 from kvmpi.errors import ConfigError, KVError
+from kvmpi.launchers.summary import counted
 from kvmpi.planner import models
 from kvmpi.planner.calibrate import from_lines
 from kvmpi.planner.predict import Prediction, predict
@@ -117,8 +118,8 @@ def _plan(args: argparse.Namespace) -> int:
 
     names = _algorithms(args.algorithm)
     title = (
-        f"{model.name}: {model.nbytes / 1e6:.4g} MB in {len(model.layers)} keys, {model.compute_s:.4g} s of "
-        f"computation a step; {args.workers} workers on {args.hosts} hosts, {args.link}"
+        f"{model.name}: {model.nbytes / 1e6:.4g} MB in {counted(len(model.layers), 'key')}, {model.compute_s:.4g} s of "
+        f"computation a step; {counted(args.workers, 'worker')} on {counted(args.hosts, 'host')}, {args.link}"
     )
     if args.recommend:
         jobs = candidates(
@@ -251,8 +252,9 @@ def _show(
         for of in found:
             console.print(f"{of.job.algorithm}: {of.reason}{_spread(of)}")
     else:
-        tried = f"{len(found)} job{'s' if len(found) > 1 else ''} tried"
-        console.print(f"{tried}. Recommended: {describe(recommended.best.job)}", style="bold")
+        console.print(
+            f"{counted(len(found), 'job')} tried. Recommended: {describe(recommended.best.job)}", style="bold"
+        )
         console.print(recommended.reason)
 
 

@@ -60,12 +60,16 @@ def preset(name: str, compute_s: float) -> Model:
     Raises:
         ConfigError: no such model, or a time that makes no sense.
     """
-    if name not in USES:
-        raise ConfigError(f"model {name!r}: known are {', '.join(USES)}, a file NAME.json, and a number of bytes")
+    _known(name)
     uses = USES[name]()
     sizes = [math.prod(shape) for shape, _ in uses]
     works = [float(size * places) for size, (_, places) in zip(sizes, uses, strict=True)]
     return _shared(name, [_ITEM_BYTES * size for size in sizes], works, compute_s)
+
+
+def _known(name: str) -> None:
+    if name not in USES:
+        raise ConfigError(f"model {name!r}: known are {', '.join(USES)}, a file NAME.json, and a number of bytes")
 
 
 def plain(nbytes: int, compute_s: float, num_keys: int = 1) -> Model:
@@ -137,6 +141,8 @@ def read(word: str, compute_s: float | None, num_keys: int | None = None) -> Mod
             return from_json(Path(word).read_text(), Path(word).stem)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"model {word}: {error}") from None
+    if size is None:
+        _known(word)
     if compute_s is None:
         raise ConfigError(f"model {word}: how long does a step compute? --compute-seconds S")
     if size:

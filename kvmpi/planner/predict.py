@@ -89,8 +89,8 @@ def predict(
     Raises:
         ConfigError: the job cannot run there.
     """
-    if not 1 <= steps < 1e18 or events < 1:
-        raise ConfigError(f"{steps} steps, {events} events: both must be positive, and fewer than 1e18")
+    if not 1 <= steps < 1e18:
+        raise ConfigError(f"an epoch of {steps} steps: expected 1 or more, and fewer than 1e18")
     if disturbance.slow_workers > job.workers:
         raise ConfigError(f"{disturbance.slow_workers} slow workers: there are {job.workers}")
     if seed < 0:
@@ -359,9 +359,10 @@ def _limits(course: Course, compute_s: float, local_s: float, turns: _Turns, int
     for host in course.hosts:
         on_host[host] = on_host.get(host, 0) + 1
     most = max(on_host.values())
-    sums = sum(piece.sum_bytes for piece in course.pieces)
-    casts = sum(piece.cast_bytes for piece in course.pieces)
-    fixed = sum(piece.sum_s + piece.cast_s for piece in course.pieces)
+    sums = sum(piece.sum_bytes for piece in course.pieces) / course.host_rate
+    casts = sum(piece.cast_bytes for piece in course.pieces) / course.host_rate
+    # Sums and broadcasts are lanes of their own, which go on beside each other; what they share is the host's link.
+    lanes = (sums + sum(piece.sum_s for piece in course.pieces), casts + sum(piece.cast_s for piece in course.pieces))
     return {
         "compute": compute_s,
         "stragglers": max(0.0, turns.slowest_s(interval) / interval - compute_s),
@@ -369,7 +370,7 @@ def _limits(course: Course, compute_s: float, local_s: float, turns: _Turns, int
         "servers' processors": clients * sum(piece.serve_s for piece in course.pieces) / interval,
         "links of workers' hosts": most * nbytes / course.host_rate / interval if course.servers else 0.0,
         "masters": nbytes / course.flow_rate / interval if course.servers else 0.0,
-        "sums inside clients": local_s + ((sums + casts) / course.host_rate + fixed) / interval,
+        "sums inside clients": local_s + max(*lanes, sums + casts) / interval,
         "latency": 2 * course.latency_s * len(course.pieces) / course.window / interval if course.servers else 0.0,
     }
 
@@ -391,7 +392,7 @@ def _explain(limits: dict[str, float], step_s: float, job: Job, model: Model) ->
         "links of workers' hosts": f"links of workers' hosts are the bottleneck: {size} a client{often} take {of}",
         "masters": f"masters are the bottleneck: one process sends {size}{often} in {of}",
         "sums inside clients": f"sums inside clients are the bottleneck: {-(-job.workers // clients)} workers, {of}",
-        "latency": f"latency is the bottleneck: {of}",
+        "latency": f"latency is the bottleneck: until servers have answered, a window at a time, takes {of}",
         "the lab's cores": f"the cores of the lab are the bottleneck: {of}",
     }
     return name, texts[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 
@@ -131,6 +132,17 @@ def test_a_processor_or_a_latency_can_be_what_limits() -> None:
     assert busy.step_s == pytest.approx(0.5 + 4 * 1000 * 0.01, rel=0.05)
     far = planned(1, Job("dist-SGD", 1, 1, 1), latency_s=1.0)  # a window of 4 MiB every two seconds
     assert far.step_s == pytest.approx(0.5 + 2 * NBYTES / (4 << 20), rel=0.15)
+
+
+@pytest.mark.parametrize("algorithm", ["mpi-SGD", "mpi-ESGD"])
+def test_what_a_resource_takes_is_part_of_the_step(algorithm: str) -> None:
+    """Sums and broadcasts of a client go on beside each other, each as long as the step that waits for them."""
+    slow = replace(FREE, meeting_s=0.01, message_s=1e-4, add_bytes_per_s=1e9, copy_bytes_per_s=1e8)
+    for hosts in (1, 16):
+        found = planned(hosts, Job(algorithm, 64, 1, 1, interval=1), compute_s=0.01, figures=slow)
+        taken, of = re.findall(r"([\d.]+) s of a step of ([\d.]+) s", found.reason)[0]
+        assert found.bottleneck == "sums inside clients"
+        assert float(taken) <= float(of) * 1.01
 
 
 def test_one_machine_does_the_work_of_all_hosts_of_a_lab() -> None:
