@@ -41,7 +41,7 @@ def parser(op: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog=f"kvmpi bench {op}",
         usage=f"kvmpi bench {op} [options]",
-        description=f"How fast {op} is: kvmpi's algorithms beside MPI's own and others, in one table. Every row is "
+        description=f"How fast {op} is: kvmpi's algorithms beside MPI's own and others, in one table. Every row is\n"
         "verified before it is timed; rows of a size take turns; the time of an iteration is that of the slowest rank.",
         epilog=_EXAMPLES.format(
             op=op, rows=", ".join(rows.known(op)), mpi=rows.MPI_CALLS[op], gloo=_GLOO if op == "allreduce" else ""

@@ -28,7 +28,8 @@ examples:
   kvmpi bench ps --rows tcp,tcp:fp16,tcp:chunk_bytes=1048576:window_bytes=8388608
 
 rows: {kinds}
-A row of kvmpi is NAME or NAME:MODIFIER...: {modifiers}; SETTING=VALUE sets KVMPI_SETTING in the processes of its job.
+A row of kvmpi is NAME or NAME:MODIFIER...: {modifiers}; SETTING=VALUE sets KVMPI_SETTING in the
+processes of its job.
 sockets is a server of plain TCP sockets that does nothing but add up: what is left to gain by any other way over TCP.
 mxnet is MXNet 1.9.1 in an environment of its own (Python 3.10: pip install mxnet==1.9.1 numpy==1.23.5).
 
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="kvmpi bench ps",
         usage="kvmpi bench ps [options]",
-        description="How fast values go through parameter servers: push, pull and the fused pushpull, over TCP and "
+        description="How fast values go through parameter servers: push, pull and the fused pushpull, over TCP and\n"
         "ipc, beside MXNet. Every row is verified before and after it is timed; rows of a size take turns.",
         epilog=_EXAMPLES.format(kinds=", ".join(ps_rows.KINDS), modifiers=", ".join(ps_rows.MODIFIERS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -51,8 +51,10 @@ def check_writable(path: str) -> None:
     """
     if os.path.isdir(path):
         raise ConfigError(f"{path} cannot be written: it is a folder")
-    if not os.access(path if os.path.exists(path) else os.path.dirname(os.path.abspath(path)), os.W_OK):
-        raise ConfigError(f"{path} cannot be written")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        why = "no permission" if os.path.isdir(folder) else f"there is no folder {folder}"
+        raise ConfigError(f"{path} cannot be written: {why}")
 
 
 def check_torch(name: str) -> None:

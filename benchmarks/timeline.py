@@ -1,8 +1,4 @@
-"""``kvmpi bench timeline``: what exchanges cost while the timeline is written, in turns with such that it is not.
-
-One process has all of a job: a worker, a server and the scheduler. So the timeline can be put on and off between two
-rounds, and both kinds meet the same noise. All spans of an exchange are written by this one process.
-"""
+"""``kvmpi bench timeline``: what exchanges cost while the timeline is written, in turns with such that it is not."""
 
 from __future__ import annotations
 
@@ -24,12 +20,17 @@ from kvmpi.benchmarks.sizes import format_bytes, parse_sizes
 from kvmpi.config import Config
 from kvmpi.trace import parts, timeline
 
+_ABOUT = """\
+What exchanges cost while the timeline is written, in turns with such that it is not. One process has all of a job: a
+worker, a server and the scheduler. So the timeline can be put on and off between two rounds, and both kinds meet the
+same noise. All spans of an exchange are written by this one process.
+"""
 _ROUND_S = 0.2
 
 
 def main(name: str, argv: Sequence[str]) -> int:
     """The exit status: 1 if a value was wrong."""
-    parser = argparse.ArgumentParser(prog=f"kvmpi bench {name}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"kvmpi bench {name}", description=_ABOUT)
     parser.add_argument("--sizes", default="4K,64K,1M,4M", help="bytes of a push and pull (default 4K,64K,1M,4M)")
     parser.add_argument("--rounds", type=at_least(1), default=15, help="rounds of each kind (default 15)")
     options = parser.parse_args(argv)
