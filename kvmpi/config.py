@@ -136,7 +136,9 @@ class Config:
     )  # fmt: skip
     handshake_s: float = _setting(10.0, "seconds in which a new TCP connection must prove that it belongs to the job")
     scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")
-    mpirun: str = _setting("", "the mpirun to use; empty looks beside the interpreter, then on PATH")
+    mpirun: str = _setting(
+        "", "the mpirun to use; empty looks beside the interpreter, on PATH, and where pip install --user puts it"
+    )
     imports: str = _setting("", "modules, separated by commas, that servers import at start (custom rules)")
     snapshot_dir: str = _setting("", "folder into which servers write snapshots")
     snapshot_every: int = _setting(0, "steps from one snapshot to the next; 0 is off")

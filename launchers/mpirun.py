@@ -7,6 +7,7 @@ import os
 import pwd
 import re
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -158,7 +159,7 @@ class MPI:
 def find(
     environ: Mapping[str, str], num_workers: int, *, beside: str = sys.executable, timeout_s: float = VERSION_S
 ) -> MPI:
-    """``KVMPI_MPIRUN``, else the mpirun beside the interpreter ``beside``, else the one on ``PATH``.
+    """``KVMPI_MPIRUN``, else the mpirun beside the interpreter ``beside``, on ``PATH``, or of ``pip install --user``.
 
     Raises:
         ConfigError: there is none, it does not run, or mpi4py is missing; the message says what to install.
@@ -172,12 +173,17 @@ def find(
     else:
         # Not resolved: the interpreter of a virtual environment is a link to one that lies elsewhere.
         neighbour = str(Path(beside).parent / "mpirun")
-        path = shutil.which(neighbour) or shutil.which("mpirun", path=environ.get("PATH")) or ""
+        path = shutil.which(neighbour) or shutil.which("mpirun", path=environ.get("PATH")) or _of_user()
         if not path:
             raise ConfigError(f"a client of several workers needs MPI, and no mpirun was found; {hint}")
     need_mpi4py(num_workers)
     kind = detect_kind(path, environ, timeout_s)
     return MPI(_binary(path, environ) if kind == "mpich" else path, kind)
+
+
+def _of_user() -> str:
+    """The mpirun of ``pip install --user``, whose folder of commands often is not on ``PATH``; empty: there is none."""
+    return (site.ENABLE_USER_SITE and shutil.which("mpirun", path=os.path.join(site.getuserbase(), "bin"))) or ""
 
 
 def _binary(path: str, environ: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from kvmpi.wire import create_keys, new_context
 
 
 def main(role: str) -> int:
-    """Run until SIGTERM; the exit status is 0 then, and 1 after an error."""
+    """Run until SIGTERM, or Ctrl-C if no launcher is there; the exit status is 0 then, and 1 after an error."""
     config = Config.from_env()
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
     timeline.begin(config)
@@ -30,7 +30,7 @@ def main(role: str) -> int:
             if config.security == "curve" and config.keys:
                 create_keys(config.keys)
             scheduler = SchedulerDaemon(config, _say)
-            _stop_on_signal(scheduler)
+            _stop_on_signal(scheduler, config)
             scheduler.run(context, lambda endpoint: _announce(config, endpoint))
         else:
             if not config.scheduler or config.rank < 0:
@@ -38,17 +38,17 @@ def main(role: str) -> int:
                     "a server needs KVMPI_SCHEDULER and KVMPI_RANK; start the job with 'kvmpi run -s'"
                 )
             server = ServerDaemon(config, config.rank, _say)
-            _stop_on_signal(server)
+            _stop_on_signal(server, config)
             server.run(context)
     finally:
         context.destroy(linger=100)
     return 0
 
 
-def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon) -> None:
+def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon, config: Config) -> None:
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
-    # Ctrl-C goes to the whole terminal group; the launcher decides when servers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C goes to the whole terminal group; where there is a launcher, that decides when servers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if config.job_id else lambda *_: daemon.stop())
 
 
 def _say(text: str) -> None:

@@ -361,6 +361,15 @@ def test_mpirun_is_looked_for_in_order(tmp_path, monkeypatch):
     assert mpirun.find({**environ, "KVMPI_MPIRUN": chosen}, 2, beside=python) == MPI(chosen, "openmpi")
     assert mpirun.find(environ, 2, beside=python) == MPI(beside, "mpich")
     assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi4")
+    of_user = fake_mpirun(tmp_path / "bin", "mpirun (Open MPI) 5.0.11")  # of pip install --user
+    monkeypatch.setattr(mpirun.site, "USER_BASE", str(tmp_path))
+    monkeypatch.setattr(mpirun.site, "ENABLE_USER_SITE", True)
+    assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(on_path, "openmpi4")
+    environ["PATH"] = str(tmp_path / "nothing")
+    assert mpirun.find(environ, 2, beside=str(tmp_path / "python")) == MPI(of_user, "openmpi")
+    monkeypatch.setattr(mpirun.site, "ENABLE_USER_SITE", False)  # as in a virtual environment
+    with pytest.raises(ConfigError, match="no mpirun was found"):
+        mpirun.find(environ, 2, beside=str(tmp_path / "python"))
 
 
 def test_intels_mpirun_is_not_left_to_find_its_other_half(tmp_path, monkeypatch):

@@ -135,6 +135,7 @@ def test_a_scheduler_that_dies_ends_barriers_but_not_exchanges(processes: Proces
 
 
 def test_sigterm_ends_everyone_in_good_order(processes: Processes) -> None:
+    processes.env["KVMPI_JOB_ID"] = "0123456789abcdef"  # as a launcher does
     config, scheduler, servers = processes.job(2)
     (ps,) = connected(config, 1)
     for process in (scheduler, *servers):
@@ -147,7 +148,10 @@ def test_sigterm_ends_everyone_in_good_order(processes: Processes) -> None:
     ps.abort()
 
 
-def test_sigterm_ends_a_server_whose_scheduler_never_came(processes: Processes) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_nobody_has_launched_ends_before_its_scheduler_came(
+    processes: Processes, how: signal.Signals
+) -> None:
     server = processes.start(
         "server",
         KVMPI_SCHEDULER=f"ipc://{processes.folder}/nobody",
@@ -156,7 +160,7 @@ def test_sigterm_ends_a_server_whose_scheduler_never_came(processes: Processes) 
     )
     while not (processes.folder / "server-0").exists():
         assert server.poll() is None
-    server.send_signal(signal.SIGTERM)
+    server.send_signal(how)
     assert ended(server, 5.0)[0] == 0
 
 
