@@ -105,6 +105,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def is_capable(self, capability: str) -> bool:
         """Whether this store can do something.
 
+        ``optimizer``, ``updater``, ``allreduce``, ``view``, ``compression`` (``set_gradient_compression``) and
+        ``checkpoint`` (``save``, ``load``): it has the method; ``sparse``: it takes rows; ``elastic``: it takes
+        ``kvmpi.optim.Elastic``; ``async``: each push is an update of its own; ``snapshots``: its servers can write
+        them; ``replication``: in this job servers may die (``--replicas``); ``encryption``: in this job, what goes to
+        servers over TCP is encrypted.
+
         Raises:
             ConfigError: unknown capability; the message lists the known ones.
         """

@@ -58,7 +58,10 @@ class DistStore(Commanding):
         self._rank = first + self.mpi_rank if grouped else max(0, config.rank)
         self._client = config.client_rank if grouped else self._rank
         self._num_clients = config.num_clients if grouped else config.num_workers
-        self._capabilities = {**KVStore._capabilities, "async": mode == "async", "compression": True, "snapshots": True}
+        self._capabilities = {
+            **KVStore._capabilities, "async": mode == "async", "compression": True, "snapshots": True,
+            "replication": config.replicas > 0, "encryption": config.security == "curve",
+        }  # fmt: skip
         self._alone = self._num_clients == 1
         # By key: what the last push fetches, and whether there was a pull since.
         self._answers: dict[Key, Answer | None] = {}

@@ -320,6 +320,8 @@ def test_capabilities_tell_the_truth():
             assert kv.is_capable("optimizer")
             assert kv.is_capable("async") == ("async" in name)
             assert kv.is_capable("compression") == dist
+            assert kv.is_capable("encryption") == dist
+            assert not kv.is_capable("replication")
             assert kv.is_capable("updater") == (not dist)
             assert kv.is_capable("checkpoint")
             assert kv.is_capable("sparse")

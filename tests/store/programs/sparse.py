@@ -114,6 +114,7 @@ def sums(name):
     """Without an optimizer rows become their sums, and others stay; results come back in every form."""
     with kvmpi.create(name) as kv:
         assert kv.is_capable("sparse")
+        assert kv.is_capable("replication") == (kv.num_servers == 3), "the job that has --replicas"
         expected, ranks = init(kv), range(kv.num_workers)
         for step in range(2 * STEPS):
             pushed = {key: as_pushed(kv.rank, step, key) for key in KEYS}
