@@ -12,7 +12,10 @@ from kvmpi.trace.merge import merge
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvmpi.trace", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m kvmpi.trace",
+        description="Make a timeline of the parts that a job has left whose launcher could not do it.",
+    )
     parser.add_argument("file", metavar="FILE", help="as given to --timeline; the parts are in FILE.parts")
     parser.add_argument("--keep", action="store_true", help="leave the parts where they are")
     options = parser.parse_args(argv)
