@@ -95,7 +95,7 @@ def check(
     here = next((name for name in names if where.is_here(name) or name == at.environ.get("SLURMD_NODENAME")), "")
     others = [name for name in names if name != here]
     try:
-        address = own_address(network, others[0]) if others or network else "127.0.0.1"
+        address = own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
     except (OSError, ValueError) as error:
         return [Finding("hosts", "problem", f"{network or others[0]}: {error}", "This host has no way there.",
                         "correct the name, or name the network with --interface")], None  # fmt: skip

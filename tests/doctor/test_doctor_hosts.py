@@ -87,6 +87,12 @@ def test_answers_of_other_doctors() -> None:
     assert (found.level, "No module named kvmpi" in found.seen) == ("problem", True)
 
 
+def test_a_network_and_no_other_host() -> None:
+    ((found,), measured) = pairs.check(AT, [Host("localhost")], reach.ssh("ssh"), "nosuch")
+    assert (found.check, found.level, measured) == ("hosts", "problem", None)
+    assert "has no address on 'nosuch'; it has" in found.seen
+
+
 def test_a_host_with_another_clock_and_one_that_wants_a_password(tmp_path: Path) -> None:
     """Both are this host, behind something like ssh."""
     shell = tmp_path / "shell"
