@@ -37,7 +37,7 @@ _YOUNG_S, _DAY_S = 60.0, 86_400.0
 
 
 def python(at: Surroundings) -> Finding:
-    """The interpreter, and whether the ``kvmpi`` on PATH is that of this one."""
+    """The interpreter, and whether the ``kvmpi`` on PATH is that of this one, and what programs here would import."""
     seen = f"{platform.python_version()} in {sys.prefix}, kvmpi {kvmpi.__version__}"
     found = shutil.which("kvmpi", path=at.environ.get("PATH"))
     ours = Path(sys.prefix) / "bin" / "kvmpi"
@@ -45,6 +45,14 @@ def python(at: Surroundings) -> Finding:
         return Finding(
             "python", "warning", seen, f"PATH finds another kvmpi: {found}.",
             f"activate the environment that you mean:\n. {sys.prefix}/bin/activate",
+        )  # fmt: skip
+    here = Path("kvmpi", "__init__.py").absolute()
+    if here.exists() and not os.path.samefile(here, kvmpi.__file__):
+        return Finding(
+            "python", "warning", seen,
+            f"Programs in this folder import the sources in it, {here.parent}, in place of what is installed; compiled "
+            "parts are seldom there.",
+            f"install these ({sys.executable} -m pip install -e '.[mpi]'), or keep programs in another folder",
         )  # fmt: skip
     return Finding("python", "ok", seen)
 

@@ -49,6 +49,19 @@ def test_another_kvmpi_on_path(tmp_path: Path) -> None:
     assert machine.python(at(tmp_path, {"PATH": "/nowhere"})).level == "ok"
 
 
+def test_sources_in_the_place_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvmpi").mkdir()
+    assert machine.python(at(tmp_path, {"PATH": "/nowhere"})).level == "ok"
+    (tmp_path / "kvmpi" / "__init__.py").touch()
+    found = machine.python(at(tmp_path, {"PATH": "/nowhere"}))
+    assert found.level == "warning"
+    assert f"import the sources in it, {tmp_path}/kvmpi" in found.means
+    (tmp_path / "kvmpi" / "__init__.py").unlink()
+    (tmp_path / "kvmpi" / "__init__.py").symlink_to(machine.kvmpi.__file__)  # the tree of an editable installation
+    assert machine.python(at(tmp_path, {"PATH": "/nowhere"})).level == "ok"
+
+
 def test_packages_where_kvmpi_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sources are on PYTHONPATH."""
 
