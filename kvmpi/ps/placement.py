@@ -90,7 +90,7 @@ def create(name: str, num_servers: int) -> Placement:
         ConfigError: no such placement.
     """
     if name not in _PLACEMENTS:
-        raise ConfigError(f"placement {name!r}; known: {', '.join(sorted(_PLACEMENTS))}")
+        raise ConfigError(f"KVMPI_PLACEMENT={name!r}: expected one of {', '.join(map(repr, sorted(_PLACEMENTS)))}")
     return _PLACEMENTS[name](num_servers)
 
 

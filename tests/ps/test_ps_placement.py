@@ -202,5 +202,6 @@ def test_hash_is_the_same_in_every_process() -> None:
 
 
 def test_an_unknown_placement_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'random'; known: hash, lpt, round_robin, uniform"):
+    expected = "KVMPI_PLACEMENT='random': expected one of 'hash', 'lpt', 'round_robin', 'uniform'"
+    with pytest.raises(ConfigError, match=expected):
         placement.create("random", 2)
