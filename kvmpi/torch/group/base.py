@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +46,29 @@ class Plan(NamedTuple):
     run: Callable[[Deadline, str], None]
     results: Sequence[Any] = ()
     details: Any = None
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def also_named(*names: str) -> Callable[[_Method], _Method]:
+    """Let a method take its arguments by the names that they have in C++, where each form of it has its own.
+
+    Args:
+        names: for each parameter of the method but ``self``, in order, its names there.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        own = list(inspect.signature(method).parameters)[1:]
+        own_name = {name: mine for mine, known in zip(own, names, strict=True) for name in known.split()}
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            return method(self, *args, **{own_name.get(name, name): value for name, value in named.items()})
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 #: Its declared overloads are those of C++; what torch calls are the forms below.
@@ -251,10 +276,12 @@ class GroupBase(_ProcessGroup):
 
     # ---- messages
 
+    @also_named("tensors", "dstRank", "tag")
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> GroupWork:
         flat = octets(single(tensors))
         return GroupWork(self._transfers.send(flat.buffer, dest, tag, self._timeout_s, self._label("send")), [])
 
+    @also_named("tensors", "srcRank", "tag")
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         return self._receive(tensors, source, tag)
 
@@ -351,6 +378,11 @@ def single(tensors: Tensors | torch.Tensor) -> torch.Tensor:
     if len(tensors) != 1:
         raise ShapeMismatchError(f"{len(tensors)} tensors: this call takes one")
     return tensors[0]
+
+
+def root_of(options: Any) -> int:
+    """Of torch's options, or the root itself, which its process groups take in their place; of none, rank 0."""
+    return 0 if options is None else int(getattr(options, "rootRank", options))
 
 
 def as_row(rows: Sequence[Any]) -> list[torch.Tensor]:

@@ -16,10 +16,12 @@ from kvmpi.errors import ShapeMismatchError
 from kvmpi.torch.group.base import (
     Plan,
     Tensors,
+    also_named,
     as_row,
     check_dtypes,
     check_size,
     entries,
+    root_of,
     single,
 )
 from kvmpi.torch.group.reductions import Reductions
@@ -33,8 +35,9 @@ Buffer = npt.NDArray[Any]
 class KvmpiProcessGroup(Reductions):
     """The ranks of a communicator as torch.distributed knows them. Made by ``init_process_group`` and ``new_group``."""
 
+    @also_named("tensors tensor", "opts root", "timeout")
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
-        root = _root_of(opts)
+        root = root_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
         def prepare() -> Plan:
@@ -51,6 +54,7 @@ class KvmpiProcessGroup(Reductions):
 
         return self._start(f"broadcast from {root}", timeout or opts, prepare)
 
+    @also_named("output", "input", "opts")
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [source], opts)
 
@@ -71,6 +75,7 @@ class KvmpiProcessGroup(Reductions):
 
         return self._start("all_gather", opts, prepare)
 
+    @also_named("output_tensors", "input_tensors input_tensor", "opts timeout")
     def allgather(
         self, outputs: Sequence[Tensors] | Tensors, inputs: Tensors | torch.Tensor, opts: Any = None
     ) -> GroupWork:
@@ -78,6 +83,7 @@ class KvmpiProcessGroup(Reductions):
             return self._gather_lists([outputs], [inputs], opts)
         return self._gather_lists(outputs, inputs, opts)
 
+    @also_named("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         """``outputs[r][i]`` takes what rank r has as ``inputs[i]``: unlike in ``allgather``, the rank comes first."""
         return self._gather_lists([[*row] for row in zip(*outputs, strict=False)], inputs, opts)
@@ -107,8 +113,11 @@ class KvmpiProcessGroup(Reductions):
 
         return self._start("all_gather", opts, prepare)
 
-    def gather(self, outputs: Sequence[Any], inputs: Tensors | torch.Tensor, opts: Any = None) -> GroupWork:
-        source, root = single(inputs), _root_of(opts)
+    @also_named("output_tensors", "input_tensors input_tensor", "opts root", "timeout")
+    def gather(
+        self, outputs: Sequence[Any], inputs: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        source, root = single(inputs), root_of(opts)
         row: list[torch.Tensor] = as_row(outputs) if self.rank() == root else []
 
         def prepare() -> Plan:
@@ -127,10 +136,13 @@ class KvmpiProcessGroup(Reductions):
 
             return Plan(entries([source]), run, [row])
 
-        return self._start(f"gather to {root}", opts, prepare)
+        return self._start(f"gather to {root}", timeout or opts, prepare)
 
-    def scatter(self, outputs: Tensors | torch.Tensor, inputs: Sequence[Any], opts: Any = None) -> GroupWork:
-        output, root = single(outputs), _root_of(opts)
+    @also_named("output_tensors output_tensor", "input_tensors", "opts root", "timeout")
+    def scatter(
+        self, outputs: Tensors | torch.Tensor, inputs: Sequence[Any], opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        output, root = single(outputs), root_of(opts)
         row: list[torch.Tensor] = as_row(inputs) if self.rank() == root else []
 
         def prepare() -> Plan:
@@ -148,8 +160,9 @@ class KvmpiProcessGroup(Reductions):
 
             return Plan(entries([output]), run, [output])
 
-        return self._start(f"scatter from {root}", opts, prepare)
+        return self._start(f"scatter from {root}", timeout or opts, prepare)
 
+    @also_named("output_tensors", "input_tensors", "opts")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         def prepare() -> Plan:
             for name, row in (("output", outputs), ("input", inputs)):
@@ -169,6 +182,7 @@ class KvmpiProcessGroup(Reductions):
 
         return self._start("all_to_all", opts, prepare)
 
+    @also_named("output", "input", "output_split_sizes", "input_split_sizes", "opts timeout")
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
         opts: Any = None,
@@ -200,6 +214,7 @@ class KvmpiProcessGroup(Reductions):
             raise ShapeMismatchError(f"{name} splits {list(splits)}: expected {self.size()} of them, {rows} in all")
         return [int(split) * (tensor.numel() // rows if rows else 0) for split in splits]
 
+    @also_named("opts timeout")
     def barrier(self, opts: Any = None) -> GroupWork:
         return self._start("barrier", opts, lambda: Plan([], lambda *_: None, (), "barrier"))
 
@@ -226,12 +241,6 @@ class KvmpiProcessGroup(Reductions):
     # What torch calls the same before 2.13.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _root_of(options: Any) -> int:
-    """Of torch's options, or the root itself, which its process groups take in their place."""
-    root: int = options if isinstance(options, int) else options.rootRank
-    return root
 
 
 def _cut(buffer: Buffer, counts: Sequence[int], itemsize: int) -> list[Buffer]:

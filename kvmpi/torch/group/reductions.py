@@ -16,7 +16,18 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.deadline import Deadline
 from kvmpi.errors import UnsupportedError
 from kvmpi.kernels import host
-from kvmpi.torch.group.base import GroupBase, Plan, Tensors, as_row, check_dtypes, check_size, entries, single
+from kvmpi.torch.group.base import (
+    GroupBase,
+    Plan,
+    Tensors,
+    also_named,
+    as_row,
+    check_dtypes,
+    check_size,
+    entries,
+    root_of,
+    single,
+)
 from kvmpi.torch.group.tensors import TIMES, Flat, is_sum, numbers, octets, reduction
 from kvmpi.torch.group.work import GroupWork
 
@@ -33,6 +44,7 @@ class Reductions(GroupBase):
         # and lets go of; C++ waits for it in backward, for ever if the Python half of the work is gone by then.
         self._counts_of_ranks: deque[GroupWork] = deque(maxlen=64)
 
+    @also_named("tensors tensor", "opts op", "timeout")
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> GroupWork:
         op = _op_of(opts)
         found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -144,11 +156,12 @@ class Reductions(GroupBase):
         self._collectives.fold_parts(wide, total, "float32", kind, deadline, label)
         host.narrow(total * np.float32(self._scale(target, op)), target.buffer, target.dtype)
 
+    @also_named("tensors tensor", "opts root", "op", "timeout")
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> GroupWork:
-        tensor = single(tensors)
-        root, name = (opts, _op_of(op)) if isinstance(opts, int) else (opts.rootRank, _op_of(opts))
+        tensor, root = single(tensors), root_of(opts)
+        name = _op_of(opts if hasattr(opts, "reduceOp") else op)
 
         def prepare() -> Plan:
             self._check_root(root)
@@ -175,6 +188,7 @@ class Reductions(GroupBase):
 
         return self._start(f"reduce[{name}] to {root}", timeout or opts, prepare)
 
+    @also_named("outputTensor", "inputTensor", "opts")
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
@@ -209,6 +223,7 @@ class Reductions(GroupBase):
             self._collectives.fold_parts(parts, output.buffer, source.dtype, kind, deadline, label)
         output.back()
 
+    @also_named("output_tensors output", "input_tensors input", "opts op", "timeout")
     def reduce_scatter(
         self,
         outputs: Tensors | torch.Tensor,

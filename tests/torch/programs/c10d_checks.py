@@ -235,6 +235,52 @@ def moves(rank: int, size: int) -> None:
         same(out, torch.cat([value(r, i + 2, torch.float32, i) for r in range(size)]), "coalesced all_gather")
 
 
+def named_arguments(rank: int, size: int) -> None:
+    """The methods of the group itself, called with the names that the arguments have in each form of torch's."""
+    group, short = dist.group.WORLD, timedelta(seconds=60)
+    total, last = rows(size, 3, torch.float32).sum(0), size - 1
+    every = [value(r, 3, torch.float32) for r in range(size)]
+
+    def check(call: Callable[[torch.Tensor, list[torch.Tensor]], Any], first: Any = None, row: Any = None) -> None:
+        """What ``call`` leaves in a tensor that is this rank's, and in a row that is empty."""
+        tensor, parts = every[rank].clone(), [torch.zeros(3) for _ in range(size)]
+        call(tensor, parts).wait()
+        same(tensor, every[rank] if first is None else first, "named arguments")
+        same(torch.cat(parts), torch.zeros(3 * size) if row is None else torch.cat(row), "a row of named arguments")
+
+    check(lambda t, _: group.allreduce(tensor=t, op=ReduceOp.SUM, timeout=short), total)
+    check(lambda t, _: group.allreduce(tensors=[t], opts=dist.AllreduceOptions()), total)
+    check(lambda t, _: group.broadcast(tensor=t, root=last, timeout=short), every[last])
+    check(lambda t, _: group.broadcast([t]), every[0])
+    check(lambda t, _: group.reduce(tensor=t, root=last, op=ReduceOp.SUM), total if rank == last else None)
+    check(lambda t, _: group.reduce([t]), None if rank else total)
+    check(lambda t, row: group.allgather(output_tensors=row, input_tensor=t, timeout=short), None, every)
+    check(lambda t, row: group.allgather(output_tensors=[row], input_tensors=[t]), None, every)
+    check(
+        lambda t, row: group.gather(output_tensors=[] if rank else row, input_tensor=t, root=0), None,
+        None if rank else every,
+    )  # fmt: skip
+    sent = [] if rank else every[::-1]
+    check(lambda t, _: group.scatter(output_tensor=t, input_tensors=sent, root=0, timeout=short), every[last - rank])
+    summed = rows(size, 3, torch.float32).sum(0)
+    check(lambda t, _: group.reduce_scatter(output=t, input=[every[rank]] * size, op=ReduceOp.SUM), summed)
+    check(lambda t, _: group.reduce_scatter(output_tensors=[t], input_tensors=[[every[rank]] * size]), summed)
+    check(lambda t, row: group.alltoall(output_tensors=row, input_tensors=[t] * size), None, every)
+    whole, copies = torch.zeros(3 * size), every[rank].repeat(size)
+    group.alltoall_base(output=whole, input=copies, output_split_sizes=[], input_split_sizes=[]).wait()
+    same(whole, torch.cat(every), "alltoall_base by names")
+    group._allgather_base(output=whole.zero_(), input=every[rank]).wait()
+    same(whole, torch.cat(every), "_allgather_base by names")
+    out = torch.zeros(3)
+    group._reduce_scatter_base(outputTensor=out, inputTensor=copies).wait()
+    same(out, summed, "_reduce_scatter_base by names")
+    work = group.send(tensors=[every[rank]], dstRank=(rank + 1) % size, tag=3)
+    group.recv(tensors=[out], srcRank=(rank - 1) % size, tag=3).wait()
+    work.wait()
+    same(out, every[rank - 1], "messages by names")
+    group.barrier(timeout=short).wait()
+
+
 def messages(rank: int, size: int) -> None:
     left, right = (rank - 1) % size, (rank + 1) % size
     big = 3_000_000  # bytes: more than MPI sends without being asked for
@@ -569,7 +615,7 @@ def forks(rank: int, size: int) -> None:
 CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
     1: (reductions, moves, groups, asynchronous, mistakes),
     2: (reductions, moves, groups, asynchronous, mistakes, messages, training, extensions, memory, forks),
-    3: (reductions, moves, messages, mistakes),
+    3: (reductions, moves, named_arguments, messages, mistakes),
     4: (reductions, groups, asynchronous, messages),
 }
 
