@@ -71,6 +71,7 @@ from kvmpi.horovod.operations import (
 from kvmpi.horovod.optimizer import DistributedOptimizer
 from kvmpi.horovod.unsupported import (
     ProcessSet,
+    SyncBatchNorm,
     add_process_set,
     elastic,
     global_process_set,
@@ -94,6 +95,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -8,7 +8,7 @@ from kvmpi.collectives import Comm, SoloComm
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, NotLaunchedError
+from kvmpi.errors import ConfigError, NotLaunchedError, UnsupportedError
 from kvmpi.horovod.group import HorovodGroup
 from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.store.factory import client_comm, close_at_exit
@@ -18,7 +18,7 @@ from kvmpi.torch.forks import warn_of_forks
 class _Job:
     """The ranks, and on which hosts they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Any = None) -> None:
         config = Config.from_env()
         if config.num_clients > 1:
             raise ConfigError(
@@ -27,6 +27,7 @@ class _Job:
             )
         comm: Comm = client_comm(config) or SoloComm()
         names = GroupCollectives(comm).all_tell(comm.host.encode(), Deadline(config.timeout_s), "hvd.init")
+        _check_whole(wanted, comm.size)
         hosts = list(dict.fromkeys(names))
         local = [rank for rank, name in enumerate(names) if name == names[comm.rank]]
         self.local_rank, self.local_size = local.index(comm.rank), len(local)
@@ -40,11 +41,27 @@ class _Job:
         warn_of_forks(self.group)
 
 
+def _check_whole(comm: Any, size: int) -> None:
+    """Raise unless ``comm``, one of mpi4py or a list of ranks, has all ranks; an empty list stands for all."""
+    if comm is None:
+        return
+    ranks = range(comm.Get_size()) if hasattr(comm, "Get_size") else sorted(comm)
+    if list(ranks) not in ([], list(range(size))):
+        raise UnsupportedError(
+            f"hvd.init with {len(ranks)} ranks in a job of {size}: operations are over all ranks of the job; start it "
+            "with as many as it is to have, or use torch.distributed.new_group on the backend kvmpi (kvmpi.torch.c10d)"
+        )
+
+
 _job: _Job | None = None
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the ranks of the job. Collective over all of them; a second call does nothing.
+
+    Args:
+        comm: a list of ranks or a communicator of mpi4py, as Horovod takes it; here it must have all ranks.
+        process_sets: none.
 
     Started by plain ``python``, the job is this one rank. One operation may take ``KVMPI_TIMEOUT_S``.
 
@@ -54,10 +71,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         KVTimeoutError: other ranks did not come.
     """
     global _job
-    if comm is not None or process_sets:
-        check_process_set(comm or process_sets)
+    if process_sets:
+        check_process_set(process_sets)
     if _job is None:
-        _job = _Job()
+        _job = _Job(comm)
+    else:
+        _check_whole(comm, size())
 
 
 def shutdown() -> None:

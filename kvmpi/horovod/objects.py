@@ -15,6 +15,7 @@ from kvmpi.compiling import not_compiled
 from kvmpi.errors import ConfigError, ProtocolError, UnsupportedError
 from kvmpi.horovod import basics
 from kvmpi.horovod.operations import check_root
+from kvmpi.horovod.unsupported import check_process_set
 from kvmpi.torch.group.tensors import octets
 
 _BASICS: Any = ((float, float.__float__), (str, str.__str__), (bytes, bytes))
@@ -46,9 +47,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 @not_compiled
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """State and options of ``optimizer`` become, on all ranks, those of ``root_rank``; other ranks need none before.
 
+    Args:
+        model: Horovod looks for sparse layers there; here it makes no difference.
     Raises:
         UnsupportedError: an option that is neither a number, a text nor a tensor.
     """
@@ -61,7 +64,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
 
 
 @not_compiled
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
     """The object that ``root_rank`` has.
 
     Args:
@@ -69,6 +72,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Raises:
         UnsupportedError: anything else; it would have to be pickled. Raised on every rank.
     """
+    check_process_set(process_set)
     check_root(root_rank)
     text = _broadcast(lambda: encode(obj), root_rank, name)
     return obj if basics.rank() == root_rank else decode(text)

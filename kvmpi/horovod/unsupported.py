@@ -80,6 +80,16 @@ def remove_process_set(process_set: Any) -> NoReturn:
     ProcessSet._refuse()
 
 
+class SyncBatchNorm:
+    """Raises UnsupportedError: torch has one, which works with process groups of the backend kvmpi, on GPUs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise UnsupportedError(
+            "hvd.SyncBatchNorm: use torch.nn.SyncBatchNorm with torch.distributed and the backend kvmpi "
+            "(kvmpi.torch.c10d), on GPUs, or torch.nn.BatchNorm, whose statistics are each rank's own"
+        )
+
+
 def run(func: Any, *arguments: Any, **options: Any) -> NoReturn:
     """Raises UnsupportedError: jobs are started from the command line, ``kvmpi run -n 4 PROGRAM``."""
     raise UnsupportedError(
@@ -90,5 +100,5 @@ def run(func: Any, *arguments: Any, **options: Any) -> NoReturn:
 
 def check_process_set(process_set: Any) -> None:
     """Raise unless the operation is over all ranks."""
-    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
+    if process_set is not None and process_set is not global_process_set:
         ProcessSet._refuse()

@@ -257,7 +257,7 @@ def objects(rank: int, size: int) -> None:
     with raises(UnsupportedError, "Stranger is not sent between ranks"):
         hvd.allgather_object(Stranger() if rank == size - 1 else 1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=np.float64(0.1) if rank == 0 else 5.0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=torch.nn.Linear(1, 1))
     assert optimizer.param_groups[0]["lr"] == 0.1
     optimizer.param_groups[0]["lr"] = Stranger() if rank == 0 else 5.0
     with raises(UnsupportedError, "Stranger is not sent between ranks"):
@@ -292,9 +292,14 @@ def fork() -> None:
 def main() -> None:
     with raises(NotLaunchedError, "call hvd.init() first"):
         hvd.rank()
+    wanted = [0] if int(sys.argv[1]) > 1 else [0, 1]
+    with raises(UnsupportedError, f"hvd.init with {len(wanted)} ranks in a job of {sys.argv[1]}"):
+        hvd.init(comm=wanted)
     assert not hvd.is_initialized()
+    hvd.init(comm=list(range(int(sys.argv[1]))))
     hvd.init()
-    hvd.init()
+    with raises(UnsupportedError, "start it with as many as it is to have"):
+        hvd.init(wanted)
     assert hvd.is_initialized()
     rank, size = hvd.rank(), hvd.size()
     assert size == int(sys.argv[1])
@@ -311,9 +316,14 @@ def main() -> None:
         lambda: hvd.ProcessSet([0]),
         lambda: hvd.add_process_set([0]),
         lambda: hvd.remove_process_set(every),
+        lambda: hvd.init(process_sets=[[0]]),
+        lambda: hvd.allreduce(torch.ones(1), process_set=[0]),
+        lambda: hvd.broadcast_object(1, process_set=[0]),
     ):
         with raises(UnsupportedError, "torch.distributed.new_group"):
             refused()
+    with raises(UnsupportedError, "hvd.SyncBatchNorm: use torch.nn.SyncBatchNorm"):
+        hvd.SyncBatchNorm(3)
     with raises(UnsupportedError, "kvmpi run -n NP"):
         hvd.run(main, np=2)
     assert not any(built() for built in (hvd.rocm_built, hvd.ddl_built, hvd.ccl_built))
