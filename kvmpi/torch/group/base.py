@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,15 @@ class GroupBase(_ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> GroupBase:
         return self
+
+    def split_group(self, *_: Any, **options: Any) -> NoReturn:
+        """Raises UnsupportedError, where C++ would read what is not there, and end the process."""
+        raise UnsupportedError(
+            f"process group {self._name!r} cannot be split or merged; make groups with torch.distributed.new_group, on "
+            "all ranks of the world"
+        )
+
+    merge_remote_group = split_group
 
     def set_timeout(self, timeout: timedelta) -> None:
         """From the next operation on."""

@@ -218,6 +218,10 @@ class KvmpiProcessGroup(Reductions):
     def barrier(self, opts: Any = None) -> GroupWork:
         return self._start("barrier", opts, lambda: Plan([], lambda *_: None, (), "barrier"))
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks are here; the error names all that did not come, as of any operation."""
+        self.barrier(timeout).wait()
+
     def broadcast_text(self, text: Callable[[], bytes], root: int, title: str) -> GroupWork:
         """What ``text`` gives on ``root`` as the result on every rank; where that fails, all ranks fail."""
         heard: list[bytes] = []

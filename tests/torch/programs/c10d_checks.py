@@ -279,6 +279,7 @@ def named_arguments(rank: int, size: int) -> None:
     work.wait()
     same(out, every[rank - 1], "messages by names")
     group.barrier(timeout=short).wait()
+    group.monitored_barrier(timeout=short, wait_all_ranks=True)
 
 
 def messages(rank: int, size: int) -> None:
@@ -435,6 +436,9 @@ def mistakes(rank: int, size: int) -> None:
         lambda: dist.group.WORLD.scatter(torch.ones(3), [], size),
     ):
         with raises(ConfigError, f"rank {size} as root: ranks of the group go from 0 to {size - 1}"):
+            call()
+    for call in (lambda: dist.group.WORLD.split_group([0]), lambda: dist.group.WORLD.merge_remote_group(None, 2)):
+        with raises(UnsupportedError, "cannot be split or merged; make groups with torch.distributed.new_group"):
             call()
     with raises(DTypeMismatchError, "truth values have no mean"):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
