@@ -300,7 +300,8 @@ class MpiComm:
         # Not Dup: that would hold the lock until all ranks come, and they may wait for another thread of this process.
         deadline = Deadline(self._timeout_s)
         what = f"creating a communicator on MPI rank {self.rank} of {self.size}: not all ranks of this client did so"
-        wait_all([self._start(start, np.empty(0))], deadline, lambda: f"{what} within {deadline.timeout_s:.1f} s")
+        do = "look at them, and at the network between their hosts (kvmpi doctor --hosts; a firewall, --interface)"
+        wait_all([self._start(start, np.empty(0))], deadline, lambda: f"{what} within {deadline.timeout_s:.1f} s; {do}")
         return MpiComm(self._mpi, made[0], self._lock, self._timeout_s)
 
     def ranks_on_host(self) -> int:

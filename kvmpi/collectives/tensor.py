@@ -379,20 +379,20 @@ class Collectives:
         return self._guard.run(lambda: self._tell(text, root, deadline, label))
 
     def _tell(self, text: bytes, root: int, deadline: Deadline, label: str) -> bytes:
+        # The root's own deadline for its servers passes first, and then it says so, which takes time, too.
+        grace = Deadline(deadline.remaining_s() * 1.1 + min(0.5, 0.5 * deadline.timeout_s))
         # The length and the first KiB in one message: most texts are empty, and latency counts.
         if self.rank == root:
             head = np.frombuffer(len(text).to_bytes(8, "little") + text[:_TELL_BYTES], dtype=np.uint8)
             messages = [head, np.frombuffer(text, dtype=np.uint8)[_TELL_BYTES:]][: 1 + (len(text) > _TELL_BYTES)]
             others = [rank for rank in range(self.size) if rank != root]
             sends = [self._comm.isend(message, rank, _TAG_TELL) for rank in others for message in messages]
-            wait_all(sends, deadline, lambda: f"{label}: MPI rank {root} could not report to the others")
+            wait_all(sends, grace, lambda: f"{label}: MPI rank {root} could not report to the others")
             return text
         head = np.empty(8 + _TELL_BYTES, dtype=np.uint8)
         what = (
             f"{label}: MPI rank {self.rank} of {self.size} heard nothing from MPI rank {root}, which asks the servers"
         )
-        # The root's own deadline for its servers passes first, and then it says so.
-        grace = Deadline(deadline.remaining_s() * 1.1 + min(0.5, 0.5 * deadline.timeout_s))
         wait_all([self._comm.irecv(head, root, _TAG_TELL)], grace, lambda: what)
         length = int.from_bytes(head[:8].tobytes(), "little")
         heard = head[8 : 8 + min(length, _TELL_BYTES)].tobytes()

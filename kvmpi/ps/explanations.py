@@ -8,6 +8,8 @@ from kvmpi.errors import VALUES_LOST, KVError, ServerLostError
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.wire import messages as m
 
+_LOOK = "check that process and the network to it"
+
 
 def lost_error(operation: Operation, why: str) -> ServerLostError:
     """What an operation ends with that nobody is left to answer."""
@@ -53,12 +55,12 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
         elif any(ask.accepted for ask in asks):
             reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")
         elif all(ask.sent_s is None and ask.part >= 0 for ask in asks) and peer not in greeted:
-            reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; check that process")
+            reasons.append(f"not yet sent to {name}, which has not answered this client's Hello; {_LOOK}")
         elif all(ask.sent_s is None for ask in asks):
             reasons.append(f"not yet sent to {name}, which has not accepted what was sent before")
         elif any(ask.kind is m.Register for ask in asks):  # who joins is answered when all servers are there
             reasons.append(f"no answer from {name}: it still waits for servers (see what it says), is stopped or "
                            "cannot be reached; check it and the servers")  # fmt: skip
         else:
-            reasons.append(f"no answer from {name}; check that process")
+            reasons.append(f"no answer from {name}; {_LOOK}")
     return reasons

@@ -20,10 +20,11 @@ def how_it_left(why: str) -> str:
 
 
 def blame(gone: Mapping[int, str]) -> str:
-    """Which clients are gone, and how; and what would have let the others go on."""
+    """Which clients are gone, and how, and what to do; the end of an error of others that cannot go on."""
     named = ", ".join(f"client {client} {why}" for client, why in islice(sorted(gone.items()), MAX_NAMED))
-    early = any(why in FOR_GOOD for why in gone.values())
-    return f"{named}; a program with fewer steps than others calls kv.join before it ends" if early else named
+    if all(why in FOR_GOOD for why in gone.values()):
+        return f"{named}; all clients must make the same calls, or kv.join() where one has fewer batches"
+    return f"{named}; look at it first, and at its host; KVMPI_ON_CLIENT_LOSS and --restart let a job go on"
 
 
 class Membership:

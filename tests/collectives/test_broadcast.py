@@ -74,6 +74,18 @@ def test_tell(run_ranks: RunRanks, root: int, length: int) -> None:
     assert run_ranks(4, rank_main) == [[text, b"next"]] * 4
 
 
+def test_who_has_waited_for_servers_in_vain_can_still_tell_the_others(run_ranks: RunRanks) -> None:
+    """Its deadline has passed then, and an error about that would stand in the place of the one that it has."""
+
+    def rank_main(comm: MemoryComm) -> bytes:
+        deadline = Deadline(20)
+        if comm.rank == 0:
+            deadline.expires_s = time.monotonic()
+        return Collectives(comm).tell(b"why", 0, deadline, "test")
+
+    assert run_ranks(3, rank_main) == [b"why"] * 3
+
+
 def test_a_worker_alone_tells_itself() -> None:
     assert Collectives(SoloComm()).tell(b"text", 0, Deadline(1), "test") == b"text"
 

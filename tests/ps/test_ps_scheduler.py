@@ -191,7 +191,7 @@ def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:
     assert desk.told("1/1") == [m.Ack(request, 0)]
     error = desk.error("1/0")
     assert isinstance(error, ClientLostError)
-    assert "client 1 has closed the store; a program with fewer steps than others calls kv.join" in str(error)
+    assert "client 1 has closed the store; all clients must make the same calls, or kv.join" in str(error)
     desk.tick(100 * TIMEOUT_S / 200)
     assert not desk.inbox
     again = desk.say("1/1", m.Leave)
@@ -211,7 +211,9 @@ def test_a_client_that_ends_with_an_error_is_lost_at_once_and_the_others_are_tol
     else:
         error = desk.error("1/0")
         assert isinstance(error, ClientLostError)
-        assert str(error).endswith("because client 1 has ended with ValueError: \\udcff bad data")
+        text, _, advice = str(error).partition("; ")
+        assert text.endswith("because client 1 has ended with ValueError: \\udcff bad data")
+        assert advice.startswith("look at it first")
     desk.client(1, 3, at="reborn", incarnation=2)
     desk.inbox.clear()
     desk.say("reborn", m.Barrier, 1)
