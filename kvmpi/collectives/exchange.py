@@ -12,7 +12,7 @@ from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.tensor import Collectives
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError
 from kvmpi.kernels import combine, host
@@ -73,7 +73,7 @@ class GroupCollectives(Collectives):
         def describe(ranks: list[int]) -> str:
             return (
                 f"{label} on MPI rank {self.rank} of {self.size}: MPI rank {', '.join(map(str, ranks))} did not take "
-                f"part within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+                f"part{in_vain(deadline)}"
             )
 
         nbytes = sum(part.nbytes for part in sends if part is not None)

@@ -16,7 +16,7 @@ from kvmpi.collectives.arena import TOKEN_BYTES, own
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.host_group import PAGE_WORDS, SLOT_BYTES, HostGroup, Peer, clear_page, free_retired
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import PeerLostError
 
@@ -157,7 +157,7 @@ def exchange(
         missing = ", ".join(str(rank) for rank, receive in receives.items() if not receive.test())
         return (
             f"{label}: {doing}, on MPI rank {comm.rank} of {comm.size}: "
-            f"MPI rank {missing or others} did not take part within {deadline.timeout_s:.1f} s"
+            f"MPI rank {missing or others} did not take part{in_vain(deadline)}"
         )
 
     wait_all([*receives.values(), *sends], deadline, describe)

@@ -62,8 +62,8 @@ class Guard:
         silent = roll_call(self._comm, Deadline(min(_ROLL_CALL_S, 0.5 * deadline.timeout_s)))
         if not silent:
             return error
-        names, what = ", ".join(map(str, silent)), "stopped or dead" if all_fail else "stopped, dead or through with it"
-        return KVTimeoutError(f"{error}. No answer from MPI rank {names}, {what}")
+        names, what = ", ".join(map(str, silent)), "" if all_fail else ", or through with it"
+        return KVTimeoutError(f"{error}. No answer from MPI rank {names}: stopped, dead, cut off{what}")
 
     def note(self, error: BaseException) -> None:
         """This was the last that ranks have done together."""

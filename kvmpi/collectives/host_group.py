@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives.cross_memory import CrossMemory, Source
-from kvmpi.collectives.waiting import Habit, Patience
+from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
 from kvmpi.errors import PeerLostError
 
@@ -357,10 +357,7 @@ class HostGroup:
 
             def describe() -> str:
                 names = ", ".join(str(self.members[rank]) for rank in late if words[rank][word] < call)
-                return (
-                    f"{what()}: MPI rank {names} {problem} within {deadline.timeout_s:.1f} s; "
-                    "look at that worker, or raise KVMPI_TIMEOUT_S"
-                )
+                return f"{what()}: MPI rank {names} {problem}{in_vain(deadline)}"
 
             patience = Patience(deadline, describe, _PAGES)
             while late:

@@ -13,7 +13,7 @@ from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.naive import MAX_PIECE_COUNT
 from kvmpi.collectives.terms import HostTerms, times
-from kvmpi.collectives.waiting import Habit, wait_all
+from kvmpi.collectives.waiting import Habit, in_vain, wait_all
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -83,7 +83,7 @@ class Library:
     def _await(self, request: Request, act: Act) -> None:
         wait_all(
             [request], act.deadline,
-            lambda: f"{act.describe()}: a rank did not take part within {act.deadline.timeout_s:.1f} s", _LIBRARY,
+            lambda: f"{act.describe()}: a rank did not take part{in_vain(act.deadline)}", _LIBRARY,
         )  # fmt: skip
 
     @staticmethod

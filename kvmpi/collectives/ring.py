@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request, Waiter
 from kvmpi.collectives.schedule import Schedule, chunks_of
-from kvmpi.collectives.waiting import Habit, Patience
+from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
 from kvmpi.trace import timeline
 
@@ -92,7 +92,7 @@ def drive(
 
     def describe() -> str:
         stuck = "; ".join(dict.fromkeys(machine.stuck() for machine in machines if not machine.done))
-        return f"{what()}: {stuck} within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+        return f"{what()}: {stuck}{in_vain(deadline)}"
 
     patience: Patience | None = None
     start_ns = timeline.now() if timeline.on else 0

@@ -18,7 +18,7 @@ from kvmpi.collectives.cost import Choice, Figures
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.guard import Guard
 from kvmpi.collectives.selection import SHARING, Selection
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, UnsupportedError
@@ -387,11 +387,14 @@ class Collectives:
             messages = [head, np.frombuffer(text, dtype=np.uint8)[_TELL_BYTES:]][: 1 + (len(text) > _TELL_BYTES)]
             others = [rank for rank in range(self.size) if rank != root]
             sends = [self._comm.isend(message, rank, _TAG_TELL) for rank in others for message in messages]
-            wait_all(sends, grace, lambda: f"{label}: MPI rank {root} could not report to the others")
+            wait_all(
+                sends, grace, lambda: f"{label}: MPI rank {root} could not report to the others{in_vain(deadline)}"
+            )
             return text
         head = np.empty(8 + _TELL_BYTES, dtype=np.uint8)
         what = (
-            f"{label}: MPI rank {self.rank} of {self.size} heard nothing from MPI rank {root}, which asks the servers"
+            f"{label}: MPI rank {self.rank} of {self.size} heard nothing from MPI rank {root}, which asks the "
+            f"servers,{in_vain(deadline)}"
         )
         wait_all([self._comm.irecv(head, root, _TAG_TELL)], grace, lambda: what)
         length = int.from_bytes(head[:8].tobytes(), "little")

@@ -196,6 +196,11 @@ class Patience:
         self._tell_at_s = now_s + _TELL_EVERY_S
 
 
+def in_vain(deadline: Deadline) -> str:
+    """How an error ends that says which rank is missing. What stands before `` within `` is shown while one waits."""
+    return f" within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"
+
+
 def wait_all(requests: Iterable[Request], deadline: Deadline, describe: Callable[[], str], habit: Habit = _ANY) -> None:
     """Return when every request is done, or raise ``KVTimeoutError`` with the text of ``describe``."""
     patience = Patience(deadline, describe, habit)

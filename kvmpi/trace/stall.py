@@ -203,7 +203,7 @@ def _who() -> str:
 
 def _with_workers(text: str) -> str:
     """Of an error's text that part which says who has not come, with workers beside MPI ranks."""
-    text = text.partition(" within ")[0]
+    text = text.partition(" within ")[0].rstrip(",")
     if _process.first_worker < 0:
         return text
 

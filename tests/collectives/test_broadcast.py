@@ -112,6 +112,7 @@ def test_a_rank_that_never_comes_ends_the_others(run_ranks: RunRanks, what: str,
         with pytest.raises(KVTimeoutError, match=r"of key 'k'.*MPI rank") as caught:
             act(collectives)
         assert timeout_s <= time.monotonic() - start_s < 2 * timeout_s
+        assert "look at that worker, or raise KVMPI_TIMEOUT_S" in str(caught.value)
         start_s = time.monotonic()
         with pytest.raises(PeerLostError, match="earlier failure"):
             act(collectives)
