@@ -13,6 +13,8 @@ from kvmpi.errors import ConfigError
 _WANTED = 1 << 16
 #: For what such a process has before anybody connects, and for those who are about to go.
 _OWN = 36
+#: For a scheduler, a server and a client of theirs in one process; libzmq aborts it where it gets none.
+_EMBEDDED = 64
 _LOOK_S, _COMPLAIN_S = 1.0, 60.0
 _HELP = "raise the limit of open files, ulimit -n (ulimit -Hn says how far it goes)"
 
@@ -37,6 +39,21 @@ def allow_many(config: Config, role: str) -> None:
             f"the {role} may have {wanted} descriptors, and needs {least} for {config.num_clients} clients and "
             f"{config.num_servers} servers; {_HELP}"
         )
+
+
+def allow_embedded() -> None:
+    """As ``allow_many``, in a program that has what it may have for itself.
+
+    Raises:
+        ConfigError: too few are left.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = soft - len(os.listdir("/proc/self/fd"))
+    if soft == resource.RLIM_INFINITY or left >= _EMBEDDED:
+        return
+    if hard != resource.RLIM_INFINITY and hard < soft + _EMBEDDED:
+        raise ConfigError(f"servers in this process need {_EMBEDDED} descriptors, and {max(left, 0)} are left; {_HELP}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft + _EMBEDDED, hard))
 
 
 class Shortage:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, KVTimeoutError
+from kvmpi.ps import descriptors
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.wire import new_context
 
@@ -25,10 +26,12 @@ class EmbeddedJob:
     """A job of one worker; ``config`` tells its store where to find the servers.
 
     Raises:
-        ConfigError: a module of ``KVMPI_IMPORTS`` cannot be imported, or a folder or an address cannot be had.
+        ConfigError: a module of ``KVMPI_IMPORTS`` cannot be imported, or a folder, an address or descriptors
+            cannot be had.
     """
 
     def __init__(self, config: Config) -> None:
+        descriptors.allow_embedded()
         self._folder = _private_folder()
         self.config = replace(
             config, num_servers=1, job_dir=self._folder, scheduler=f"ipc://{os.path.join(self._folder, 'scheduler')}"

@@ -13,7 +13,7 @@ from ps_helpers import TIMEOUT_S, deadline, initialise, whole_numbers
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
-from kvmpi.ps import EmbeddedJob, PsClient, embedded
+from kvmpi.ps import EmbeddedJob, PsClient, descriptors, embedded
 from kvmpi.trace import Recorder
 
 COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
@@ -44,6 +44,18 @@ def test_an_embedded_job_serves_one_worker_and_leaves_nothing(capfd: pytest.Capt
 def test_an_embedded_job_that_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match="'no_such_module_at_all'"):
         EmbeddedJob(Config(imports="no_such_module_at_all"))
+
+
+def test_an_embedded_job_that_would_have_too_few_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq would end the whole program. Where the hard limit allows it, there are more than the program had."""
+    few, given = len(os.listdir("/proc/self/fd")) + 20, []
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, limits: given.append(limits))
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (few, few))
+    with pytest.raises(ConfigError, match=r"descriptors, and \d+ are left; raise the limit of open files, ulimit -n"):
+        EmbeddedJob(Config())
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (few, 4096))
+    EmbeddedJob(Config(timeout_s=TIMEOUT_S)).close()
+    assert given == [(few + 64, 4096)]
 
 
 def test_an_embedded_job_whose_settings_cannot_be_leaves_nothing(
