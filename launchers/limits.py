@@ -1,4 +1,4 @@
-"""Says which limit of the system a process has met, as its words tell, and how to raise it."""
+"""Says which limit of the system, or of the network, a process has met, as its words tell, and what helps."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ _ADVICE = (
         re.compile(rb"Argument list too long"),
         "the program's arguments are too many for the system, or for an mpirun, which passes them on in an environment "
         "variable of 128 KiB at most: put them into a file",
+    ),
+    (
+        re.compile(rb"failed to TCP connect to a peer MPI process|MPI processes are unable to reach each other"),
+        "MPI has taken a network that does not lead from host to host, or a firewall is between them: name the network "
+        "with --interface (kvmpi doctor --hosts tries it), and let the hosts reach each other's ports",
     ),
 )
 

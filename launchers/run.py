@@ -540,7 +540,7 @@ class Runner:
 
     def _explain(self, failure: Failure) -> None:
         process = self._plans.get(failure.label)
-        where = ""
+        client, where = None, ""
         if failure.label.startswith("worker"):
             rank = int(failure.label.split()[1])
             client = next(p for p in self._job.of_role("worker", "client") if rank in p.workers)
@@ -569,7 +569,8 @@ class Runner:
             else:
                 self._output.say(f"kvmpi run: worker {gone} had ended in good order before that")
         others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
-        advice = limits.advice([*words, failure.text.encode()])
+        above = self._tails.get(client.label, ()) if client is not None else ()  # an mpirun speaks for its ranks, too
+        advice = limits.advice([*words, *above, failure.text.encode()])
         if failure.status == 128 + signal.SIGBUS:
             where = " ".join(dict.fromkeys((SHM, os.path.dirname(self._job.job_dir))))
             advice = f"mostly that is memory in a file system that has no room for it: df -h {where}"

@@ -75,6 +75,7 @@ def test_who_was_killed_for_want_of_memory_is_told_so() -> None:
         # of prterun below ulimit -n 20, and below ulimit -u 14
         (b"[vm:1] PMIX ERROR: PMIX_ERR_SYS_LIMITS_PIPES in file /x/iof_base_setup.c at line 119", "ulimit -n"),
         (b"[vm:1] PRTE ERROR: Unknown error in file /x/odls/default/odls_default_module.c at line 579", "ulimit -u"),
+        (b"WARNING: Open MPI failed to TCP connect to a peer MPI process.  This", "--interface"),
     ],
 )
 def test_an_mpirun_that_meets_a_limit_has_words_of_its_own(said: bytes, advice: str) -> None:

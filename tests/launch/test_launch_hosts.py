@@ -494,3 +494,16 @@ def test_one_client_over_two_hosts_of_a_lab(tmp_path: Path) -> None:
         assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "place" in line) == [
             f"{name} place {number} {number} 0 1" for number, name in enumerate(lab.hosts)
         ], done.stdout
+        # A second card on every host, of one network and without a way: Open MPI takes it, unless it is told.
+        for host in range(2):
+            for step in ("add aa0 type veth peer name aa1", "set aa0 up", "set aa1 up"):
+                lab.configure(host, f"ip link {step}")
+            lab.configure(host, f"ip address add 10.99.0.{host + 1}/24 dev aa0")
+        del words[words.index("--interface") : words.index("--interface") + 2]
+        command = [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py"), "mpi"]
+        env["KVMPI_TIMEOUT_S"] = "5"
+        done = subprocess.run(
+            lab.command_on(0, command), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode != 0, done.stdout + done.stderr
+        assert "--interface" in done.stderr, done.stdout + done.stderr
