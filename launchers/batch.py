@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 #: Before a job runs, while it runs, and after it.
 WAITS, RUNS, ENDED = "waits", "runs", "ended"
+#: Behind its name, what is said of one that waits.
+QUEUED = " waits in the queue ("
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvmpi.launchers.batch import ENDED, RUNS, SYSTEMS, WAITS, BatchSystem, Resources, script
+from kvmpi.launchers.batch import ENDED, QUEUED, RUNS, SYSTEMS, WAITS, BatchSystem, Resources, script
 
 POLL_S = 1.0
 #: While a job runs it says itself when it ends: the system is asked seldom, since many may ask it.
@@ -146,7 +146,7 @@ def _is_unknown(text: str) -> bool:
 
 def follow(job: BatchJob, orders: int) -> int:
     """Until the job ends, or the launcher does; an exit status."""
-    told, ending_s, silent_since_s = "", None, None
+    told, waited, ending_s, silent_since_s = "", False, None, None
     next_look_s = time.monotonic() + POLL_S
     while True:
         readable, _, _ = select.select([orders] if orders >= 0 else [], [], [], POLL_S / 4)
@@ -181,7 +181,10 @@ def follow(job: BatchJob, orders: int) -> int:
                 raise OSError(f"no answer for {PATIENCE_S:.0f} s: {error}") from None
             continue
         if state == WAITS and told != word:
-            _say(f"{job._name} waits in the queue ({word})")
+            _say(f"{job._name}{QUEUED}{word})")
+        if state == RUNS and waited:
+            _say(f"{job._name} runs ({word})")
+        waited = state == WAITS
         if state == WAITS and ending_s is not None:
             job.cancel()  # nobody is there to be asked gently
             return 128 + signal.SIGTERM

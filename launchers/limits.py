@@ -1,4 +1,4 @@
-"""Says which limit of the system, or of the network, a process has met, as its words tell, and what helps."""
+"""Says which limit of system, batch system or network a process has met, as its words tell, and what helps."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ _ADVICE = (
     (
         re.compile(rb"^MemoryError|Cannot allocate memory|failed to map segment|Memory allocation still failed"),
         "there was no memory: raise the limit, ulimit -v or memory.max of the cgroup, or run fewer processes here",
+    ),
+    (
+        re.compile(rb"DUE TO TIME LIMIT|TERM_RUNLIMIT"),
+        "its time in the batch system was over: ask for more (--wall-time, or sbatch --time, bsub -W), or go on from "
+        "snapshots in another job (--snapshot-dir, --resume)",
+    ),
+    (
+        re.compile(rb"oom[_-]kill event|OOM Killed|TERM_MEMLIMIT"),
+        "the batch system gave it no more memory: ask for more (--submit-option=--mem=..., or sbatch --mem, bsub -M)",
     ),
     (
         re.compile(rb"Argument list too long"),

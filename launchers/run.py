@@ -16,6 +16,7 @@ from typing import Any
 from kvmpi.config import STATUS_FILE, Config
 from kvmpi.errors import STORE_OVER, VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
 from kvmpi.launchers import limits, processes, questions
+from kvmpi.launchers.batch import QUEUED
 from kvmpi.launchers.endings import Endings, Losses, make_fifo
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import SHM, Job, Process
@@ -580,6 +581,16 @@ class Runner:
             advice = self._restarts.advice(failure.label, failure.status)
         if advice:
             self._output.say(f"kvmpi run: {advice}")
+        if queued := [label for label in self._children if self._is_queued(label)]:
+            self._output.say(
+                f"kvmpi run: {', '.join(queued)} still waited in the queue; others wait KVMPI_TIMEOUT_S for them: set "
+                "it to what that may take, or call kvmpi run in one job that has all hosts (sbatch, salloc, bsub)"
+            )
+
+    def _is_queued(self, label: str) -> bool:
+        """Whether the last that was heard of a job of a batch system is that it has not begun."""
+        last = [*self._tails.get(label, ())][-1:]
+        return any(QUEUED.encode() in line for line in last)
 
     def _was_short_of_memory(self, failure: Failure) -> bool:
         """Whether the kernel has killed processes of this host meanwhile, and probably this one."""

@@ -50,7 +50,8 @@ def find(
     if client_hosts != 1:
         raise ConfigError("--client-hosts is for clients that a batch system places; see --launcher")
     if not found:
-        if server_hosts or network:
+        is_node = any(_allocated(environ, kind) for kind in ("srun", "blaunch"))  # one script is for one node and many
+        if server_hosts or (network and not is_node):
             raise ConfigError("--server-hosts and --interface are for a job on several hosts; see --hosts, --hostfile")
         return None
     for_servers = []

@@ -135,6 +135,14 @@ def test_a_job_that_waits_is_told_and_can_be_given_up(lsf: Site) -> None:
     lsf.assert_nothing_is_left()
 
 
+def test_who_waited_in_vain_for_a_job_in_the_queue_is_told_so(lsf: Site) -> None:
+    lsf.env |= {"LSF_HELD": "client-1", "KVMPI_TIMEOUT_S": "4"}
+    status, _, err = lsf.run("-n2", "-c2", "-s1", str(PROGRAMS / "sum_on_hosts.py"))
+    assert status == 1
+    assert "kvmpi run: worker 1 still waited in the queue; others wait KVMPI_TIMEOUT_S for them" in err
+    lsf.assert_nothing_is_left()
+
+
 def test_inside_an_allocation_of_slurm(slurm: Site) -> None:
     command = ["salloc", "-Q", "-N3", "--ntasks-per-node=1", sys.executable, "-m", "kvmpi", "run"]
     command += ["--interface", slurm.network, "-n3", "-c3", "-s2", str(PROGRAMS / "sum_on_hosts.py")]

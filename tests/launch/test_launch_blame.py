@@ -75,6 +75,12 @@ def test_who_was_killed_for_want_of_memory_is_told_so() -> None:
         # of prterun below ulimit -n 20, and below ulimit -u 14
         (b"[vm:1] PMIX ERROR: PMIX_ERR_SYS_LIMITS_PIPES in file /x/iof_base_setup.c at line 119", "ulimit -n"),
         (b"[vm:1] PRTE ERROR: Unknown error in file /x/odls/default/odls_default_module.c at line 579", "ulimit -u"),
+        # of slurmstepd
+        (b"slurmstepd-a: error: *** JOB 4 ON a CANCELLED AT 2026-11-29T10:34:16 DUE TO TIME LIMIT ***", "--wall-time"),
+        (
+            b"slurmstepd-a: error: Detected 1 oom_kill event in StepId=4.0. Some of the step tasks have",
+            "--mem",
+        ),
         (b"WARNING: Open MPI failed to TCP connect to a peer MPI process.  This", "--interface"),
     ],
 )

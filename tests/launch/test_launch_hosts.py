@@ -168,6 +168,7 @@ def test_who_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert [host.slots for host in hosts.of_slurm({**three, "SLURM_STEP_ID": "0"})[0]] == [2, 2, 1]
     with pytest.raises(ConfigError, match="does not fit the 3 nodes"):
         hosts.of_slurm(three)
+    assert find(environ={**one, "SLURMD_NODENAME": "x1"}) is None, "a job script with --interface is also for one node"
     assert find("local", environ=slurm, network="") is None
     assert find(hosts=f"{socket.gethostname()}:2").here == socket.gethostname()
     het = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "x1,x2"}

@@ -1,8 +1,9 @@
 """Stands in for LSF: bsub, bjobs, bkill and blaunch that obey the documented options, states and exit codes.
 
 Called by one of these names. Jobs are run; they are folders below $LSF_STANDIN: ``state``, ``pid`` and ``words``. A job
-waits for $LSF_WAIT_S first, and for ever if that is "for ever". Its hosts are $LSF_HOSTS, by default this machine; the
-first one runs it, and $LSF_SHELL, which takes a host and a command for a shell, is how blaunch reaches the others.
+waits for $LSF_WAIT_S first, and for ever if that is "for ever" or its name ends with $LSF_HELD. Its hosts are
+$LSF_HOSTS, by default this machine; the first one runs it, and $LSF_SHELL, which takes a host and a command for a
+shell, is how blaunch reaches the others.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def run(words: list[str]) -> int:
     command = " ".join(rest)
     (job / "pid").write_text("0")
     wait = os.environ.get("LSF_WAIT_S", "0.3")
-    until_s = float("inf") if wait == "for ever" else time.monotonic() + float(wait)
+    held = given.get("-J", "").endswith(os.environ.get("LSF_HELD", "\n"))
+    until_s = float("inf") if held or wait == "for ever" else time.monotonic() + float(wait)
     while time.monotonic() < until_s:
         if (job / "killed").exists():
             (job / "state").write_text("EXIT")
