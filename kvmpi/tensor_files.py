@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: What is written, and looked at, at a time.
 BLOCK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def _header(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
     for name, array in tensors.items():
         begin, end = end, end + array.nbytes
         described[name] = {
-            "dtype": _DTYPES[np.dtype(array.dtype).name], "shape": list(array.shape), "data_offsets": [begin, end]
+            "dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]
         }  # fmt: skip
     header = json.dumps(described).encode()
     header += b" " * (-len(header) % 8)

@@ -24,13 +24,12 @@ def main(role: str) -> int:
     stall.begin(config)
     descriptors.allow_many(config, role)
     context = new_context(config)
-    gc.freeze()  # what was imported stays: the collector need not look through it again and again
     try:
         if role == "scheduler":
             if config.security == "curve" and config.keys:
                 create_keys(config.keys)
             scheduler = SchedulerDaemon(config, _say)
-            _stop_on_signal(scheduler, config)
+            _begin(scheduler, config)
             scheduler.run(context, lambda endpoint: _announce(config, endpoint))
         else:
             if not config.scheduler or config.rank < 0:
@@ -38,14 +37,15 @@ def main(role: str) -> int:
                     "a server needs KVMPI_SCHEDULER and KVMPI_RANK; start the job with 'kvmpi run -s'"
                 )
             server = ServerDaemon(config, config.rank, _say)
-            _stop_on_signal(server, config)
+            _begin(server, config)
             server.run(context)
     finally:
         context.destroy(linger=100)
     return 0
 
 
-def _stop_on_signal(daemon: SchedulerDaemon | ServerDaemon, config: Config) -> None:
+def _begin(daemon: SchedulerDaemon | ServerDaemon, config: Config) -> None:
+    gc.freeze()  # what was imported stays: the collector need not look through it again and again
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
     # Ctrl-C goes to the whole terminal group; where there is a launcher, that decides when servers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN if config.job_id else lambda *_: daemon.stop())

@@ -6,8 +6,6 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
 
 class Curve:
     """At most ``capacity`` points; when they are full, each two neighbours become one, and so do the points to come.
@@ -67,13 +65,13 @@ def mean(curves: Iterable[list[tuple[float, float]]], most: int = 256) -> list[t
     Points whose y is not a number count for nothing. It ends where the first of those ends that have come about as far
     as any: the next point of a curve comes sooner or later than those of others.
     """
-    found = []
-    for curve in curves:
-        points = np.array(sorted((x, y) for x, y in curve if not math.isnan(y)))
-        if points.size:
-            found.append((points[:, 0], points[:, 1]))
-    if not found:
+    numbers = (sorted((x, y) for x, y in curve if not math.isnan(y)) for curve in curves)
+    there_are = [points for points in numbers if points]
+    if not there_are:
         return []
+    import numpy as np  # few programs report curves, and a scheduler starts without
+
+    found = [(points[:, 0], points[:, 1]) for points in map(np.array, there_are)]
     xs = np.unique(np.concatenate([x for x, _ in found]))
     near = xs[-1] - _NEAR * (xs[-1] - xs[0])
     xs = xs[xs <= min(x[-1] for x, _ in found if x[-1] >= near)]

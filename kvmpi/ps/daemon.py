@@ -20,11 +20,9 @@ from kvmpi.ps.descriptors import Shortage
 from kvmpi.ps.durability import SnapshotKeeper, SnapshotWriter, load_parts, resumed_manifest
 from kvmpi.ps.endings import Endings, Losses
 from kvmpi.ps.incarnations import last_incarnation, new_incarnation
-from kvmpi.ps.link import choose
 from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
 from kvmpi.ps.scheduler import SchedulerState
-from kvmpi.ps.server import ServerState
 from kvmpi.ps.showing import Showing
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.snapshot_files import Claim
@@ -229,6 +227,8 @@ class ServerDaemon(Daemon):
 
     def __init__(self, config: Config, rank: int, say: Callable[[str], None] | None = None) -> None:
         super().__init__(config)
+        from kvmpi.ps.server import ServerState  # with NumPy, and all that values need: a scheduler starts without
+
         self._rank, self._say = rank, say
         self._state = ServerState(rank, config.on_client_loss, config.snapshot_every if config.snapshot_dir else None)
         stall.watch(self.waits)
@@ -442,6 +442,8 @@ class ServerDaemon(Daemon):
 
     def _other(self, server: int) -> Connection:
         """The connection to another server."""
+        from kvmpi.ps.link import choose
+
         if server not in self._others:
             info = self._found[server]
             endpoint = choose(info, self._config)

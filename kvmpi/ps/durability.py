@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmpi.config import Config
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.scheduler import SchedulerState
-from kvmpi.ps.server import ServerState
 from kvmpi.ps.snapshot_book import Manifest
-from kvmpi.ps.snapshots import PartCopy, Taking
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvmpi.ps.server import ServerState
+    from kvmpi.ps.snapshots import PartCopy, Taking
 
 _log = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ CLOSED = "has closed the store"
 #: Where others wait for clients that are lost: its program was done without that, and nobody starts it again.
 ENDED = "has ended with exit status 0, and had not closed the store"
 FOR_GOOD = (CLOSED, ENDED)
+#: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
+MAX_CLIENTS = 1 << 16
 
 
 def how_it_left(why: str) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvmpi.ps.reply import MAX_NAMED
-from kvmpi.ps.server import ServerState
 from kvmpi.trace.activity import resident_bytes
+
+if TYPE_CHECKING:
+    from kvmpi.ps.server import ServerState
 
 
 def observe(state: ServerState, sent_bytes: int) -> tuple[dict[str, float], list[int]]:

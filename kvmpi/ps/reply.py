@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvmpi.errors import KVError
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: Of a longer list only the beginning is named: a message must stay small whatever a peer claims.
 MAX_NAMED = 64

@@ -11,10 +11,9 @@ from typing import Any
 from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
-from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, how_it_left
+from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, MAX_CLIENTS, how_it_left
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
-from kvmpi.ps.server import MAX_CLIENTS
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import timeline

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError, ServerLostError
-from kvmpi.ps.membership import how_it_left
+from kvmpi.ps.membership import MAX_CLIENTS, how_it_left
 from kvmpi.ps.part import Part
 from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
@@ -21,8 +21,6 @@ from kvmpi.wire.entries import Key
 
 _log = logging.getLogger(__name__)
 
-#: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
-MAX_CLIENTS = 1 << 16
 _ABOUT_PARTS = frozenset({
     m.Init, m.Push, m.Pull, m.Query, m.SetRule, m.SetHyperparams, m.GetState, m.PutState, m.Finish, m.Return,
     m.Enter,

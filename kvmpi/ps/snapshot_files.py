@@ -16,22 +16,25 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy.typing as npt
 import safetensors
 
 from kvmpi import tensor_files
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.files import replacing, sync
 from kvmpi.ps.snapshot_book import Manifest
-from kvmpi.ps.snapshots import ChunkCopy, PartCopy, StoreCopy
 from kvmpi.tensor_files import BLOCK_BYTES
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
-Buffer = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvmpi.ps.snapshots import PartCopy
+
+Buffer: TypeAlias = "npt.NDArray[Any]"
 
 _FORMAT = "kvmpi-snapshot-1"
 _MANIFEST = "snapshot.json"
@@ -81,6 +84,8 @@ def read_part(directory: str, number: int, part: int) -> PartCopy:
     Raises:
         KVError: the file is missing or damaged; the message names it.
     """
+    from kvmpi.ps.snapshots import ChunkCopy, StoreCopy  # the scheduler reads no values, and starts without NumPy
+
     path = _part_path(_folder(directory, number), part)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from kvmpi.config import Config
@@ -17,6 +15,10 @@ from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
 from kvmpi.wire.partner import SHARE_FROM_BYTES, Partner
 from kvmpi.wire.shared_memory import Arena
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +126,8 @@ class Context(zmq.Context[_S_co]):
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Uninitialised memory, from which peers on this host can read payloads without a copy if that is possible."""
+        import numpy as np  # a scheduler, which has no payloads, starts without
+
         shared = count * dtype.itemsize >= SHARE_FROM_BYTES and self.config.shared_payloads != "off"
         arena = self.arena() if shared else None
         array = None if arena is None else arena.empty(count, dtype)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvmpi.errors import ProtocolError
 from kvmpi.wire import slips
 from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.shared_memory import Arena, View
 
-Payload = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Payload: TypeAlias = "npt.NDArray[Any]"
 
 #: Below this size a frame is as fast.
 SHARE_FROM_BYTES = 32 << 10

@@ -21,21 +21,39 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvmpi.wire.pool import ALIGN_BYTES, Pool
 
-Buffer = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Buffer: TypeAlias = "npt.NDArray[Any]"
 
 TOKEN_BYTES = 16
 _MAX_MAPPED_BYTES = 1 << 40
 _NAME = "kvmpi-payloads"
 
 
-class Arena:
+class _Mapped:
+    """A mapping as an array, once there are payloads: a scheduler, which has none, starts without NumPy."""
+
+    _map: mmap.mmap
+
+    @cached_property
+    def _bytes(self) -> Buffer:
+        import numpy as np
+
+        return np.frombuffer(self._map, np.uint8)
+
+    @cached_property
+    def _address(self) -> int:
+        return int(self._bytes.__array_interface__["data"][0])
+
+
+class Arena(_Mapped):
     """Memory that others can read. It lives until the last reference to it is dropped; any thread may use it.
 
     Args:
@@ -59,10 +77,8 @@ class Arena:
         os.ftruncate(self.fd, size_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = _map(self.fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._address = int(self._bytes.__array_interface__["data"][0])
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._bytes[:TOKEN_BYTES] = np.frombuffer(self.token, np.uint8)
+        self._map[:TOKEN_BYTES] = self.token
         self._lock = threading.Lock()  # guards the pool, the orphans, and how many arrays there are
         self._pool = Pool(TOKEN_BYTES, size_bytes)
         self._orphans: list[_Orphan] = []
@@ -78,6 +94,8 @@ class Arena:
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Buffer | None:
         """Uninitialised memory of shape ``(count,)``, free with its last view; None if there is no room."""
+        import numpy as np
+
         nbytes = count * dtype.itemsize
         offset = self._take(max(nbytes, 1), arrays=1)
         if offset is None:
@@ -95,7 +113,7 @@ class Arena:
         """Copy a contiguous array of at least one byte into a block of its own; where, or None if there is no room."""
         offset = self._take(payload.nbytes)
         if offset is not None:
-            np.copyto(self._bytes[offset : offset + payload.nbytes], payload.reshape(-1).view(np.uint8))
+            self._bytes[offset : offset + payload.nbytes] = payload.reshape(-1).view("u1")
         return offset
 
     def free(self, offsets: list[int]) -> None:
@@ -161,7 +179,7 @@ class _Orphan(NamedTuple):
     arrays: Sequence[object]
 
 
-class View:
+class View(_Mapped):
     """Another process's arena, mapped for reading.
 
     Attributes:
@@ -185,14 +203,12 @@ class View:
             regular = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not (regular and sealed and status.st_size == size_bytes):
                 raise OSError(f"{self._path} is not as it should be")
-            mapped = _map(opened, size_bytes, mmap.PROT_READ)
+            self._map = _map(opened, size_bytes, mmap.PROT_READ)
         finally:
             os.close(opened)
         self._inode = (status.st_dev, status.st_ino)
-        self._bytes = np.frombuffer(mapped, np.uint8)
-        self._address = int(self._bytes.__array_interface__["data"][0])
         self.size_bytes = size_bytes
-        self.token = self._bytes[:TOKEN_BYTES].tobytes()
+        self.token = self._map[:TOKEN_BYTES]
 
     def gone(self) -> bool:
         """Whether its owner has ended, or has dropped it and everything that it was lent."""
@@ -211,6 +227,8 @@ class View:
         assert offset >= 0
         assert nbytes > 0
         assert 0 <= offset < offset + nbytes <= self.size_bytes
+        import numpy as np
+
         return np.asarray(
             _Block(self._address + offset, nbytes, ticket, returned, (self._bytes, keep), read_only=True)
         ).data

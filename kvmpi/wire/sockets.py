@@ -7,10 +7,8 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
@@ -25,7 +23,11 @@ from kvmpi.wire.private import check_folder
 from kvmpi.wire.refusal import OtherVersionError, encode_refusal, explain
 from kvmpi.wire.unread import Unread
 
-Payload = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Payload: TypeAlias = "npt.NDArray[Any]"
 #: Below this size a copy into the message is cheaper than to lend the buffer: when it is free again, a thread is woken.
 _LEND_FROM_BYTES = 512 << 10
 _LINGER_MS = 1000
@@ -495,6 +497,8 @@ def as_array(payload: memoryview, dtype: np.dtype[Any]) -> Payload:
     Raises:
         ProtocolError: the frame's length is no multiple of the item size.
     """
+    import numpy as np  # a scheduler, which has no payloads, starts without
+
     if payload.nbytes % dtype.itemsize:
         raise ProtocolError(f"payload of {payload.nbytes} bytes is no whole number of {dtype} items")
     return np.frombuffer(payload, dtype=dtype)

@@ -124,6 +124,9 @@ def test_a_server_that_dies_or_freezes_ends_the_wait_for_it(processes: Processes
 def test_a_scheduler_that_dies_ends_barriers_but_not_exchanges(processes: Processes) -> None:
     config, scheduler, _ = processes.job(1)
     (ps,) = connected(config, 1)
+    loaded = Path(f"/proc/{scheduler.pid}/maps").read_text()
+    assert "zmq" in loaded
+    assert "numpy" not in loaded, "every job waits until its scheduler has read it"
     scheduler.kill()
     scheduler.wait()
     with pytest.raises(KVTimeoutError, match="no answer from the scheduler"):
