@@ -10,13 +10,15 @@ fifth of all that a process does which does little, as most do.
 
 import functools
 import gc
+import importlib
 import sys
-from importlib.util import LazyLoader
+from importlib.util import LazyLoader, _LazyModule
+from types import SimpleNamespace
 
 #: What is read in one go, with all that it needs. Of ``kvmpi``, what it reads only when it is wanted.
 LIBRARIES = (
-    "numpy", "zmq", "msgspec", "mpi4py", "pytest", "unittest", "hypothesis", "kvmpi", "kvmpi.optim", "kvmpi.ps",
-    "kvmpi.ps.daemon", "kvmpi.store", "kvmpi.torch", "kvmpi.horovod", "kvmpi.launchers.command",
+    "numpy", "zmq", "msgspec", "mpi4py", "pytest", "unittest", "hypothesis", "kvmpi", "kvmpi.optim", "kvmpi.ps.client",
+    "kvmpi.ps.daemon", "kvmpi.ps.server", "kvmpi.store", "kvmpi.torch", "kvmpi.horovod", "kvmpi.launchers.command",
     "kvmpi.benchmarks.command",
 )  # fmt: skip
 #: Whoever looks for the program's own frames passes over those of torch, and so over these. The compiler imports it.
@@ -69,6 +71,22 @@ def change_optimizer(module):
     module._use_grad_for_differentiable = use_grad_later
 
 
+class Uncompiled:
+    """``torch``, for a part of it that asks for the compiler's settings: before there is one, they are its defaults."""
+
+    def __init__(self, torch):
+        self._torch = torch
+        self._defaults = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+
+    def __getattr__(self, name):
+        return self._defaults if name == "_dynamo" and not is_loaded() else getattr(self._torch, name)
+
+
+def change_ddp(module):
+    """``torch.nn.parallel.distributed``: asks how the compiler would have it before it makes a model."""
+    module.torch = Uncompiled(module.torch)
+
+
 def read_what_stays(read, module):
     """Nearly everything that a library makes when it is read stays, so the collector passes over it."""
     if not gc.isenabled():  # a part of another
@@ -82,8 +100,24 @@ def read_what_stays(read, module):
         gc.enable()
 
 
+#: What torch names two functions of when it is read.
+CONTROL_FLOW = "torch._higher_order_ops"
+
+
+def name_control_flow(read, module):
+    """In the place of ``CONTROL_FLOW`` while torch is read: the two functions, which read it when they are called."""
+
+    def later(name):
+        return lambda *args, **options: getattr(sys.modules[CONTROL_FLOW], name)(*args, **options)
+
+    module.cond, module.while_loop = later("cond"), later("while_loop")
+
+
 def change_torch(module):
     """``torch``: what it is told by a part that is read later it is told now."""
+    if CONTROL_FLOW in sys.modules:
+        del sys.modules[CONTROL_FLOW]
+        importlib.import_module(CONTROL_FLOW)  # from now on itself, which is read later
     if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):  # torch 2.13
         from torch._opaque_base import OpaqueBaseMeta
 
@@ -99,6 +133,24 @@ def and_then(change):
         read_what_stays(read_all, module)
 
     return read_and_change
+
+
+class LaterModule(_LazyModule):
+    """Is not read because somebody imports it, or looks for the module of a function among all that there are."""
+
+    def __getattribute__(self, name):
+        if name in ("__class__", "__spec__", "__file__", "__name__"):
+            return object.__getattribute__(self, name)
+        self.__class__ = _LazyModule
+        return getattr(self, name)
+
+
+class Later(LazyLoader):
+    """Reads a module when something in it is asked for."""
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        module.__class__ = LaterModule
 
 
 class Again:
@@ -137,10 +189,10 @@ class Finder:
         spec = next(filter(None, found), None)
         if spec is None:
             return None
-        if name in self._later:
+        if name in self._later and name not in self._readers:
             self._later.remove(name)
             spec.loader.exec_module = functools.partial(self._read_first, spec.loader.exec_module)
-            spec.loader = LazyLoader(spec.loader)
+            spec.loader = Later(spec.loader)
         else:
             spec.loader.exec_module = functools.partial(self._readers.pop(name), spec.loader.exec_module)
         return spec
@@ -156,11 +208,23 @@ sys.meta_path.insert(
         {
             **dict.fromkeys(LIBRARIES, read_what_stays),
             "torch": and_then(change_torch),
+            CONTROL_FLOW: name_control_flow,
             "torch._compile": and_then(change_compile),
             "torch.optim.optimizer": and_then(change_optimizer),
+            "torch.nn.parallel.distributed": and_then(change_ddp),
         },
-        # The first are NumPy's docstrings.
-        {"numpy._core._add_newdocs", "torch._meta_registrations", "torch._native", "torch.export"},
+        {  # the first are NumPy's docstrings
+            "numpy._core._add_newdocs",
+            "scipy.stats",
+            "torch._meta_registrations",
+            "torch._native",
+            "torch.export",
+            "torch.distributions",
+            "torch.masked",
+            "torch.nn.intrinsic",
+            "torch.quantization",
+            CONTROL_FLOW,
+        },
         dict.fromkeys(
             ["torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store"], "torch._meta_registrations"
         ),
