@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from kvmpi.engine import Variable, Work
 from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows, EmbeddedJob, Landing, PsClient, Turn, finds_position
+from kvmpi.ps import ArrivingRows, Landing, PsClient, Turn, finds_position
 from kvmpi.store.answers import Answer, Target
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
@@ -28,6 +28,9 @@ from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import INLINE_BYTES
 from kvmpi.store.grammar import Group, Key
 from kvmpi.trace import timeline
+
+if TYPE_CHECKING:
+    from kvmpi.ps import EmbeddedJob
 
 Buffer = npt.NDArray[Any]
 

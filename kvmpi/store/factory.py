@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from kvmpi import ps
 from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds, close_to
 from kvmpi.errors import ConfigError, NotLaunchedError
-from kvmpi.ps import EmbeddedJob
 from kvmpi.ps.reporter import begin_reports, end_reports
 from kvmpi.store.base import KVStore
 from kvmpi.store.dist import DistStore
@@ -132,7 +132,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
                     "start the job with 'kvmpi run -n WORKERS -s SERVERS PROGRAM'"
                 )
             _require_no_lone_tasks()
-            job = EmbeddedJob(replace(config, num_workers=1, num_clients=1))
+            job = ps.EmbeddedJob(replace(config, num_workers=1, num_clients=1))
             try:
                 return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
             except BaseException:
