@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ def to_float64(buffer: Array, dtype: str) -> Array:
 
 def vectors(rank: int, num_vectors: int, count: int, dtype: str) -> list[Array]:
     """This rank's vectors, the same in every call; floats with all their bits in use, integers of their whole range."""
+    found = (_kept if count <= _KEPT_TO else _made)(rank, num_vectors, count, dtype)
+    return [vector.copy() for vector in found]
+
+
+def _made(rank: int, num_vectors: int, count: int, dtype: str) -> list[Array]:
     rng = np.random.default_rng([SEED, rank, num_vectors, count])
     found = []
     for _ in range(num_vectors):
@@ -48,6 +54,11 @@ def vectors(rank: int, num_vectors: int, count: int, dtype: str) -> list[Array]:
             span = np.iinfo(dtype)
             found.append(rng.integers(span.min, span.max, count, dtype=dtype, endpoint=True))
     return found
+
+
+#: Vectors up to so many elements are made once for all that ask for them: to make them takes as long as to sum them.
+_KEPT_TO = 2000
+_kept = functools.lru_cache(maxsize=1000)(_made)
 
 
 def all_vectors(size: int, num_vectors: int, count: int, dtype: str) -> list[Array]:
