@@ -13,7 +13,6 @@ import gc
 import importlib
 import sys
 from importlib.util import LazyLoader, _LazyModule
-from types import SimpleNamespace
 
 #: What is read in one go, with all that it needs. Of ``kvmpi``, what it reads only when it is wanted.
 LIBRARIES = (
@@ -69,22 +68,6 @@ def change_optimizer(module):
         return call
 
     module._use_grad_for_differentiable = use_grad_later
-
-
-class Uncompiled:
-    """``torch``, for a part of it that asks for the compiler's settings: before there is one, they are its defaults."""
-
-    def __init__(self, torch):
-        self._torch = torch
-        self._defaults = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
-
-    def __getattr__(self, name):
-        return self._defaults if name == "_dynamo" and not is_loaded() else getattr(self._torch, name)
-
-
-def change_ddp(module):
-    """``torch.nn.parallel.distributed``: asks how the compiler would have it before it makes a model."""
-    module.torch = Uncompiled(module.torch)
 
 
 def read_what_stays(read, module):
@@ -211,7 +194,6 @@ sys.meta_path.insert(
             CONTROL_FLOW: name_control_flow,
             "torch._compile": and_then(change_compile),
             "torch.optim.optimizer": and_then(change_optimizer),
-            "torch.nn.parallel.distributed": and_then(change_ddp),
         },
         {  # the first are NumPy's docstrings
             "numpy._core._add_newdocs",
