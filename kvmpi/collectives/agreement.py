@@ -50,7 +50,8 @@ _AGREED, _EXPLAIN, _LATE, _FOLLOW, _LEFT = 0, 1, 2, 3, 4
 JOIN = "join"
 _JOINED = b"\xff" * _DIGEST_BYTES
 _LEAVING = b"\xfe" * _DIGEST_BYTES
-#: The last call of a rank: one that makes it while others make another will answer none of theirs any more.
+#: The last call of a rank: one that makes it while others make another will answer none of theirs any more. Others may
+#: make it much later, or never.
 CLOSE = "close"
 #: Seconds that ranks which did come may take to explain themselves, and rank 0 to tell them who did not.
 _GRACE_S = 5.0
@@ -106,7 +107,8 @@ class Verdict(NamedTuple):
         num_joined: how many ranks make the call, or do not, because they have joined.
         description: on a rank that has joined, the call that its peers make and wait for it to make; empty if all
             ranks have joined.
-        last: the calls differ, and a rank makes no further ones, or has left.
+        last: the calls differ, and a rank makes no further ones, or has left; or all of them are the last, and this
+            rank comes with its own when others have waited for that in vain.
     """
 
     error: BaseException | None = None
@@ -170,10 +172,17 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     except KVTimeoutError:
         missing = missing_of(requests)
         _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
+        if call.op == CLOSE:
+            _tell(comm, missing, [np.array([_LEFT, 0, 0], np.int64)], deadline)
         raise _late(comm, call, missing, deadline) from None
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     if any(own) and digests[1:].tobytes() == own * len(others):
-        _send_verdict(comm, call, [_AGREED, 0, 0], grace)
+        try:
+            _send_verdict(comm, call, [_AGREED, 0, 0], grace if call.op != CLOSE else Deadline(_GRACE_S / 5))
+        except KVTimeoutError:
+            if call.op != CLOSE:
+                raise
+            return Verdict(last=True)
         return _AGREEMENT
     digests[0] = np.frombuffer(own, dtype=np.uint8)
     left = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _LEAVING]
@@ -266,7 +275,7 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
         wait_all([comm.irecv(missing, 0, _TAG)], grace, lambda: what)
         raise _late(comm, call, missing.tolist(), deadline)
     if kind == _LEFT:
-        return _left_behind(comm, call, count)
+        return Verdict(last=True) if call.op == CLOSE else _left_behind(comm, call, count)
     _send_text(comm, [0], text, grace, what)
     name, message, last = json.loads(_receive_texts(comm, [0], grace, what)[0])
     return Verdict(rebuild(name, message), last=last)
@@ -329,7 +338,7 @@ def _receive_texts(comm: Comm, ranks: Sequence[int], deadline: Deadline, what: s
 
 
 def _at(comm: Comm, call: Call) -> str:
-    return f"{_brief(call.op, [[entry.key] for entry in call.entries])} on MPI rank {comm.rank} of {comm.size}"
+    return f"{_called(call.op, [[entry.key] for entry in call.entries])} on MPI rank {comm.rank} of {comm.size}"
 
 
 def missing_of(requests: Mapping[int, Request]) -> list[int]:
@@ -389,10 +398,15 @@ def first_difference(calls: Sequence[str]) -> KVError:
     return OrderMismatchError("the calls of the ranks differed in their digests but not in their texts")
 
 
-def _brief(op: str, entries: Sequence[Sequence[object]]) -> str:
+def _called(op: str, entries: Sequence[Sequence[object]]) -> str:
     keys = ", ".join(repr(entry[0]) for entry in entries[:3]) + (", ..." if len(entries) > 3 else "")
-    ends = ": its program has ended, or has fewer steps (see kv.join)" if op == "close" else ""
-    return f"{op}({keys}){ends}"
+    return f"{op}({keys})"
+
+
+def _brief(op: str, entries: Sequence[Sequence[object]]) -> str:
+    """The call of another rank, and what it means if that is its last."""
+    ends = ": its program has ended, or has fewer steps (see kv.join)" if op == CLOSE else ""
+    return f"{_called(op, entries)}{ends}"
 
 
 def _entry_difference(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena, devices, narrowed, selection
-from kvmpi.collectives.agreement import Call, Verdict, leave, verdict
+from kvmpi.collectives.agreement import CLOSE, Call, Verdict, leave, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Batch, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures
@@ -48,6 +48,10 @@ class Collectives:
         use_native: whether compiled code takes part, where it has been built.
         compression: as what large sums of float32 travel between hosts, a name of ``narrowed.WIRES``.
         calls: what agreements travel over; they may then be made by another thread than collectives. None: ``comm``.
+    Attributes:
+        parted: not all ranks have made their last call in time; some may do so much later, and the communicator must
+            not be freed.
+        waits_for: who had not when this rank's time was over, as a text.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Collectives:
         )  # fmt: skip
         self._recorder = recorder or Recorder()
         self._scratch = Scratch()
+        self.parted, self.waits_for = False, ""
 
     @classmethod
     def configured(
@@ -152,16 +157,27 @@ class Collectives:
     def agree(self, call: Call, deadline: Deadline, settings: str = "") -> Verdict:
         """``agreement.verdict`` when every rank has made the same call or has joined; raises its error otherwise.
 
-        ``settings`` are the caller's that must be equal on all ranks, too.
+        ``settings`` are the caller's that must be equal on all ranks, too. Where others are late for ``CLOSE``, nothing
+        is broken, but ranks have ``parted``.
         """
         settings = f"KVMPI_RING_COMPRESSION={self._compression} {self._selection.settings} {settings}".strip()
         with self._recorder.timed("wait"):
-            found: Verdict = self._guard.run(lambda: verdict(self._calls, call, deadline, settings))
+            found: Verdict = self._guard.run(lambda: self._meet(call, deadline, settings))
+        self.parted |= found.last
         if found.error is not None:
             if found.last:  # nobody waits for the one that is leaving
                 self._guard.note(found.error)
             raise found.error
         return found
+
+    def _meet(self, call: Call, deadline: Deadline, settings: str) -> Verdict:
+        try:
+            return verdict(self._calls, call, deadline, settings)
+        except KVTimeoutError as error:
+            if call.op != CLOSE:
+                raise
+            self.waits_for = str(error).partition(" within ")[0]
+            return Verdict(last=True)
 
     def leave(self, deadline: Deadline) -> bool:
         """``agreement.leave``: the last call here. Whether the communicator may be freed."""

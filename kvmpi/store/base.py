@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +28,9 @@ from kvmpi.trace.activity import activity
 #: ``fn(key, pushed, stored)``, which changes ``stored`` in place.
 Updater = Callable[[Key, Any, Any], None]
 
+#: So long a worker that closes its store waits for the others of its client, which may have something left to do.
 _CLOSE_TIMEOUT_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 @methods_not_compiled
@@ -459,6 +462,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def close(self) -> None:
         """Wait for what is under way, leave the job, release everything. Collective; idempotent; also runs at exit.
 
+        Workers of a client wait up to half a minute for each other, or ``KVMPI_TIMEOUT_S`` if that is less. A store is
+        closed then, too, and a warning says for whose: one may be busy with what only it does, such as an evaluation.
+        Its process is waited for when this one ends, and whatever it still calls but ``close`` is an error there.
         An error that nobody has seen yet is raised after the store is closed.
         """
         if self._closed or self._forked:
@@ -474,6 +480,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             self._settle(call.deadline)
         except Exception as first:
             error = error or first
+        call = self._call("close")
+        call.deadline = Deadline(min(_CLOSE_TIMEOUT_S, self._config.timeout_s))
         try:
             if not self._reduce.broken:
                 self._enter(call, lambda: None)
@@ -481,7 +489,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             error = error or first
         self._closed = True
         activity.end(self._observe)
-        self._release(Deadline(min(_CLOSE_TIMEOUT_S, call.deadline.remaining_s())))
+        # Those who ask for the agreement wait a little longer than the one that is asked.
+        self._release(Deadline(1.0 + 1.25 * call.deadline.timeout_s))
+        if self._reduce.waits_for:
+            _log.warning(
+                "kvmpi: worker %d has closed its store before others: %s. At its end this process waits for theirs",
+                self.rank, self._reduce.waits_for,
+            )  # fmt: skip
         if error is not None:
             raise error
 
@@ -536,7 +550,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         self._disconnect()
         for collectives in (self._reduce, self._cast):
             collectives.close()
-        if not self.broken:
+        if not self.broken and not self._reduce.parted:
             for comm in (*self._comms, self._comm):
                 comm.free()
         for state in self._keys.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import kvmpi
 from kvmpi.collectives.arena import own
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, DTypeMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, OrderMismatchError
 from kvmpi.store.replicated import ReplicatedStore
 
 RunRanks = Callable[..., list[Any]]
@@ -74,6 +75,37 @@ def test_a_store_that_is_closed_has_given_back_all_its_communicators(
         assert len(freed) == len(set(map(id, freed)))
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(("late", "calls"), [(0, "nothing"), (2, "nothing"), (2, "barrier")])
+def test_a_worker_may_close_long_after_others_and_makes_no_other_call_then(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: int, calls: str
+) -> None:
+    """As one that evaluates what all have trained. Nobody's process is to end with an error because of that."""
+    freed, gone = list[MemoryComm](), threading.Barrier(3)
+    monkeypatch.setattr(MemoryComm, "free", lambda comm: freed.append(comm))
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=0.4 if comm.rank != late else 20.0), comm)
+        kv.init("w", np.zeros(3))
+        if comm.rank == late:
+            gone.wait(20.0)
+            if calls == "barrier":
+                with pytest.raises(OrderMismatchError, match="MPI rank 0 of this client has left"):
+                    kv.barrier()
+                return kv.abort()
+        kv.close()
+        assert kv.closed
+        assert not kv.broken
+        if comm.rank != late:
+            gone.wait(20.0)
+        return None
+
+    run_ranks(3, rank_main)
+    told = [record.getMessage() for record in caplog.records if "has closed its store before others" in record.message]
+    assert len(told) == 2, told
+    assert any(f"MPI rank {late} " in text for text in told)
+    assert not {comm.rank for comm in freed} - {0} if late == 0 else not freed
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
