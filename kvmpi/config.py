@@ -56,7 +56,8 @@ class Config:
         5.0, "seconds that processes have to end after SIGTERM, when a job ends early, before the launcher kills them"
     )
     heartbeat_s: float = _setting(
-        1.0, "seconds between two heartbeats of a server or a master; at most half of KVMPI_HEARTBEAT_TIMEOUT_S"
+        1.0, "seconds between two heartbeats of a server or a master, or a quarter of KVMPI_HEARTBEAT_TIMEOUT_S where "
+        "that is less; at most half of that"
     )  # fmt: skip
     heartbeat_timeout_s: float = _setting(20.0, "seconds of silence after which a peer counts as dead")
     report_s: float = _setting(
@@ -224,6 +225,11 @@ class Config:
                 f"KVMPI_CHUNK_BYTES={self.chunk_bytes} is above KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}"
             )
         client_bounds(self.num_workers, self.num_clients)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats. In half the timeout there are two: who hears none then was cut off itself."""
+        return min(self.heartbeat_s, self.heartbeat_timeout_s / 4)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **explicit: Any) -> Config:

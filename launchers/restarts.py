@@ -90,8 +90,12 @@ class Restarts:
         self.note_unheard(label, process, now_s + self.silence_s)
 
     def note_unheard(self, label: str, process: object, now_s: float) -> None:
-        """``process`` counts as lost, at that time, because nobody hears it."""
-        if self.bears(label, -signal.SIGKILL):
+        """``process`` counts as lost, at that time, because nobody hears it.
+
+        A client is out of the job then, whether that goes on without it or not; without a server, or a scheduler, that
+        nobody can replace, others find out by themselves.
+        """
+        if self.bears(label, -signal.SIGKILL) or label.split()[0] in ("worker", "client"):
             self._unheard.append((now_s + _PATIENCE_S, label, process))
 
     def take_unheard(self, now_s: float) -> list[tuple[str, object]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import selectors
@@ -15,13 +14,13 @@ from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
 from kvmpi.errors import STORE_OVER, VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
-from kvmpi.launchers import limits, processes, questions
-from kvmpi.launchers.batch import QUEUED
+from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses, make_fifo
+from kvmpi.launchers.explanation import Explanation
 from kvmpi.launchers.failure import Failure, Inquest
-from kvmpi.launchers.job import SHM, Job, Process
+from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
-from kvmpi.launchers.output import Output, OutputClosedError, Stream, last_words, shortened
+from kvmpi.launchers.output import Output, OutputClosedError, Stream, shortened
 from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
@@ -35,7 +34,6 @@ BATCH_S = 3.0  # for orders to jobs of a batch system, and words of theirs, whic
 VERDICT_S = 1.0  # for a scheduler to end that has closed what it says where it listens through
 _FOLLOWED_S = 3.0  # for the client to end whose loss others have failed for
 _KEPT_LINES = 200  # of each process's standard error: of a long traceback not all is shown once more
-_OWN_FOLDERS = tuple(os.path.join(os.path.dirname(path), "") for path in (inspect.getfile(Config), __file__))
 DRAIN_READS = 32  # of 64 KiB each: more than a pipe holds, so that a process that never pauses does not hold us up
 
 
@@ -66,7 +64,7 @@ class Runner:
         self._endpoint = b""  # what the scheduler has said about where it listens
         self._ready_closed = False
         self._stopping = False
-        self._killed_before = limits.num_killed_for_memory()
+        self._explanation = Explanation(job, self._plans, self._children, self._tails, self._codes, self._restarts)
         self._env = dict(job.env)
         self.picture: dict[str, Any] = {}  # of the job at its end, as the scheduler has left it
         self._catcher, self._signals = signals, signals.caught
@@ -102,7 +100,8 @@ class Runner:
         if self._failure is None:
             return 0
         if self._failure.label:
-            self._explain(self._failure)
+            for line in self._explanation.lines(self._failure, self._output.newest):
+                self._output.say(line)
         return self._failure.status
 
     def _over(self) -> bool:
@@ -538,71 +537,6 @@ class Runner:
         except OutputClosedError:
             pass
         self._selector.close()
-
-    def _explain(self, failure: Failure) -> None:
-        process = self._plans.get(failure.label)
-        client, where = None, ""
-        if failure.label.startswith("worker"):
-            rank = int(failure.label.split()[1])
-            client = next(p for p in self._job.of_role("worker", "client") if rank in p.workers)
-            where = f" (client {client.client_rank})"
-        elif process is not None and process.role == "client":
-            where = f" (mpirun of workers {process.workers[0]} to {process.workers[-1]})"
-        child = self._children.get(failure.label)
-        if isinstance(child, RemoteProcess):
-            where += f" on {child.host}"
-        words = tail = last_words(self._tails.get(failure.label, ()), _OWN_FOLDERS)
-        text = f"kvmpi run: {failure.label}{where} {failure.text}"
-        newest = list(self._output.newest)[-len(tail) :]
-        if tail and newest == [(failure.label, 2)] * len(tail):
-            tail = []  # they stand right above
-        if tail:
-            text += "; its last lines on standard error:"
-        self._output.say(text)
-        for line in tail:
-            self._output.say("    " + line.decode(errors="surrogateescape"))
-        if gone := ", ".join(map(str, self._gone_before(failure.label))):
-            if process is not None and process.role == "client":
-                self._output.say(
-                    f"kvmpi run: worker {gone} had ended with exit status 0 before that; for MPI a rank has failed "
-                    "that ends without MPI_Finalize, by os._exit for example"
-                )
-            else:
-                self._output.say(f"kvmpi run: worker {gone} had ended in good order before that")
-        others = len(self._job.of_role("worker", "client")) > 1 and self._job.num_servers
-        above = self._tails.get(client.label, ()) if client is not None else ()  # an mpirun speaks for its ranks, too
-        advice = limits.advice([*words, *above, failure.text.encode()])
-        if failure.status == 128 + signal.SIGBUS:
-            where = " ".join(dict.fromkeys((SHM, os.path.dirname(self._job.job_dir))))
-            advice = f"mostly that is memory in a file system that has no room for it: df -h {where}"
-        elif self._was_short_of_memory(failure):
-            advice = limits.OUT_OF_MEMORY
-        elif others and not advice:
-            advice = self._restarts.advice(failure.label, failure.status)
-        if advice:
-            self._output.say(f"kvmpi run: {advice}")
-        if queued := [label for label in self._children if self._is_queued(label)]:
-            self._output.say(
-                f"kvmpi run: {', '.join(queued)} still waited in the queue; others wait KVMPI_TIMEOUT_S for them: set "
-                "it to what that may take, or call kvmpi run in one job that has all hosts (sbatch, salloc, bsub)"
-            )
-
-    def _is_queued(self, label: str) -> bool:
-        """Whether the last that was heard of a job of a batch system is that it has not begun."""
-        last = [*self._tails.get(label, ())][-1:]
-        return any(QUEUED.encode() in line for line in last)
-
-    def _was_short_of_memory(self, failure: Failure) -> bool:
-        """Whether the kernel has killed processes of this host meanwhile, and probably this one."""
-        is_here = not isinstance(self._children.get(failure.label), RemoteProcess)
-        killed = failure.status == 128 + signal.SIGKILL and is_here
-        return killed and limits.num_killed_for_memory() > self._killed_before
-
-    def _gone_before(self, label: str) -> list[int]:
-        """Ranks below an mpirun, or beside the rank ``label``: MPI begins and ends with all of them, or waits."""
-        clients = [(client.label, client.workers) for client in self._job.of_role("client")]
-        mates = next((ranks for own, ranks in clients if label in [own, *(f"worker {rank}" for rank in ranks)]), ())
-        return [rank for rank in mates if self._codes.get(f"worker {rank}") == 0]
 
     def _drain(self) -> None:
         """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""

@@ -129,7 +129,7 @@ class SchedulerDaemon(Daemon):
         """
         listener = Listener(context, self._config.max_message_bytes, "the scheduler")
         folder = self._config.job_dir
-        endings, losses = Endings(folder), Losses(folder, self._config.heartbeat_s)
+        endings, losses = Endings(folder), Losses(folder, self._config.beat_s)
         shortage = Shortage("scheduler")
         showing: Showing | None = None
         try:
@@ -308,7 +308,7 @@ class ServerDaemon(Daemon):
         )
         self._extend_lease(time.monotonic())
         scheduler.send(register)
-        next_heartbeat_s = time.monotonic() + self._config.heartbeat_s
+        next_heartbeat_s = time.monotonic() + self._config.beat_s
         next_tick_s = next_sweep_s = 0.0
         next_report_s = math.inf if self._config.report_s == 0 else time.monotonic()
         readiness: Readiness | None = None
@@ -347,7 +347,7 @@ class ServerDaemon(Daemon):
                 beat = m.Heartbeat(self._writer.round(), self._state.epoch, int(time.monotonic() * 1e6))
                 # Without an answer to the first word, that may have been lost with a connection.
                 scheduler.send(register if self._state.epoch < 0 else beat)
-                next_heartbeat_s = now_s + self._config.heartbeat_s
+                next_heartbeat_s = now_s + self._config.beat_s
             if now_s >= next_report_s:
                 # To look at very many chunks takes time, which is to be a small part of all.
                 began_s = time.thread_time()

@@ -67,7 +67,7 @@ class Link:
         self._dozes = False
         self._trouble: Exception | None = None  # of a caller that had the turn
         self._joined = False
-        self._next_heartbeat_s = self.now_s() + config.heartbeat_s
+        self._next_heartbeat_s = self.now_s() + config.beat_s
         self._epoch = -1
         self._shares = self._is_near = False
         self._large_bytes = 0  # of the largest chunk, if it is larger than one is as a rule
@@ -371,7 +371,7 @@ class Link:
     def _beat(self, now_s: float) -> None:
         """A sign of life, by whoever has the turn: callers of many small requests may keep it from the thread for
         long."""
-        self._next_heartbeat_s = now_s + self._config.heartbeat_s
+        self._next_heartbeat_s = now_s + self._config.beat_s
         if self._joined:
             sent_us = timeline.now() // 1000 if timeline.on else 0
             beat = m.Heartbeat(self._clock(), self._epoch, sent_us, self.done())

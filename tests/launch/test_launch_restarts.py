@@ -120,9 +120,11 @@ def test_who_is_not_heard_has_some_time_to_end_by_itself():
     assert restarts.left_s(15.1) == pytest.approx(1.9)
     assert restarts.take_unheard(18.0) == [("server 1", server)]
     assert restarts.left_s(18.0) is None
-    without = Restarts(0, 0, "fail")  # whoever is lost ends the job
+    without = Restarts(0, 0, "fail")
+    without.note_unheard("server 0", server, 0.0)
+    assert without.left_s(0.0) is None, "others find out that its values are gone"
     without.note_unheard("worker 0", worker, 0.0)
-    assert without.left_s(0.0) is None
+    assert without.take_unheard(5.1) == [("worker 0", worker)], "nobody may ever need to"
 
 
 def test_clients_that_others_go_on_without_are_started_again_while_there_is_something_to_do():
@@ -488,6 +490,18 @@ def test_a_client_that_is_stopped_is_ended_and_started_again(launch, write, layo
     ]
     assert f"kvmpi run: {label} counts as lost, and does not end; it is killed" in job.stderr
     assert f"kvmpi run: {label} was killed by SIGKILL; it is started again (1 of 1)" in job.stderr
+
+
+def test_a_client_that_is_stopped_when_nobody_waits_for_it_ends_the_job(launch, write):
+    """As with the default heartbeats, of which there is one a second; all others have left."""
+    program = (
+        "import os, signal, kvmpi\nkv = kvmpi.create('dist_async')\nkv.barrier()\n"
+        "if kv.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "2"}
+    job = launch("-n", "2", "-c", "2", "-s", "1", write("stops.py", program), env=settings, whole=True)
+    assert job.finish(60.0) == 128 + signal.SIGKILL, job.stderr
+    assert "kvmpi run: worker 1 counts as lost, and does not end; it is killed" in job.stderr
 
 
 @pytest.mark.parametrize(("role", "number", "said"), [
