@@ -462,9 +462,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def close(self) -> None:
         """Wait for what is under way, leave the job, release everything. Collective; idempotent; also runs at exit.
 
-        Workers of a client wait up to half a minute for each other, or ``KVMPI_TIMEOUT_S`` if that is less. A store is
-        closed then, too, and a warning says for whose: one may be busy with what only it does, such as an evaluation.
-        Its process is waited for when this one ends, and whatever it still calls but ``close`` is an error there.
+        Workers of a client wait up to half a minute for each other, or ``KVMPI_TIMEOUT_S`` if that is less. This one's
+        store is closed then, too, and a warning names those that are late, as a worker that evaluates what all have
+        trained: its process is waited for when this one ends, and any other call of it but ``close`` is an error there.
         An error that nobody has seen yet is raised after the store is closed.
         """
         if self._closed or self._forked:
@@ -480,17 +480,17 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             self._settle(call.deadline)
         except Exception as first:
             error = error or first
-        call = self._call("close")
-        call.deadline = Deadline(min(_CLOSE_TIMEOUT_S, self._config.timeout_s))
+        call.deadline = Deadline(min(_CLOSE_TIMEOUT_S, call.deadline.remaining_s()))
+        patience_s = call.deadline.timeout_s
         try:
             if not self._reduce.broken:
                 self._enter(call, lambda: None)
+                patience_s = 1.0 + 1.25 * patience_s  # who asks for the agreement waits longer than who is asked
         except Exception as first:
             error = error or first
         self._closed = True
         activity.end(self._observe)
-        # Those who ask for the agreement wait a little longer than the one that is asked.
-        self._release(Deadline(1.0 + 1.25 * call.deadline.timeout_s))
+        self._release(Deadline(patience_s))
         if self._reduce.waits_for:
             _log.warning(
                 "kvmpi: worker %d has closed its store before others: %s. At its end this process waits for theirs",

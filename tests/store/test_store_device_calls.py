@@ -17,7 +17,7 @@ import pytest
 import kvmpi
 from kvmpi import arrays
 from kvmpi.arrays import Vector
-from kvmpi.collectives import nccl, tensor
+from kvmpi.collectives import nccl, selection
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
 from kvmpi.errors import KVError, KVTimeoutError, PeerLostError
@@ -202,13 +202,13 @@ def test_nccl_fills_arrays_that_it_cannot_write_to(
     """By way of the host, beside those on its device."""
     wire, of_lane = Wire(2), threading.local()
     by_rank: dict[int, StandInModules] = {}
-    connect = tensor.connect
+    connect = selection.connect
 
     def connect_lane(comm: MemoryComm, *words: Any) -> Any:
         of_lane.modules = by_rank[comm.rank]
         return connect(comm, *words)
 
-    monkeypatch.setattr(tensor, "connect", connect_lane)
+    monkeypatch.setattr(selection, "connect", connect_lane)
     monkeypatch.setattr(nccl, "_Modules", lambda: of_lane.modules)
 
     def rank_main(comm: MemoryComm) -> tuple[Any, ...]:
