@@ -10,7 +10,8 @@ joins costs the others nothing before and one more message each way from then on
 the next agreement is where its peers hear of it.
 
 A rank that leaves, ``leave``, does not wait for long until the others do so. It leaves a message behind: for rank 0 a
-digest of its own, from rank 0 a verdict to each. Whoever makes a call then, or much later, finds it.
+digest of its own, from rank 0 a verdict to each. Whoever makes a call then, or much later, finds it. Those who make
+``CLOSE``, their last call, have left likewise when their time for it is over: another may make it much later.
 """
 
 from __future__ import annotations
@@ -177,12 +178,9 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
         raise _late(comm, call, missing, deadline) from None
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     if any(own) and digests[1:].tobytes() == own * len(others):
-        try:
-            _send_verdict(comm, call, [_AGREED, 0, 0], grace if call.op != CLOSE else Deadline(_GRACE_S / 5))
-        except KVTimeoutError:
-            if call.op != CLOSE:
-                raise
-            return Verdict(last=True)
+        if call.op == CLOSE:
+            return _dismiss(comm, call)
+        _send_verdict(comm, call, [_AGREED, 0, 0], grace)
         return _AGREEMENT
     digests[0] = np.frombuffer(own, dtype=np.uint8)
     left = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _LEAVING]
@@ -213,6 +211,15 @@ def _send_verdict(comm: Comm, call: Call, words: list[int], deadline: Deadline) 
     what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
     wait_all(sends, deadline, lambda: what)
     return what
+
+
+def _dismiss(comm: Comm, call: Call) -> Verdict:
+    """All have made their last call; those that came long before rank 0 listen no more."""
+    try:
+        _send_verdict(comm, call, [_AGREED, 0, 0], Deadline(_GRACE_S / 5))
+    except KVTimeoutError:
+        return Verdict(last=True)
+    return _AGREEMENT
 
 
 def _await_another(requests: Mapping[int, Request], digests: Buffer, usual: bytes, deadline: Deadline) -> Deadline:
