@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--batch-dir",
         type=expanduser,
-        default=".",
+        default="",
         metavar="D",
         help="of a batch system: folder that all hosts share (default: the current one)",
     )
@@ -182,12 +182,14 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
     places = where.find(
         launcher=args.launcher, hostfile=args.hostfile, hosts=args.hosts, server_hosts=args.server_hosts,
         remote_shell=args.remote_shell, network=args.interface, bounds=bounds, num_servers=args.servers,
-        environ=environ, batch_dir=os.path.join(args.batch_dir, f"kvmpi-{secrets.token_hex(4)}"),
+        environ=environ, batch_dir=os.path.join(args.batch_dir or ".", f"kvmpi-{secrets.token_hex(4)}"),
         asked=batch.Resources(
             1, 1, args.queue, args.project, args.wall_time, args.requeue, tuple(args.submit_options)
         ),
         client_hosts=args.client_hosts, by_jsrun=args.jsrun, jsrun_options=args.jsrun_options,
     )  # fmt: skip
+    if args.batch_dir and not (places is not None and places.reach.is_batch):
+        raise ConfigError("--batch-dir is for jobs that are submitted; add --launcher slurm or --launcher lsf")
     by_jsrun = places is not None and isinstance(places.reach, Jsrun)
     mpi = None
     if jobs.needs_mpi(args.workers, args.clients):

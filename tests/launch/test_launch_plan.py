@@ -301,6 +301,7 @@ def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeyp
         (["./no-such"], 127, "'./no-such' not found"),
         (["-m", "no_such.module"], 127, "no module named 'no_such.module'"),
         (["./plain.txt"], 127, "neither executable nor a Python script"),
+        (["--batch-dir", ".", "train.py"], 2, "--batch-dir is for jobs that are submitted; add --launcher slurm"),
         (["--launcher", "lsf", "train.py"], 2, "the batch system's bsub was not found on PATH"),
         (["--hostfile", "hosts", "train.py"], 2, "--hostfile hosts: No such file"),
         (["-s2", "--restart", "-1", "train.py"], 2, "must not be negative"),

@@ -25,7 +25,7 @@ from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import new_keys
 
 LIMIT = 1 << 20
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 GREETING_BYTES, HELLO_BYTES, WELCOME_BYTES = 64, 2 + 200, 2 + 168
 
 NewContext = Callable[..., Context[Any]]
