@@ -208,7 +208,8 @@ def _send_verdict(comm: Comm, call: Call, words: list[int], deadline: Deadline) 
     """To all; returns what an error says if they do not listen."""
     answer = np.array(words, dtype=np.int64)
     sends = [comm.isend(answer, rank, _TAG) for rank in range(1, comm.size)]
-    what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; were they stopped?"
+    how = "were they stopped, or have they closed before?"
+    what = f"{_at(comm, call)}: the other ranks came, but do not take the verdict; {how}"
     wait_all(sends, deadline, lambda: what)
     return what
 
