@@ -22,6 +22,15 @@ def exit_status(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host waits for SIGCONT, as far as the system says so."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def describe_end(returncode: int) -> str:
     """``was killed by SIGSEGV`` or ``ended with exit status 3``."""
     if returncode < 0:

@@ -92,14 +92,15 @@ class Restarts:
     def note_unheard(self, label: str, process: object, now_s: float) -> None:
         """``process`` counts as lost, at that time, because nobody hears it.
 
-        A client is out of the job then, whether that goes on without it or not; without a server, or a scheduler, that
-        nobody can replace, others find out by themselves.
+        Without a server, or a scheduler, that nobody can replace, others find out by themselves; without a client there
+        may be no others who would.
         """
         if self.bears(label, -signal.SIGKILL) or label.split()[0] in ("worker", "client"):
             self._unheard.append((now_s + _PATIENCE_S, label, process))
 
     def take_unheard(self, now_s: float) -> list[tuple[str, object]]:
-        """Who is to be ended now, should it still be there: it is stopped, or cannot be reached."""
+        """Who is to be ended now, should it still be there: it is stopped, or cannot be reached. Where the job does not
+        go on without it, if it is stopped: a store that was aborted counts as lost, too, in a process that is well."""
         due = [(label, process) for at_s, label, process in self._unheard if at_s <= now_s]
         self._unheard = [waiting for waiting in self._unheard if waiting[0] > now_s]
         return due

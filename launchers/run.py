@@ -451,9 +451,19 @@ class Runner:
         while self._read(self._losses.fd, "losses"):  # who takes our output may have held us up for long
             pass
         for label, child in self._restarts.take_unheard(time.monotonic()):
-            if child is self._children[label] and child.returncode is None:
+            if child is not self._children[label] or child.returncode is not None:
+                continue
+            if self._restarts.bears(label, -signal.SIGKILL) or self._is_stopped(label):
                 self._output.say(f"kvmpi run: {label} counts as lost, and does not end; it is killed")
                 kill_group(child)
+
+    def _is_stopped(self, label: str) -> bool:
+        """Whether a process here, or a rank below it, waits for SIGCONT."""
+        child = self._children[label]
+        if isinstance(child, RemoteProcess):
+            return False
+        ranks = {} if self._plans[label].spans else self._open_ranks.get(label, {})
+        return any(map(processes.is_stopped, (child.pid, *filter(None, ranks.values()))))
 
     def _judge_stopped(self, label: str, code: int) -> None:
         """A server that fails while it saves its state at the end is a failure; dying of our signals is not."""

@@ -492,16 +492,26 @@ def test_a_client_that_is_stopped_is_ended_and_started_again(launch, write, layo
     assert f"kvmpi run: {label} was killed by SIGKILL; it is started again (1 of 1)" in job.stderr
 
 
+LOST_IN_TWO_WAYS = """
+import os, signal, time
+import kvmpi
+kv = kvmpi.create("dist_async")
+kv.barrier()
+if kv.rank == 1:
+    time.sleep(3.0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+kv.abort()
+time.sleep(60.0)
+"""
+
+
 def test_a_client_that_is_stopped_when_nobody_waits_for_it_ends_the_job(launch, write):
-    """As with the default heartbeats, of which there is one a second; all others have left."""
-    program = (
-        "import os, signal, kvmpi\nkv = kvmpi.create('dist_async')\nkv.barrier()\n"
-        "if kv.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
+    """With the default heartbeats, of which there is one a second. Who only has no store any more is left alone."""
     settings = {"KVMPI_HEARTBEAT_TIMEOUT_S": "2"}
-    job = launch("-n", "2", "-c", "2", "-s", "1", write("stops.py", program), env=settings, whole=True)
+    job = launch("-n", "2", "-c", "2", "-s", "1", write("stops.py", LOST_IN_TWO_WAYS), env=settings, whole=True)
     assert job.finish(60.0) == 128 + signal.SIGKILL, job.stderr
-    assert "kvmpi run: worker 1 counts as lost, and does not end; it is killed" in job.stderr
+    assert "client 0 was lost" in job.stderr
+    assert re.findall(r"kvmpi run: (.*) counts as lost, and does not end", job.stderr) == ["worker 1"]
 
 
 @pytest.mark.parametrize(("role", "number", "said"), [
