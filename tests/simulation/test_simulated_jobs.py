@@ -19,7 +19,7 @@ from simulation.network import Violation
 from simulation.plants import PLANTS
 
 #: ``make simulate`` tries far more.
-NUM_SEEDS = 200
+NUM_SEEDS = 300
 
 
 def test_jobs_survive_their_faults() -> None:
