@@ -188,7 +188,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         ),
         client_hosts=args.client_hosts, by_jsrun=args.jsrun, jsrun_options=args.jsrun_options,
     )  # fmt: skip
-    if args.batch_dir and not (places is not None and places.reach.is_batch):
+    if args.batch_dir and args.launcher not in ("slurm", "lsf"):  # with one of them it may be a job of jsrun, as well
         raise ConfigError("--batch-dir is for jobs that are submitted; add --launcher slurm or --launcher lsf")
     by_jsrun = places is not None and isinstance(places.reach, Jsrun)
     mpi = None
