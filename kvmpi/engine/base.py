@@ -32,6 +32,8 @@ class Engine(ABC):
     All methods may be called from any thread; ``wait_all`` and ``close`` not from inside an operation.
     """
 
+    #: Within it run inline operations that one thread has made ready together.
+    together: AbstractContextManager[object] = nullcontext()
     #: What an operation calls before a thread parks to wait for it.
     _run_borrowed: Callable[[Operation, float | None], object] | None = None
 

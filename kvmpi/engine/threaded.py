@@ -277,10 +277,11 @@ class ThreadedEngine(Engine):
             return
         backlog = self._local.backlog = deque(ops)
         try:
-            while backlog:
-                op = backlog.popleft()
-                if not op._done:  # else close gave up on it
-                    self._run_inline(op)
+            with self.together:
+                while backlog:
+                    op = backlog.popleft()
+                    if not op._done:  # else close gave up on it
+                        self._run_inline(op)
         finally:
             self._local.backlog = None
 

@@ -7,9 +7,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from kvmpi.config import Config, client_bounds
 from kvmpi.errors import ConfigError, KVError, ProtocolError, ServerLostError
@@ -50,6 +53,8 @@ _REPORT_PART = 500
 _SWEEP_S = 1.0
 
 _log = logging.getLogger(__name__)
+#: The route by which a message has come, the message or what is wrong with it, its payloads.
+Arrived: TypeAlias = tuple[bytes, m.Message | ProtocolError, list[memoryview]]
 
 
 class Daemon:
@@ -65,15 +70,33 @@ class Daemon:
         self._waker.wake()
 
     @staticmethod
+    def _arrived(listener: Listener) -> Iterator[list[Arrived]]:
+        """Some of what has come: what came together is handled together, and so are the answers sent."""
+        for _ in range(_BATCH):
+            if (received := listener.recv()) is None:
+                return
+            together = [received]
+            while listener.has_rest and (received := listener.recv()) is not None:
+                together.append(received)
+            received = None  # payloads that nobody holds are given back with the answer
+            yield together
+
+    @staticmethod
     def _send(listener: Listener, replies: Sequence[Reply]) -> None:
+        by_route: dict[bytes, list[Reply]] = {}
         for reply in replies:
+            by_route.setdefault(reply.route, []).append(reply)
+
+        def reject(route: bytes, message: m.Message, error: ProtocolError) -> None:
+            _log.error("a %s could not be sent: %s", type(message).__name__, error)
+            if (request := getattr(message, "request", -1)) >= 0:  # else nobody waits for it
+                listener.send(*failure(route, request, error))
+
+        for route, group in by_route.items():
             try:
-                listener.send(*reply)
-            except Exception as error:  # a defect, but one peer's answer must not end the service of all
-                _log.exception("a %s could not be sent", type(reply.message).__name__)
-                request = getattr(reply.message, "request", -1)
-                if isinstance(error, KVError) and request >= 0:  # else nobody waits for it
-                    listener.send(*failure(reply.route, request, error))
+                listener.send_all(route, [reply[1:] for reply in group], partial(reject, route))
+            except Exception:  # a defect, but one peer's answer must not end the service of all
+                _log.exception("a %s could not be sent", type(group[0].message).__name__)
 
 
 class SchedulerDaemon(Daemon):
@@ -153,11 +176,9 @@ class SchedulerDaemon(Daemon):
                     replies += self._state.hear_end(
                         end.role, end.rank, last_incarnation(end.start), end.how, returns=end.returns
                     )
-                for _ in range(_BATCH if listener in ready else 0):
-                    received = listener.recv()
-                    if received is None:
-                        break
-                    replies += self._state.handle(received[0], received[1], now_s)
+                for together in self._arrived(listener) if listener in ready else ():
+                    for route, message, _ in together:
+                        replies += self._state.handle(route, message, now_s)
                 if now_s >= next_tick_s:
                     replies += self._state.tick(now_s)
                     next_tick_s = now_s + _POLL_S
@@ -323,12 +344,9 @@ class ServerDaemon(Daemon):
                 self._waker.clear()
             while scheduler in ready and (notice := self._recv(scheduler)) is not None:
                 self._hear(listener, scheduler, notice[0], now_s)
-            for _ in range(_BATCH if listener in ready else 0):
-                received = listener.recv()
-                if received is None:
-                    break
-                outgoing = self._state.handle(*received, now_s)
-                received = None  # payloads that nobody holds are given back with the answer
+            for together in self._arrived(listener) if listener in ready else ():
+                outgoing = [each for arrived in together for each in self._state.handle(*arrived, now_s)]
+                together.clear()
                 self._dispatch(listener, outgoing)
             for server in [server for server, other in self._others.items() if other in ready]:
                 self._hear_other(listener, server, now_s)
@@ -433,12 +451,16 @@ class ServerDaemon(Daemon):
             for payload in each.payloads:
                 self._sent_bytes += payload.nbytes
         self._send(listener, [reply for reply in outgoing if isinstance(reply, Reply)])
-        for forward in outgoing:
-            if isinstance(forward, Forward) and forward.server in self._found:
-                try:
-                    self._other(forward.server).send(forward.message, forward.payloads)
-                except KVError:  # a defect, but it must not end the service of all
-                    _log.exception("a message could not be sent to server %d", forward.server)
+        forwards = [each for each in outgoing if isinstance(each, Forward) and each.server in self._found]
+        for server, group in groupby(forwards, attrgetter("server")):
+            try:
+                self._other(server).send_all([each[1:] for each in group], partial(self._complain, server))
+            except KVError:  # a defect, but it must not end the service of all
+                _log.exception("messages could not be sent to server %d", server)
+
+    @staticmethod
+    def _complain(server: int, message: m.Message, error: ProtocolError) -> None:
+        _log.error("a %s could not be sent to server %d: %s", type(message).__name__, server, error)
 
     def _other(self, server: int) -> Connection:
         """The connection to another server."""

@@ -8,6 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,7 @@ from kvmpi.ps.asks import SCHEDULER, Ask, Operation
 from kvmpi.ps.placement import CHUNK_BYTES
 from kvmpi.ps.session import ClientSession
 from kvmpi.trace import stall, timeline
-from kvmpi.wire import Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
+from kvmpi.wire import SMALL_BYTES, Connection, OtherVersionError, Waker, Watch, keep_large_buffers, new_context
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
@@ -32,6 +35,8 @@ _BATCH = 8
 _TICK_S = 0.05
 #: A caller sends up to so many bytes itself, which is sooner done than waking a thread. More may have to be encoded.
 _HERE_BYTES = 1 << 20
+#: So many operations may wait for others to leave with.
+_GATHERED = 32
 #: A thread that has nothing to do looks after the clock for so long before it sleeps until it is woken.
 _AWAKE_S = 1.0
 
@@ -65,6 +70,7 @@ class Link:
         self._turn = threading.Lock()  # guards the session, the connections and what is below
         self._unread: dict[Connection, None] = {}  # to be read until nothing is there before the thread may sleep
         self._dozes = False
+        self._gatherers: set[int] = set()  # threads that begin several operations
         self._trouble: Exception | None = None  # of a caller that had the turn
         self._joined = False
         self._next_heartbeat_s = self.now_s() + config.beat_s
@@ -154,10 +160,14 @@ class Link:
         self._inbox.append((operation, asks, priority))
         if self._stop:
             self._drain_inbox()  # if the thread ends just now, it empties the inbox as its last act
-        elif sum(ask.cost_bytes for ask in asks) > _HERE_BYTES:
+        elif (cost_bytes := sum([ask.cost_bytes for ask in asks])) > _HERE_BYTES:
             self._waker.wake()
-        else:
+        elif threading.get_ident() not in self._gatherers or cost_bytes >= SMALL_BYTES or len(self._inbox) >= _GATHERED:
             self._send_here()
+
+    def gathering(self, lock: AbstractContextManager[object]) -> AbstractContextManager[None]:
+        """``lock``, within which what is submitted may wait for what follows, and leave with it."""
+        return _Gathering(self, lock)
 
     def _send_here(self) -> None:
         """Send what can be sent, unless somebody has the turn: they look into the inbox after giving it back."""
@@ -360,13 +370,16 @@ class Link:
         now_s = self.now_s()
         if now_s >= self._next_heartbeat_s:
             self._beat(now_s)
-        for peer, message, payloads in self._session.sendable(now_s) if self._session.may_send else ():
-            if peer not in self._connections:
-                continue  # it is gone; whoever answers in its place is asked when the session knows
-            try:
-                self._send(self._connections[peer], message, payloads)
-            except ProtocolError as error:
-                self._session.reject(getattr(message, "request", -1), error)
+        if not self._session.may_send:
+            return
+        for peer, group in groupby(self._session.sendable(now_s), itemgetter(0)):
+            connection = self._connections.get(peer)
+            if connection is not None:  # else it is gone; who answers in its place is asked when the session knows
+                self._unread[connection] = None  # sending may take the notice that something has come
+                connection.send_all(((message, payloads) for _, message, payloads in group), self._reject)
+
+    def _reject(self, message: m.Message, error: ProtocolError) -> None:
+        self._session.reject(getattr(message, "request", -1), error)
 
     def _beat(self, now_s: float) -> None:
         """A sign of life, by whoever has the turn: callers of many small requests may keep it from the thread for
@@ -375,11 +388,27 @@ class Link:
         if self._joined:
             sent_us = timeline.now() // 1000 if timeline.on else 0
             beat = m.Heartbeat(self._clock(), self._epoch, sent_us, self.done())
-            self._send(self._connections[SCHEDULER], beat)
+            self._unread[connection := self._connections[SCHEDULER]] = None
+            connection.send(beat)
 
-    def _send(self, connection: Connection, message: m.Message, payloads: Sequence[Buffer] = ()) -> None:
-        self._unread[connection] = None  # sending may take the notice that something has come
-        connection.send(message, payloads)
+
+class _Gathering(AbstractContextManager[None]):
+    """See ``Link.gathering``."""
+
+    def __init__(self, link: Link, lock: AbstractContextManager[object]) -> None:
+        self._link, self._lock = link, lock
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        self._link._gatherers.add(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
+        self._link._gatherers.discard(threading.get_ident())
+        try:
+            if self._link._inbox:
+                self._link._send_here()
+        finally:
+            self._lock.__exit__(None, None, None)
 
 
 def choose(server: m.ServerInfo, config: Config) -> str:

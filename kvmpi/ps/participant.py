@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvmpi.config import Config
@@ -90,6 +91,10 @@ class Participant(ABC):
         It also ends when ``until()`` is true: what this thread has read gives it something else to do.
         """
         self._link.help(work, until)
+
+    def gathering(self, lock: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        """``lock``, within which small requests wait for those that follow, and leave together."""
+        return self._link.gathering(lock)
 
     # ---- life
 

@@ -97,6 +97,9 @@ class StoreCore:
         self._closed = False
         self._joined = False
 
+    #: See ``Engine.together``.
+    _together_on_engine: AbstractContextManager[object] = nullcontext()
+
     def _begin_engine(self) -> None:
         """Make an engine, and variables of it for all that there is."""
         engine = create_engine(self._config.engine, self._config.engine_threads)
@@ -105,6 +108,7 @@ class StoreCore:
         self._control, self._agreements = engine.variable("control"), engine.variable("agreements")
         for state in self._keys.values():
             state.use(engine)
+        engine.together = self._together_on_engine
         self._engine = engine  # the last step: a signal that comes before it leaves all to be done again
 
     # ---- who and where

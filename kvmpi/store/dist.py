@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +77,9 @@ class DistStore(Commanding):
                 config, store=number, mode=mode, client=self._client, num_clients=self._num_clients,
                 recorder=self._recorder,
             )  # fmt: skip
+            if config.engine != "naive":  # which waits for each request where it is begun
+                self._beginning = self._ps.gathering(self._beginning)
+                self._together_on_engine = self._engine.together = self._ps.gathering(nullcontext())
         call = self._call("create")
         resumed = ["0"]
 

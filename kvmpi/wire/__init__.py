@@ -1,5 +1,6 @@
 """Messages between processes: typed and versioned headers with raw payload frames, over ZeroMQ."""
 
+from kvmpi.wire.bundle import SMALL_BYTES
 from kvmpi.wire.context import Context, new_context
 from kvmpi.wire.encoding import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode, encode
 from kvmpi.wire.keys import create_keys
@@ -21,6 +22,7 @@ __all__ = [
     "OtherVersionError",
     "PROTOCOL_VERSION",
     "Readiness",
+    "SMALL_BYTES",
     "Waker",
     "Watch",
     "as_array",

@@ -7,15 +7,17 @@ of 0 is no version: such a frame is a refusal, see ``refusal.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvmpi.errors import ProtocolError
 from kvmpi.wire import messages as m
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_HEADER_BYTES = 256 << 10
-_BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
+BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.AnyMessage)
@@ -28,7 +30,7 @@ def encode(message: m.Message) -> bytes:
         ProtocolError: too large, or not to be encoded: an integer of more than 64 bits, a lone surrogate.
     """
     try:
-        header = _BEGINNING + _encoder.encode(message)
+        header = BEGINNING + _encoder.encode(message)
     except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from None
     if len(header) > MAX_HEADER_BYTES:
@@ -36,8 +38,8 @@ def encode(message: m.Message) -> bytes:
     return header
 
 
-def decode(header: bytes) -> m.Message:
-    """The message in a header frame.
+def decode(header: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> m.Message:
+    """The message in a header frame; ``decoder`` may know more than messages.
 
     Raises:
         ProtocolError: too large, not of this protocol, or not a valid message.
@@ -45,13 +47,13 @@ def decode(header: bytes) -> m.Message:
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(header)} bytes, limit {MAX_HEADER_BYTES}")
-    if header[:4] != _BEGINNING:
+    if header[:4] != BEGINNING:
         if header[:3] != MAGIC:
             raise ProtocolError("header does not begin with the magic of kvmpi")
         if len(header) == 3:
             raise ProtocolError("header ends before its protocol version")
         raise other_version(header, PROTOCOL_VERSION)
     try:
-        return _decoder.decode(header[4:])  # a copy: of so few bytes it costs less than a view
+        return decoder.decode(header[4:])  # type: ignore[no-any-return]  # a copy: of so few bytes it costs less than a view
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed header: {error}") from None

@@ -6,15 +6,15 @@ import logging
 import os
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
-from kvmpi.wire import encoding, slips
+from kvmpi.wire import bundle, encoding, slips
 from kvmpi.wire.context import Context
-from kvmpi.wire.encoding import decode, encode
+from kvmpi.wire.encoding import encode
 from kvmpi.wire.handshake import Handshake
 from kvmpi.wire.malloc import give_memory_back
 from kvmpi.wire.messages import Message
@@ -47,6 +47,8 @@ _UNREAD_BYTES = 16 << 20
 #: Messages taken from one of a listener's sockets before the other gets its turn.
 _TURN = 8
 _TCP, _IPC = b"t", b"i"
+#: The routing id of a peer that takes bundles begins so.
+_TAKES_BUNDLES = b"b"
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class Listener:
         self._turns: deque[tuple[bytes, zmq.Socket[Any]]] = deque()  # whose turn it is comes first
         self._left_of_turn = _TURN
         self._partners: dict[bytes, Partner] = {}
+        self._rest: deque[tuple[bytes, Message, list[memoryview]]] = deque()  # of a bundle
         self.endpoints: list[str] = []
 
     @property
@@ -195,7 +198,21 @@ class Listener:
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        header = encode(message)
+        self._post(route, encode(message), payloads)
+
+    def send_all(
+        self, route: bytes, messages: Iterable[bundle.Outgoing], reject: Callable[[Message, ProtocolError], None]
+    ) -> None:
+        """``send`` several messages to one peer, small ones together if it takes bundles.
+
+        Args:
+            reject: gets messages that cannot be encoded.
+        """
+        most_bytes = self._max_message_bytes if route[1:2] == _TAKES_BUNDLES else 0
+        for header, payloads in bundle.gathered(messages, reject, most_bytes):
+            self._post(route, header, payloads)
+
+    def _post(self, route: bytes, header: bytes, payloads: Sequence[Payload]) -> None:
         router, partner = self._sockets.get(route[:1]), self._partners.get(route)
         if router is not None:
             if partner is not None:
@@ -209,6 +226,8 @@ class Listener:
 
         What is of another version does not come: its sender is told, and None says that there may be more.
         """
+        if self._rest:
+            return self._rest.popleft()
         while (received := self._next()) is not None:
             kind, frames = received
             route = kind + frames[0].bytes
@@ -224,13 +243,20 @@ class Listener:
                 if not self.hears(route, self.unread_bytes(route)):
                     self._ignore(route)
                     continue
-                return route, decode(header), payloads
+                first, *rest = bundle.parted(header, payloads)
+                self._rest.extend([(route, *each) for each in rest])
+                return route, *first
             except OtherVersionError as other:
                 self._refuse(route, other)
                 return None
             except ProtocolError as error:
                 return route, error, []
         return None
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether there is more that has come together with the last message."""
+        return bool(self._rest)
 
     def unread_bytes(self, route: bytes) -> int:
         """What a peer has been sent and not read."""
@@ -344,16 +370,17 @@ class Connection:
         peer: str = "the listener", silence_s: float | None = None,
     ) -> None:  # fmt: skip
         self.endpoint = endpoint
-        self._name, self._peer = name, peer
+        self._name, self._peer, self._max_message_bytes = name, peer, max_message_bytes
         self._has_refused = False
         self._handshake: Handshake | None = None
         self._partner: Partner | None = None
+        self._rest: deque[tuple[Message, list[memoryview]]] = deque()  # of a bundle
         self._socket = _open(context, zmq.DEALER, max_message_bytes, tcp=endpoint.startswith("tcp://"))
         if silence_s is not None and endpoint.startswith("tcp://"):
             self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = _milliseconds(silence_s / 2)
             self._socket.connect_timeout = _milliseconds(silence_s)
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
-        self._socket.setsockopt(zmq.ROUTING_ID, b"k" + uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.ROUTING_ID, _TAKES_BUNDLES + uuid.uuid4().bytes)
         try:
             self._connect(context, max_message_bytes)
         except BaseException:
@@ -403,7 +430,7 @@ class Connection:
     @property
     def readable(self) -> bool:
         """Whether a message has come. To send one may take the notice of that."""
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+        return bool(self._rest) or bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def close(self) -> None:
         if self._handshake is not None:
@@ -419,7 +446,18 @@ class Connection:
         Raises:
             ProtocolError: the message cannot be encoded; nothing was sent.
         """
-        header = encode(message)
+        self._post(encode(message), payloads)
+
+    def send_all(self, messages: Iterable[bundle.Outgoing], reject: Callable[[Message, ProtocolError], None]) -> None:
+        """``send`` several messages, small ones together.
+
+        Args:
+            reject: gets messages that cannot be encoded.
+        """
+        for header, payloads in bundle.gathered(messages, reject, self._max_message_bytes):
+            self._post(header, payloads)
+
+    def _post(self, header: bytes, payloads: Sequence[Payload]) -> None:
         if self._partner is not None:
             header, payloads = self._partner.pack(header, payloads)
         try:
@@ -451,6 +489,8 @@ class Connection:
             OtherVersionError: the listener speaks another version; nothing else will ever come.
             AuthenticationError: the listener does not let this process in; only before it has done so once.
         """
+        if self._rest:
+            return self._rest.popleft()
         while (frames := _recv(self._socket)) is not None:
             header, payloads = frames[0].bytes, _payloads(frames[1:])
             if self._partner is not None and slips.begins(header):
@@ -459,7 +499,9 @@ class Connection:
                 if not header:
                     continue
             try:
-                return decode(header), payloads
+                first, *rest = bundle.parted(header, payloads)
+                self._rest.extend(rest)
+                return first
             except OtherVersionError as other:
                 self._refuse()
                 why = explain(self._name, encoding.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")

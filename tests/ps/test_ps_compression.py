@@ -232,21 +232,21 @@ def test_a_push_that_failed_in_part_is_made_again_in_place(
     [client] = start_job(2).connect(1)
     initialise([client], {"k": count})
     client.set_codec(codec.of({"type": f"{bits}bit"}))
-    sender, link, dropped = Sender(count, bits, 0.5), client._link, 0
-    real = link._send
+    sender, connection, dropped = Sender(count, bits, 0.5), client._link._connections[1], 0
+    real = connection.send_all
 
-    def lose(connection: Any, message: Any, payloads: Any = ()) -> None:
+    def lose(outgoing: Any, reject: Any) -> None:
         nonlocal dropped
-        if isinstance(message, m.Push) and connection is link._connections[1]:
-            dropped += 1
-        else:
-            real(connection, message, payloads)
+        outgoing = list(outgoing)
+        kept = [each for each in outgoing if not isinstance(each[0], m.Push)]
+        dropped += len(outgoing) - len(kept)
+        real(kept, reject)
 
     for step in range(4):
         values = quarters(count, step)
         total, out = sender.means(values), values.copy()
         if step == 1:
-            monkeypatch.setattr(link, "_send", lose)
+            monkeypatch.setattr(connection, "send_all", lose)
             with pytest.raises(KVTimeoutError):
                 client.pushpull("k", out, out, Deadline(1.0)).wait()
             monkeypatch.undo()

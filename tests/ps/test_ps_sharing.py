@@ -12,7 +12,7 @@ from ps_helpers import TIMEOUT_S
 from kvmpi import optim
 from kvmpi.deadline import Deadline
 from kvmpi.ps.landing import Landing
-from kvmpi.wire import context, partner
+from kvmpi.wire import bundle, context, partner
 from kvmpi.wire.shared_memory import Arena
 
 COUNT = 5000
@@ -22,6 +22,7 @@ COUNT = 5000
 def _share_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partner, "SHARE_FROM_BYTES", 1)
     monkeypatch.setattr(context, "SHARE_FROM_BYTES", 1)
+    monkeypatch.setattr(bundle, "SMALL_BYTES", 1)
 
 
 def _value(client: int, step: int) -> np.ndarray:

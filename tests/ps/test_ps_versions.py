@@ -37,7 +37,7 @@ _SPEAK = f"""
     from kvmpi.wire import encoding, sockets
 
     def speak(version):
-        encoding.PROTOCOL_VERSION, encoding._BEGINNING = version, b"KVM" + bytes([version])
+        encoding.PROTOCOL_VERSION, encoding.BEGINNING = version, b"KVM" + bytes([version])
 
     def as_other(method):
         def wrapped(*args):
@@ -51,7 +51,7 @@ _SPEAK = f"""
     if {{whole}}:
         speak({OTHER})
     else:
-        for name in ("send", "recv"):
+        for name in ("send", "send_all", "recv"):
             setattr(sockets.Listener, name, as_other(getattr(sockets.Listener, name)))
 """
 _SERVER = """

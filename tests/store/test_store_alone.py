@@ -22,6 +22,7 @@ from kvmpi import errors, optim
 from kvmpi.deadline import Deadline
 from kvmpi.ps import link
 from kvmpi.store.call import Invocation, take_numbers
+from kvmpi.wire import Connection, Listener
 
 
 def rounded_to_bfloat16(values):
@@ -512,3 +513,32 @@ def test_the_memory_of_a_sum_is_made_once_however_long_that_takes(store):
         store.pull("w", out)
         assert np.array_equal(out, index * (1 + step)), out[:4]
     assert len(made) == 1
+
+
+def test_a_call_on_many_small_keys_takes_few_messages(monkeypatch):
+    posted = {Connection: 0, Listener: 0}
+    for kind in posted:
+
+        def post(self, *message, kind=kind, real=kind._post):
+            posted[kind] += 1
+            real(self, *message)
+
+        monkeypatch.setattr(kind, "_post", post)
+    keys = [f"k{i}" for i in range(64)]
+    values = [array(i + 1, (10,)) for i in range(64)]
+    with kvmpi.create("dist_sync") as kv:
+        kv.init(keys, values)
+        outs = [np.empty_like(value) for value in values]
+        for step in range(1, 4):
+            pushed = [value * (step + i) for i, value in enumerate(values)]
+            posted.update(dict.fromkeys(posted, 0))
+            kv.pushpull(keys, pushed, outs)
+            fused = dict(posted)
+            for out, value in zip(outs, pushed, strict=True):
+                np.testing.assert_array_equal(out, value)
+            kv.push(keys, values)
+            kv.pull(keys, outs)
+            for out, value in zip(outs, values, strict=True):
+                np.testing.assert_array_equal(out, value)
+            assert 0 < max(fused.values()) <= 16, "one message a key would be 64"
+            assert max(posted.values()) <= 64, "three messages a key would be 192"
