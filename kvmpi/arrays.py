@@ -161,7 +161,13 @@ def dtype_of(array: Any) -> str:
 
 
 def _check_torch(tensor: Any) -> None:
-    if tensor.layout is not sys.modules["torch"].strided:
+    torch = sys.modules["torch"]
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # Python code is in its memory's place
+        raise UnsupportedError(
+            f"a tensor of {type(tensor).__qualname__} is not carried, as it has no memory of its own; pass the plain "
+            "tensor that it holds (to_local() of a DTensor)"
+        )
+    if tensor.layout is not torch.strided:
         raise UnsupportedError(f"torch layout {tensor.layout} is not carried; call to_dense() first")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise UnsupportedError(f"torch device {tensor.device} is not carried; use cpu or cuda")

@@ -269,6 +269,25 @@ def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
     assert arrays.dtype_of(torch.zeros(0, 3)) == "float32"
 
 
+def test_a_tensor_that_stands_for_others_is_refused() -> None:
+    """As DTensor does: it has no memory of its own, and what its parts have is another thing on each worker."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, part: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise AssertionError("nothing is to be computed")
+
+    for refuse in (arrays.dtype_of, arrays.check_writable, arrays.read):
+        for count in (3, 0):
+            with pytest.raises(UnsupportedError, match=r"Wrapper is not carried.*to_local\(\)"):
+                refuse(Wrapper(torch.zeros(count)))
+    assert arrays.dtype_of(torch.zeros(3).as_subclass(type("Plain", (torch.Tensor,), {}))) == "float32"
+
+
 def test_is_array() -> None:
     assert arrays.is_array(np.zeros(2))
     assert arrays.is_array(np.zeros(2, bool)), "an array, if not one that can be sent"
