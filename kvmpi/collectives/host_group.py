@@ -123,8 +123,10 @@ class HostGroup:
 
     def _fence(self) -> None:
         """What was read or written before is so before what follows, as other processors see it."""
-        with self._order:  # taking and leaving a lock does that
-            pass
+        # Taking a lock holds back what follows, and leaving one what came before: so it is left before it is taken.
+        for _ in range(2):
+            with self._order:
+                pass
 
     # ---- where things lie
 
@@ -194,6 +196,8 @@ class HostGroup:
         Raises:
             PeerLostError: that rank waits no more, so its memory is its own again.
         """
+        if not _ORDERED:
+            self._fence()
         if self._words[rank][_GIVEN_UP]:
             raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
 
@@ -303,6 +307,8 @@ class HostGroup:
         """
         _kept_for_late_ranks.extend(exposed)
         self._mine[_GIVEN_UP] = 1
+        if not _ORDERED:
+            self._fence()
 
     def share(self, made: Buffer | None, nbytes: int, deadline: Deadline, what: What) -> Buffer | None:
         """Collective: bytes in the first member's arena, as every rank has them mapped.

@@ -355,6 +355,30 @@ def test_after_a_failure_the_communicator_is_unusable(run_ranks: RunRanks) -> No
     assert (own[1] == 3).all()
 
 
+def test_nothing_passes_a_fence(run_ranks: RunRanks) -> None:
+    """Where processors reorder: to take a lock holds back what follows, to leave it what came before, and no more. Only
+    that a lock is left and taken again, in this order, keeps both sides apart."""
+
+    class Lock:
+        def __enter__(self) -> None:
+            events.append("take")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("leave")
+
+    events = ["before"]
+    [group, _] = run_ranks(2, group_of)
+    group._order = Lock()
+    group._fence()
+    events.append("after")
+    reached = [True] + [False] * (len(events) - 1)  # what "before" is certainly seen before
+    for later, event in enumerate(events):
+        for earlier, past in enumerate(events[:later]):
+            if reached[earlier] and (past == "take" or event == "leave" or (past, event) == ("leave", "take")):
+                reached[later] = True
+    assert reached[-1], events
+
+
 @pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("way", ["slots", "parts", "stage", "attach"])
 def test_single_vectors_go_every_way(
