@@ -231,8 +231,9 @@ def start_sum(kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0
 
 def not_compressed(kv: KVStore, dtype: torch.dtype) -> torch.dtype:
     """In which dtype numbers of ``dtype`` travel that are no gradients: a store rounds what it is pushed of float32, if
-    it is told to by ``set_gradient_compression`` or a setting."""
+    it is told to by ``set_gradient_compression`` or a setting; and half types may not hold what theirs add up to."""
     may_round = kv.is_capable("compression") or kv.ring_compression != "none"
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     return torch.float64 if dtype == torch.float32 and may_round else dtype
 
 

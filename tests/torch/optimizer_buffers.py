@@ -191,6 +191,26 @@ def converted_statistics(kv: kvmpi.KVStore) -> None:
             optimizer.detach()
 
 
+def half_statistics(kv: kvmpi.KVStore) -> None:
+    """The mean of half types is one where their sum is not: it is more than they hold."""
+    for dtype in (torch.float16, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).to(dtype))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), kv, model, update_on_kvstore=False, norm_buffers="mean"
+        )
+        means = [
+            torch.tensor([1.0 + 2.0**-7 * (rank % 3), -(2.0**rank)], dtype=dtype) for rank in range(kv.num_workers)
+        ]
+        model[1].running_mean, model[1].running_var = means[kv.rank].clone(), torch.full((2,), 60_000.0, dtype=dtype)
+        model[0](torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(model[1].running_var, torch.full((2,), 60_000.0, dtype=dtype)), model[1].running_var
+        expected = torch.stack(means).double().mean(dim=0).to(dtype)
+        assert torch.equal(model[1].running_mean, expected), f"{model[1].running_mean}, expected {expected}"
+        optimizer.detach()
+
+
 def compressed(kv: kvmpi.KVStore) -> None:
     """Gradients travel in few bits; statistics, and what workers tell each other of their loops, as they are."""
     if not kv.is_capable("compression"):

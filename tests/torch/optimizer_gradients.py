@@ -11,7 +11,15 @@ from typing import Any
 
 import optimizer_loops as loops
 import torch
-from optimizer_buffers import compressed, converted_statistics, images, odd_buffers, other_buffers, scripted
+from optimizer_buffers import (
+    compressed,
+    converted_statistics,
+    half_statistics,
+    images,
+    odd_buffers,
+    other_buffers,
+    scripted,
+)
 from optimizer_loops import (
     STEPS,
     Winding,
@@ -667,8 +675,8 @@ DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
     images, odd_buffers, other_buffers, scripted, compressed, no_copies, compiled, nothing_leaves_without_sync,
-    order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, resumed, two_optimizers,
-    sums, after_an_error,
+    order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, half_statistics, resumed,
+    two_optimizers, sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
     sums_twice, other_devices_by_default, uneven_batches,
 )  # fmt: skip
