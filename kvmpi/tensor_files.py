@@ -5,6 +5,7 @@ Source: https://github.com/huggingface/safetensors, "Format".
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: What is written, and looked at, at a time.
 BLOCK_BYTES = 1 << 20
+#: Readers of safetensors refuse a file that has more than this before its arrays.
+MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {
     "float16": "F16", "float32": "F32", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32",
     "int64": "I64", "uint8": "U8", "uint16": "U16",
@@ -48,4 +51,10 @@ def _header(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
         }  # fmt: skip
     header = json.dumps(described).encode()
     header += b" " * (-len(header) % 8)
+    if len(header) > MAX_HEADER_BYTES:
+        raise OSError(
+            errno.EFBIG,
+            f"nobody could read it: it says {len(header)} bytes of its {len(tensors)} arrays, and safetensors have "
+            f"room for {MAX_HEADER_BYTES}; have fewer and larger keys, or for snapshots a larger KVMPI_CHUNK_BYTES",
+        )
     return len(header).to_bytes(8, "little") + header

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import os
 import signal
 import stat
@@ -238,3 +240,24 @@ def test_tensors_are_read_by_safetensors(tmp_path: Path) -> None:
             array = found.get_tensor(name)
             assert array.dtype == expected.dtype
             np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("more_bytes", [0, 1])
+def test_what_safetensors_would_not_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int
+) -> None:
+    """As of very many keys, or of very small chunks: what there is to say of them may have a certain length."""
+    length = tensor_files.MAX_HEADER_BYTES + more_bytes
+    with open(tmp_path / "file", "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(8 + length)
+    with pytest.raises(safetensors.SafetensorError) as refusal:
+        safetensors.safe_open(tmp_path / "file", framework="numpy")
+    assert ("too large" in str(refusal.value)) == bool(more_bytes)
+
+    tensors, written = {f"{i}/value": np.zeros(1) for i in range(100)}, io.BytesIO()
+    tensor_files.write(written, tensors, {})
+    header_bytes = int.from_bytes(written.getvalue()[:8], "little")
+    monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", header_bytes - more_bytes)
+    with pytest.raises(OSError, match="fewer and larger keys") if more_bytes else contextlib.nullcontext():
+        tensor_files.write(written, tensors, {})
