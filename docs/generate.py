@@ -30,20 +30,16 @@ def api() -> str:
     """The public API, from signatures and docstrings."""
     store = kvmpi.KVStore
     *others, core = [cls for cls in store.__mro__[1:] if cls.__module__.startswith("kvmpi.")]
-    methods = [
-        (name, member)
+    methods = {
+        name: member
         for cls in (core, store, *others)  # who one is, keys and values, and then the rest
         for name, member in vars(cls).items()
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
-    ]
+    }
     parts = [_NOTE, "# API reference\n", "## Stores\n", _function("kvmpi.create", kvmpi.create)]
     parts.append(_function("kvmpi.register_store", kvmpi.register_store))
     parts.append(f"### class kvmpi.KVStore\n\n{_text(store)}\n")
-    for name, member in methods:
-        if isinstance(member, property):
-            parts.append(f"#### kv.{name}\n\n{_text(member.fget)}\n" if _text(member.fget) else f"#### kv.{name}\n")
-        else:
-            parts.append(_function(f"kv.{name}", member, level=4))
+    parts += [_member(f"kv.{name}", member) for name, member in methods.items()]
     parts.append(f"### class kvmpi.Work\n\n{_text(kvmpi.Work)}\n")
     parts += [_function(f"work.{name}", getattr(kvmpi.Work, name), level=4) for name in ("wait", "done", "error")]
     parts.append("## Update rules: kvmpi.optim\n")
@@ -58,8 +54,7 @@ def api() -> str:
         parts.append(_class(f"kvmpi.torch.{name}", cls))
         for method, member in _members(cls).items():
             if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                of = member.fget if isinstance(member, property) else member
-                parts.append(_function(f"{name}.{method}", of, level=4))  # type: ignore[arg-type]
+                parts.append(_member(f"{name}.{method}", member))
     parts.append(_function("kvmpi.torch.c10d.make_client_the_world", kvmpi.torch.rendezvous.make_client_the_world))
     parts.append("## Horovod's API: kvmpi.horovod\n")
     for name in kvmpi.horovod.__all__:
@@ -104,11 +99,19 @@ def _signature(of: Any) -> str:
     except (TypeError, ValueError):
         return "(...)"
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"]
-    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    shown = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return shown.replace(repr(kvmpi.horovod.Compression.none), "hvd.Compression.none")  # a class, as Horovod has it
 
 
 def _function(name: str, of: Callable[..., Any], level: int = 3) -> str:
     return f"{'#' * level} {name}{_signature(of)}\n\n{_text(of)}\n"
+
+
+def _member(name: str, of: Callable[..., Any] | property) -> str:
+    """A method, or a property, which is not called."""
+    if not isinstance(of, property):
+        return _function(name, of, level=4)
+    return f"#### {name}\n" + (f"\n{_text(of.fget)}\n" if _text(of.fget) else "")
 
 
 def _class(name: str, of: type) -> str:

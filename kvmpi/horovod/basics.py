@@ -59,11 +59,11 @@ _job: _Job | None = None
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the ranks of the job. Collective over all of them; a second call does nothing.
 
+    Started by plain ``python``, the job is this one rank. One operation may take ``KVMPI_TIMEOUT_S``.
+
     Args:
         comm: a list of ranks or a communicator of mpi4py, as Horovod takes it; here it must have all ranks.
         process_sets: none.
-
-    Started by plain ``python``, the job is this one rank. One operation may take ``KVMPI_TIMEOUT_S``.
 
     Raises:
         ConfigError: the job has several clients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def test_code_in_docstrings_is_code_on_the_page():
     for text in found:
         ast.parse(textwrap.dedent(text))
     assert "\n::\n" not in page
+
+
+def test_what_the_reference_shows_with_parentheses_is_called():
+    headings = re.findall(r"^####? ((?:\w+\.)+)(\w+)(.*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert len(headings) == len({of + name for of, name, _ in headings}) > 100
+    owners = {"kv": "kvmpi.KVStore", "work": "kvmpi.Work", "hvd": "kvmpi.horovod"}
+    for of, name, arguments in headings:
+        owner = of.removesuffix(".")
+        owner = owners.get(owner, owner if owner.startswith("kvmpi") else f"kvmpi.torch.{owner}")
+        thing = pkgutil.resolve_name(f"{owner}.{name}")
+        assert arguments.startswith("(") != isinstance(thing, property), of + name
+        assert "<" not in arguments, f"{of}{name}{arguments}"
 
 
 def test_links_lead_to_files():
