@@ -18,7 +18,7 @@ def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
 
     A server handles its share of the keys of each client in the time of a small exchange, and its share of all clients'
     bytes in what a large one takes longer. Rows of synchronous stores count that send every bit and have nothing wrong;
-    of several for one size, the fastest.
+    of several for one size, the fastest. Without rows over TCP the others count, and they alone tell of shared memory.
 
     Args:
         lines: JSON, one object a line, as ``kvmpi bench ps --keys 160 --sizes 640K,64M --json FILE`` writes them.
@@ -48,7 +48,9 @@ def from_lines(lines: Iterable[str], name: str) -> ServerFigures:
             f"{name}: {large['size_B']} bytes took no longer than {small['size_B']}; measure larger sizes"
         )
     moved = (large["size_B"] - small["size_B"]) * large["clients"] / large["servers"]
-    return ServerFigures(message_s=message_s, process_bytes_per_s=moved / longer_s)
+    rate = moved / longer_s
+    shared = max(rate, ServerFigures.shared_bytes_per_s) if over_tcp else rate
+    return ServerFigures(message_s=message_s, process_bytes_per_s=rate, shared_bytes_per_s=shared)
 
 
 def _row(line: str, where: str) -> list[dict[str, Any]]:

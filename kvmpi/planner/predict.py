@@ -112,11 +112,14 @@ def predict(
     if cluster.lab_cores:
         limits["the lab's cores"] = _lab_s(model, cluster, job, places) / cluster.lab_cores
         step_s = max(step_s, limits["the lab's cores"] + compute_s)
+    exposed_s = step_s - compute_s
+    if exposed_s < 1e-9 * step_s:
+        exposed_s = 0.0  # a difference of sums in another order
     failing = _failing(job, disturbance)
     staleness = _of_all(outcome.staleness, len(places.masters), share)
     bottleneck, reason = _explain(limits, step_s, job, model)
     return Prediction(
-        job=job, step_s=step_s, compute_s=compute_s, exposed_s=max(0.0, step_s - compute_s),
+        job=job, step_s=step_s, compute_s=compute_s, exposed_s=exposed_s,
         epoch_s=steps * step_s * failing, staleness=staleness, nic_busy=min(1.0, outcome.nic_busy),
         processor_busy=min(1.0, outcome.processor_busy),
         pushed_bytes=model.nbytes / interval if job.servers else 0.0,
@@ -170,7 +173,10 @@ def _course(
     at_end = (job.of.averages and not local) or not job.overlap
     pieces = []
     servers = 0 if local else job.servers
-    figures = cluster.server_figures
+    figures, window_bytes = cluster.server_figures, job.window_bytes * max(1, job.servers)
+    if cluster.shared:
+        figures = replace(figures, process_bytes_per_s=figures.shared_bytes_per_s)
+        window_bytes *= 4  # KVMPI_SHARED_BYTES
     for nbytes, ready, keys in _cut(model, max(most, model.nbytes // _MOST_PIECES + 1), at_end=at_end):
         share = nbytes / bucket_bytes
         sum_s, sum_bytes = (share * part for part in sums)
@@ -178,7 +184,6 @@ def _course(
         serve_s = (keys * figures.message_s + nbytes / figures.process_bytes_per_s) / servers if servers else 0.0
         pieces.append(Piece(nbytes, ready, sum_s, sum_bytes, cast_s, cast_bytes, serve_s))
     piece_bytes = max(piece.nbytes for piece in pieces)
-    window_bytes = job.window_bytes * max(1, servers)
     server_hosts = min(cluster.server_hosts or cluster.hosts, max(1, servers))
     servers_rate = server_hosts * cluster.link_bytes_per_s
     local_bytes = 0.0
@@ -211,10 +216,10 @@ def _cut(model: Model, most_bytes: float, *, at_end: bool) -> list[tuple[float, 
         while held + left >= most_bytes:
             taken = most_bytes - held
             found.append((most_bytes, when, keys))
-            held, left, keys = 0.0, left - taken, 1 if left > taken else 0
+            held, left, keys = 0.0, left - taken, 0  # what a key costs counts once, with its first piece
         held += left
     if held >= 1:
-        found.append((held, when, max(1, keys)))
+        found.append((held, when, keys))
     return found
 
 

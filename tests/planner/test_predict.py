@@ -94,6 +94,10 @@ def test_staleness_of_workers_that_are_alike(workers: int) -> None:
     assert planned(workers, Job("dist-SGD", workers, 1, 1)).mean_staleness is None
 
 
+def test_one_worker_alone_exchanges_nothing() -> None:
+    assert planned(1, Job("mpi-SGD", 1, 1, 0), compute_s=0.2).exposed_s == 0
+
+
 def test_weights_are_exchanged_once_an_interval() -> None:
     job = Job("dist-ESGD", 2, 1, 1, interval=10)
     found = planned(2, job)
@@ -305,8 +309,28 @@ def test_what_bench_ps_has_measured_is_predicted(servers: int) -> None:
     assert found.message_s == pytest.approx(truth.message_s, rel=0.05)
     on = cluster(1, server_figures=found, link_bytes_per_s=1e15)
     planned = predict.predict(models.plain(640 << 10, 0.0, keys), on, Job("dist-SGD", clients, 1, servers))
-    # A key that is in two pieces counts twice: up to a tenth of 160.
-    assert planned.step_s == pytest.approx(measured_s(640 << 10), rel=0.2)
+    assert planned.step_s == pytest.approx(measured_s(640 << 10), rel=0.1)
+
+
+@pytest.mark.parametrize(("nbytes", "workers", "measured_s"), [
+    (4 << 10, 1, 0.24e-3), (4 << 10, 4, 0.81e-3), (4 << 20, 1, 0.95e-3), (4 << 20, 4, 4.6e-3), (64 << 20, 1, 12.9e-3),
+    (64 << 20, 4, 52.8e-3),
+])  # fmt: skip
+def test_processes_of_one_host_share_memory(nbytes: int, workers: int, measured_s: float) -> None:
+    """The measured times are those of docs/benchmarks.md, "auto" and "fused", of one key and two servers."""
+    job = Job("dist-SGD", workers, 1, 2)
+    planned = predict.predict(models.plain(nbytes, 0.0, 1), Cluster(), job)
+    assert 0.4 * measured_s < planned.step_s < 1.4 * measured_s
+    alone = from_lines([line(job, size, "auto", size / 5e9) for size in (1 << 20, 64 << 20)], "f")
+    assert alone.shared_bytes_per_s == pytest.approx(5e9 * workers / 2)
+    beside = from_lines([line(job, size, "tcp:curve", size / 5e8) for size in (1 << 20, 64 << 20)], "f")
+    assert beside.process_bytes_per_s == pytest.approx(5e8 * workers / 2)
+    assert beside.shared_bytes_per_s == ServerFigures.shared_bytes_per_s, "a network says nothing of it"
+
+
+def line(job: Job, nbytes: int, row: str, seconds: float) -> str:
+    shape = {"size_B": nbytes, "keys": 1, "clients": job.num_clients, "servers": job.servers, "mode": "sync"}
+    return json.dumps({**shape, "row": row, "fused_p50": 1e6 * seconds})
 
 
 def test_the_strictest_of_the_fastest_is_recommended() -> None:
