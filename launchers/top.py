@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -247,6 +248,12 @@ def _state(row: Picture) -> Text:
     return Text(row["state"], "green" if row["state"] == "running" else "dim")
 
 
+def _told(newest: dict[str, float | None], name: str) -> str:
+    """What ``kv.report`` was told last; None stands for what is no number, or infinite."""
+    value = newest.get(name, math.nan)
+    return "not finite" if value is None else "-" if math.isnan(value) else f"{value:.4g}"
+
+
 def _workers(picture: Picture, most_rows: int) -> Columns:
     curves = sorted(picture["curves"])[:4]
     names = ["worker", "client", "state", "steps", "steps/s", "own ms", "in calls", "GB/s", "staleness", "memory"]
@@ -255,12 +262,11 @@ def _workers(picture: Picture, most_rows: int) -> Columns:
         workers = sorted(workers, key=lambda w: (w["state"] != "silent", -w["own_s_per_step"]))[:most_rows]
     rows: list[list[str | Text]] = []
     for w in workers:
-        newest = [w["newest"].get(name) for name in curves]
         rows.append([
             str(w["rank"]), str(w["client"]), _state(w), str(w["steps"]), f"{w['steps_per_s']:.4g}",
             f"{1000 * w['own_s_per_step']:.1f}", f"{100 * w['blocked_share']:.0f} %", f"{w['bytes_per_s'] / 1e9:.3f}",
             "-" if w["staleness"] is None else f"{w['staleness']:.2f}", volume(w["resident_bytes"]),
-            *("-" if value is None else f"{value:.4g}" for value in newest),
+            *(_told(w["newest"], name) for name in curves),
         ])  # fmt: skip
     spare = ["memory", "GB/s", "client", "staleness", *curves[:0:-1], "in calls", "steps", *curves[:1], "steps/s"]
     return Columns("workers", [*names, *curves], rows, spare, len(picture["workers"]) - len(workers))

@@ -373,7 +373,7 @@ def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             top.choose(cards, wanted)
 
 
-def test_forty_characters_show_which_workers_are_well() -> None:
+def test_which_workers_are_well() -> None:
     worker = {
         "rank": 0, "client": 0, "state": "running", "steps": 12345, "steps_per_s": 15.37, "own_s_per_step": 0.0512,
         "blocked_share": 0.2, "bytes_per_s": 1e6, "staleness": None, "resident_bytes": 1e8, "newest": {"accuracy": 0.5},
@@ -383,6 +383,11 @@ def test_forty_characters_show_which_workers_are_well() -> None:
     _, head, row, *_ = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert head.split() == ["worker", "state", "steps/s", "own", "ms"]
     assert row.split() == ["0", "running", "15.37", "51.2"]
+    for newest, shown in (({"accuracy": 0.5}, "0.5"), ({"accuracy": None}, "not finite"), ({}, "-")):
+        wide = Console(width=200, file=io.StringIO(), color_system=None)
+        wide.print(top._workers({"curves": {"accuracy": {}}, "workers": [{**worker, "newest": newest}]}, 5))
+        row = wide.file.getvalue().splitlines()[2]  # type: ignore[attr-defined]
+        assert row.rstrip().endswith(f" {shown}"), "who has told nothing is not who has diverged"
 
 
 def test_the_end_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

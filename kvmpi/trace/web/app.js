@@ -173,7 +173,8 @@ function workers(data) {
     ["moved", (w) => rate(w.bytes_per_s)], ["staleness", (w) => (w.staleness === null ? "–" : digits(w.staleness))],
     ["memory", (w) => bytes(w.resident_bytes)],
   ];
-  for (const name of Object.keys(data.curves)) columns.push([name, (w) => digits(w.newest[name])]);
+  const told = (y) => (y === null ? "not finite" : digits(y));
+  for (const name of Object.keys(data.curves)) columns.push([name, (w) => told(w.newest[name])]);
   table(byId("workers"), "Workers", columns, data.workers);
 }
 
