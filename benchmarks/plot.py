@@ -136,7 +136,7 @@ def _bars(axis: Any, rows: Sequence[Row], labels: Sequence[str], picture: Pictur
             alpha = 1.0 if _is_ours(label) else 0.55
             axis.barh(place, value, color=_look(label, 0)["color"], alpha=alpha, height=0.7)
             axis.annotate(
-                f"{value:.2f}  ({found[label][picture.time] / 1e3:.1f} ms)", (value, place), xytext=(4, 0),
+                f"{_digits(value)}  ({_digits(found[label][picture.time] / 1e3)} ms)", (value, place), xytext=(4, 0),
                 textcoords="offset points", va="center", fontsize=8, bbox={"color": "white", "alpha": 0.7, "pad": 0.2},
             )  # fmt: skip
     axis.set_yticks(range(len(labels)), labels)
@@ -147,6 +147,11 @@ def _bars(axis: Any, rows: Sequence[Row], labels: Sequence[str], picture: Pictur
         where, box = (limit, -1.0 + 0.35 * number), {"color": "white", "alpha": 0.8, "pad": 0.2}
         axis.annotate(f"{name} ", where, fontsize=8, ha="right", va="center", bbox=box)
     axis.set_xlim(0, 1.35 * max([row[picture.bandwidth] for row in rows] + [0.8 * limit for limit in limits.values()]))
+
+
+def _digits(value: float) -> str:
+    """Three of them, or all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _short(nbytes: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jobs import HANGS_S
 
-from kvmpi.benchmarks import figure12
+from kvmpi.benchmarks import figure12, plot
 from kvmpi.benchmarks.report import JsonLines, Report
 from kvmpi.errors import KVError
 
@@ -90,6 +90,20 @@ def test_a_table_that_cannot_be_printed_is_a_failure():
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "kvmpi bench: standard output: No space left on device"
+
+
+def test_bars_of_slow_links_and_of_small_arrays_say_how_long(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # words stay words
+    times_us = {"ring": 164382.6, "mpi": 2.35, "auto": 1.5e7}
+    rows = [{"size_B": 4096, "algo": name, "bw": 1.57 / us, "us": us, "of": 0} for name, us in times_us.items()]
+    plot.draw(str(tmp_path / "x.svg"), rows, plot.Picture(
+        title="", label="algo", bandwidth="bw", bandwidth_name="", time="us", panel=lambda row: (0,),
+        panel_name=lambda row: "", measured="",
+    ))  # fmt: skip
+    picture = (tmp_path / "x.svg").read_text()
+    for words in ("9.55e-06  (164 ms)", "0.668  (0.00235 ms)", "1.05e-07  (15000 ms)"):
+        assert f">{words}<" in picture
 
 
 def test_nothing_is_drawn_of_one_rank(bench, tmp_path):
