@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": ("kvmpi.planner.command", "predict a job: steps, epochs, staleness, servers' load; recommend a layout"),
 }
 
+_TAKE_VALUES = ("doctor", "bench", "plan")  # in options of their own; run knows where those of a program begin
 _START_JOBS = ("run", "doctor", "bench")  # whose processes begin in the current folder, and Open MPI asks for it
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # with the number of a file that is not there
@@ -42,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
                 )
                 return 2
+            if command in _TAKE_VALUES:
+                from kvmpi.config import empty_option  # here, where Ctrl-C is caught
+
+                if said := empty_option(words[1:]):
+                    sys.stderr.write(f"kvmpi {command}: {said}\n")
+                    return 2
             status: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
         finally:  # help ends by SystemExit
             sys.stdout.flush()

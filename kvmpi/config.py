@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -294,6 +294,18 @@ def _checked(explicit: Mapping[str, Any]) -> Mapping[str, Any]:
 def env_name(field_name: str) -> str:
     """``timeout_s`` -> ``KVMPI_TIMEOUT_S``."""
     return f"KVMPI_{field_name.upper()}"
+
+
+def empty_option(words: Sequence[str]) -> str:
+    """What to say of an option whose value is empty, as a shell leaves it of a variable that is not set; else nothing.
+
+    It would count as not given: a job without its hosts would run here, and one without its snapshots begin anew.
+    """
+    for before, word in itertools.pairwise(["", *words]):
+        option = word[:-1] if word.startswith("--") and word.endswith("=") and word.count("=") == 1 else ""
+        if option or (before.startswith("-") and not word):
+            return f"{option or before}: the value is empty; is it a variable of the shell that is not set?"
+    return ""
 
 
 def client_bounds(num_workers: int, num_clients: int) -> list[tuple[int, int]]:

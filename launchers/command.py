@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from os.path import expanduser
 from pathlib import Path
 
-from kvmpi.config import client_bounds, env_name
+from kvmpi.config import client_bounds, empty_option, env_name
 from kvmpi.errors import ConfigError, KVError, UnsupportedError
 from kvmpi.launchers import batch, limits, mpirun, processes, program, remote_exec, summary, where
 from kvmpi.launchers import job as jobs
@@ -150,6 +150,8 @@ def main(argv: Sequence[str], *, commands: jobs.RoleCommands | None = None) -> i
     ours, words = split(argv, options)
     args = options.parse_args(ours)
     try:
+        if said := empty_option(ours):
+            raise ConfigError(said)
         return _run(args, words, commands)
     except KeyboardInterrupt:  # so early that no job was there to stop
         return 128 + signal.SIGINT

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvmpi.config import Config, client_bounds, env_name, settings_table
+from kvmpi import cli
+from kvmpi.config import Config, client_bounds, empty_option, env_name, settings_table
 from kvmpi.errors import ConfigError
 
 #: What is set, and what has to be said of it beside the name of the first.
@@ -84,6 +85,17 @@ def test_the_table_has_every_setting() -> None:
     table = settings_table()
     for field in fields(Config):
         assert f"| `{env_name(field.name)}` | {type(field.default).__name__} |" in table
+
+
+@pytest.mark.parametrize(("words", "option"), [
+    (["--json", ""], "--json"), (["-n", "2", "--json=", "x"], "--json"), (["-n", ""], "-n"),
+    (["--json", "x", ""], ""), (["--submit-option=--mem=", "--json=x"], ""), ([], ""),
+])  # fmt: skip
+def test_options_without_a_value_are_found(words: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert empty_option(words).partition(":")[0] == option
+    if option:
+        assert cli.main(["bench", "none", *words]) == 2
+        assert f"kvmpi bench: {option}: the value is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

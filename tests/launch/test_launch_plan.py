@@ -304,6 +304,8 @@ def test_dry_run_shows_names_as_they_are_whatever_the_encoding(tmp_path, monkeyp
         (["--batch-dir", ".", "train.py"], 2, "--batch-dir is for jobs that are submitted; add --launcher slurm"),
         (["--launcher", "lsf", "train.py"], 2, "the batch system's bsub was not found on PATH"),
         (["--hostfile", "hosts", "train.py"], 2, "--hostfile hosts: No such file"),
+        (["--hosts", "", "train.py"], 2, "--hosts: the value is empty; is it a variable of the shell"),
+        (["-s", "1", "--resume=", "train.py"], 2, "--resume: the value is empty"),
         (["-s2", "--restart", "-1", "train.py"], 2, "must not be negative"),
         (["-s2", "--replicas=2", "train.py"], 2, "3 servers or more are needed"),
         (["-s2", "--replicas=-1", "train.py"], 2, "--replicas -1: must not be negative"),
