@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--remote-shell", default="ssh", metavar="CMD", help="takes HOST COMMAND and runs it there (default ssh)")
     add("-n", dest="workers", type=int, default=2, metavar="N", help="workers that you mean to start (default 2)")
     add("--model", default="", metavar="M", help=f"how fast can it be: {', '.join(PRESETS)}, or bytes")
-    add("--step-seconds", type=float, default=0.0, metavar="S", help="with --model: a step of one worker alone")
+    add("--step-seconds", type=float, metavar="S", help="with --model: a step of one worker alone")
     add("--machine", action="store_true", help="only this host by itself: no network, no jobs")
     add("--clean", action="store_true", help="remove what dead jobs have left here, and do nothing else")
     add("--json", action="store_true", help="print everything as JSON")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.workers < 1:
         options.error(f"-n {args.workers}: there is at least one worker")
-    if not 0 <= args.step_seconds < math.inf:
+    if args.step_seconds is not None and not 0 < args.step_seconds < math.inf:
         options.error(f"--step-seconds {args.step_seconds:g}: expected a positive number")
     if bool(args.model) != bool(args.step_seconds):
         options.error("--model and --step-seconds go together: --model resnet50 --step-seconds 0.25")

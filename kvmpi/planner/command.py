@@ -118,7 +118,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     names = _algorithms(args.algorithm)
     title = (
-        f"{model.name}: {model.nbytes / 1e6:.4g} MB in {counted(len(model.layers), 'key')}, {model.compute_s:.4g} s of "
+        f"{args.model}: {model.nbytes / 1e6:.4g} MB in {counted(len(model.layers), 'key')}, {model.compute_s:.4g} s of "
         f"computation a step; {counted(args.workers, 'worker')} on {counted(args.hosts, 'host')}, {args.link}"
     )
     if args.recommend:

@@ -79,7 +79,7 @@ def plain(nbytes: int, compute_s: float, num_keys: int = 1) -> Model:
         ConfigError: numbers that make no sense.
     """
     if nbytes < 1 or not 1 <= num_keys <= nbytes:
-        raise ConfigError(f"a model of {nbytes} bytes in {num_keys} keys: both must be positive")
+        raise ConfigError(f"a model of {nbytes} bytes in {num_keys} keys: expected a key or more, of a byte or more")
     base, extra = divmod(nbytes, num_keys)
     sizes = [base + (key < extra) for key in range(num_keys)]
     return _shared(f"{nbytes / 1e6:.4g} MB", sizes, [1.0] * num_keys, compute_s)

@@ -434,9 +434,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Bytes, seconds and calls per phase; histogram of staleness; imbalance of the servers (1 is even).
 
         Bytes are payloads, counted where they are sent or taken. ``push``: from the client's master to servers;
-        ``pull``: from servers to it, also what a ``pushpull`` brings, which is one call, of ``push``. ``reduce``:
-        summed over the workers of the client and the devices. ``broadcast``: from the master to the others. ``copy``:
-        given out by a store without servers, in ``pull`` and ``pushpull`` alike.
+        ``pull``: from servers to it, also what a ``pushpull`` brings, or in a synchronous store a ``push`` of a key
+        that is pulled after each push: these are one call, of ``push``, which has the seconds of both ways.
+        ``reduce``: summed over the workers of the client and the devices. ``broadcast``: from the master to the others.
+        ``copy``: given out by a store without servers, in ``pull`` and ``pushpull`` alike. Staleness and imbalance are
+        what a client's master knows.
         """
         return {**self._recorder.snapshot(), "clock": self._clock, "imbalance": self._imbalance()}
 

@@ -281,6 +281,7 @@ def test_an_mpirun_that_hangs_does_not_hang_the_doctor(tmp_path: Path) -> None:
     (["--model", "resnet50", "--step-seconds", "nan"], "nan: expected a positive"),
     (["--model", "resnet50", "--step-seconds", "inf"], "inf: expected a positive"),
     (["--model", "resnet50", "--step-seconds", "-1"], "-1: expected a positive"),
+    (["--model", "resnet50", "--step-seconds", "0"], "0: expected a positive"),
     (["--model", "resnet9000", "--step-seconds", "1"], "expected one of resnet50"),
     (["-n", "0"], "at least one worker"),
     (["--hosts", "a:2", "--remote-shell", "/no/such/shell"], "was not found"),

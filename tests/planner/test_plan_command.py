@@ -67,6 +67,7 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatc
     ("--compute-seconds 1 --recommend --interval 0 --algorithm mpi-SGD", "--interval 0"),
     ("--compute-seconds 1 --model resnet20 --keys 7", "model resnet20 has layers"),
     ("--compute-seconds 1 --model 1M --keys 0", "--keys 0"),
+    ("--compute-seconds 1 --model 10 --keys 200", "10 bytes in 200 keys: expected a key or more, of a byte or more"),
     (f"--compute-seconds 1 -n {10**30}", "expected 1 to 1000000"),
     (f"--compute-seconds 1 -s {10**400}", "servers is 1000"),
     (f"--compute-seconds 1 --hosts {10**30}", "hosts is 1000"),

@@ -244,7 +244,7 @@ def test_models_are_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("word", "compute_s", "words"), [
-    ("resnet51", 0.5, "known are resnet50"), ("resnet50", None, "--compute-seconds"), ("0", 0.5, "must be positive"),
+    ("resnet51", 0.5, "known are resnet50"), ("resnet50", None, "--compute-seconds"), ("0", 0.5, "of a byte or more"),
     ("9" * 5000, 0.5, "known are resnet50"),
     ("resnet50", -1.0, "expected seconds"), ("none.json", None, "No such file"), ("x.json", 0.5, "says what its"),
 ])  # fmt: skip
