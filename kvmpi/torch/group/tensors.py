@@ -43,8 +43,7 @@ class Flat:
             self.fence.synchronize()
         # Without a new version: who looks at it looks for others who write, and memory of the host gets none either.
         whole = self.tensor.data
-        target = torch.view_as_real(whole) if whole.is_complex() else whole
-        target.copy_(self.flat.view(target.dtype).reshape(target.shape))
+        whole.copy_(self.flat.view(whole.dtype).reshape(whole.shape))
         if self.tensor.device.type == "cuda":
             # Whoever waits in another thread knows nothing of this one's stream.
             torch.cuda.current_stream(self.tensor.device).synchronize()

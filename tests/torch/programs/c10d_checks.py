@@ -144,6 +144,9 @@ def reductions(rank: int, size: int) -> None:
     tensor = torch.complex(torch.ones(3) * rank, torch.ones(3))
     dist.all_reduce(tensor)
     same(tensor, torch.complex(torch.ones(3) * sum(range(size)), torch.ones(3) * size), "complex")
+    conjugate = torch.zeros(3, dtype=torch.complex64).conj()  # a view, which keeps the conjugates of its elements
+    dist.reduce_scatter(conjugate, [tensor + r for r in range(size)])
+    same(conjugate.resolve_conj(), (tensor + rank) * size, "a conjugate view")
     for op, share in ((ReduceOp.SUM, 1), (ReduceOp.AVG, 1 / size)):
         for width in (0, 2):  # rows r and r + 1 of rank r, and nothing of the last of several ranks
             rank_rows = [[] if size > 1 and r == size - 1 else [r, r + 1] for r in range(size)]
