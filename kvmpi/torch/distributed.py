@@ -468,11 +468,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         it waits, and nothing more.
 
         Args:
-            broken: it was on this one, by an error that the program goes on after. The others' gradients are summed
-                with what there is of this worker's, be it nothing. Then call ``step``, as the others do.
+            broken: it was on this one, by an error that the program goes on after; not where it has gone through. The
+                others' gradients are summed with what there is of this worker's, be it nothing. Then call ``step``, as
+                the others do.
         """
         if self._exchange.is_open or broken:
-            self._exchange.finish()
+            self._exchange.finish(broken)
         self._wait()
 
     def _wait(self) -> None:

@@ -64,7 +64,7 @@ class Exchange:
         #: What hooks take their gradients out of, if there is nothing else to do for them.
         self._listening: dict[int, set[int]] = {}
         self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has begun anew
-        self._paused = self._open = self._has_backward = self._warned = False
+        self._paused = self._open = self._has_backward = self._broken = self._warned = False
         self._begun = False  # something was done, in this step, since gradients were zeroed
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
@@ -96,8 +96,8 @@ class Exchange:
         # A client of one worker pushes when it likes, and only what it has.
         self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
-        # So does where they are in their loops: how many say it, and the sums of two numbers.
-        self._all_used = torch.zeros(len(self._tensors) + 3, dtype=not_compressed(kv, torch.float32), device="cpu")
+        # So does where they are in their loops: how many say it, and the sum of that, for each of two numbers.
+        self._all_used = torch.zeros(len(self._tensors) + 4, dtype=not_compressed(kv, torch.float32), device="cpu")
         self._all_used_key = next_key(kv)
         if weights is None:
             kv.init(self._all_used_key, self._all_used)
@@ -332,8 +332,9 @@ class Exchange:
             arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
             self._gone.update(bucket.arrays[i].data_ptr() for i in bucket.direct)
         if len(self._buckets) - 1 in numbers:
-            place = (1.0, self._steps % _PLACES, self._zeroed % _PLACES) if self._has_backward else (0.0,) * 3
-            self._all_used.copy_(torch.tensor([*self._used, *place], device="cpu"))
+            step = (1.0, self._steps % _PLACES) if self._has_backward or self._broken else (0.0, 0.0)
+            zeroed = (1.0, self._zeroed % _PLACES) if self._has_backward else (0.0, 0.0)
+            self._all_used.copy_(torch.tensor([*self._used, *step, *zeroed], device="cpu"))
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
@@ -354,9 +355,14 @@ class Exchange:
         self._sent.append(bucket)
         self._learner.sent(number, works)
 
-    def finish(self) -> None:
-        """End the pass, or make one if there was none: everything leaves; where gradients come back, they are there."""
+    def finish(self, broken: bool = False) -> None:
+        """End the pass, or make one if there was none: everything leaves; where gradients come back, they are there.
+
+        Args:
+            broken: others have a backward here, which this worker has not.
+        """
         with self._lock, torch.no_grad():
+            self._broken = broken
             if not self._open:
                 self._begin(None)
             for number in range(len(self._buckets)) if self._learner.is_timing else ():
@@ -386,7 +392,7 @@ class Exchange:
         if not self._bucket_of:
             return
         used = self._all_used.tolist()
-        self._check_place(*used[-3:])
+        self._check_place(*used[-4:])
         self._unused = [i for i in self._bucket_of if self._trained[i] and used[i] <= 0]
         for i, bucket in self._bucket_of.items():
             if self._trained[i]:
@@ -469,21 +475,23 @@ class Exchange:
         self._zeroed += self._begun
         self._begun = self.fresh = self._are_sums = False
 
-    def _check_place(self, count: float, steps: float, zeroed: float) -> None:
-        """Raise if the workers whose backward this is are not all at the same place of their loops.
+    def _check_place(self, passes: float, steps: float, backwards: float, zeroed: float) -> None:
+        """Raise if workers whose backward this is, or would have been, are not all at the same place of their loops.
 
         Args:
-            count, steps, zeroed: sums over these, all multiplied by the same.
+            passes, steps, backwards, zeroed: sums over these, all multiplied by the same.
         """
-        if not self._has_backward or self._kv is None:
+        if not (self._has_backward or self._broken) or self._kv is None:
             return
-        off = max(abs(steps / count - self._steps % _PLACES), abs(zeroed / count - self._zeroed % _PLACES))
+        off = abs(steps / passes - self._steps % _PLACES)
+        if self._has_backward:  # who has none may have zeroed what there was of it
+            off = max(off, abs(zeroed / backwards - self._zeroed % _PLACES))
         if off > 0.25 / self._kv.num_workers:
             raise KVError(
                 f"worker {self._kv.rank}: the gradients of this backward pass, in step {self._steps + 1}, were summed "
                 "with those of another pass of other workers, and are wrong. All workers make the same number of "
-                "backward passes outside of no_sync() in a step; and where one fails, its worker calls "
-                "optimizer.synchronize(broken=True)"
+                "backward passes outside of no_sync() in a step; and where one fails, but not after one that has gone "
+                "through, its worker calls optimizer.synchronize(broken=True)"
             )
 
     def leave(self) -> None:

@@ -523,6 +523,15 @@ def summed_with_other_passes(kv: kvmpi.KVStore) -> None:
         optimizer.zero_grad()
         expect(KVError, "in step 4, were summed", lambda: loss_of(model, [shard(3, kv.rank)]).backward())
     optimizer.synchronize()
+    # A backward that has gone through is not broken: to say so makes a pass that others take for their next.
+    model = mlp(0)
+    optimizer = DistributedOptimizer(sgd(model), kv, model, bucket_bytes=1)
+    loss_of(model, [shard(0, kv.rank)]).backward()
+    if kv.rank == 0:
+        expect(KVError, "in step 1, were summed", lambda: optimizer.synchronize(broken=True))
+    else:
+        optimizer.step()
+        expect(KVError, "in step 2, were summed", lambda: loss_of(model, [shard(1, kv.rank)]).backward())
     # A worker that zeroes gradients before a step has left out a pass, if it has made any.
     for paused in (True, False):
         model = mlp(0)
