@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvmpi.arrays import Vector
@@ -87,6 +88,10 @@ class Selection:
                 algorithm.close()
         if self.topology is not None and not isinstance(self.topology.group, str):
             self.topology.group.close()
+            self.topology = replace(self.topology, group="it is closed")
+        # What they sum in: whoever has made this may be referred to for long.
+        self._made.clear()
+        self.shared = self._guard.group = None
 
     # ---- where the ranks are
 
