@@ -30,6 +30,8 @@ MemberName = tuple[str, int, int]
 _COUNT_S = 0.1
 #: A view with all servers' endpoints must fit into one header.
 _MAX_ENDPOINT_BYTES = 1000
+#: What may be with a process that lives and is not heard.
+_SILENT = "stopped, cut off, or in a call that keeps Python's lock"
 
 
 @dataclass(slots=True)
@@ -119,8 +121,8 @@ class SchedulerState:
                     return [Reply(route, m.Ack(message.request, 0))]
                 if isinstance(message, m.Heartbeat | m.Barrier | m.QueryDead | m.Finish | m.Enter):
                     # It was told that it is lost, but that went under with a connection: it must not wait for ever.
-                    text = "this process counts as lost: it was silent for too long, or another is in its place"
-                    return [Reply(route, m.Failure(-1, "PeerLostError", text))]
+                    why = f"it was silent for too long ({_SILENT}), or another is in its place"
+                    return [Reply(route, m.Failure(-1, "PeerLostError", f"this process counts as lost: {why}"))]
                 raise ProtocolError(f"scheduler: begin with Register, not {type(message).__name__}")
             self._hear_somebody(now_s)
             self.members[name].last_seen_s = now_s
@@ -451,7 +453,7 @@ class SchedulerState:
             silence_s = (self._heard_s or 0.0) - member.last_seen_s
             if silence_s > self.heartbeat_timeout_s:
                 self._unheard.append((name[0], self._launched(name)))
-                replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s")
+                replies += self.lose(name, f"was lost: no heartbeat for {silence_s:.1f} s ({_SILENT})")
         return replies
 
     def take_unheard(self) -> list[tuple[str, int]]:

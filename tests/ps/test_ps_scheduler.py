@@ -105,7 +105,7 @@ def test_silence_is_a_loss_and_everyone_else_is_told() -> None:
     assert isinstance(notice, m.View)
     (lost,) = notice.lost
     assert (lost.rank, lost.store, lost.incarnation) == (1, 1, 7)
-    assert "no heartbeat" in lost.text
+    assert "s (stopped, cut off, or in a call that keeps Python's lock)" in lost.text
     assert isinstance(desk.error("1/1"), PeerLostError), "it may only have been silent"
     assert desk.told("2/0") == desk.told("1/2") == [notice]
     kinds = desk.told("1/0")
@@ -129,6 +129,7 @@ def test_one_that_was_lost_and_did_not_hear_of_it_is_told_again() -> None:
     (failure,) = desk.told("1/1")
     assert isinstance(failure, m.Failure)
     assert (failure.request, failure.error) == (-1, "PeerLostError")
+    assert "silent for too long (stopped, cut off, or in a call that keeps Python's lock)" in failure.text
 
 
 @pytest.mark.parametrize("silence", [0.6, 3.0])
