@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 from kvmpi.deadline import Deadline
 from kvmpi.engine.base import Engine
@@ -15,6 +14,26 @@ from kvmpi.engine.variable import Variable
 from kvmpi.engine.work import Failure, Work, acquire_within, earliest, lock_timeout, sequence
 from kvmpi.errors import ConfigError, KVError, KVTimeoutError
 from kvmpi.machine import take_short_slices
+
+
+class _NoThreadError(RuntimeError):
+    """The system gives this process no more threads."""
+
+
+class _Return:
+    """What is called when the Work is done that an operation's function has returned."""
+
+    __slots__ = ("_engine", "_op")
+
+    def __init__(self, engine: ThreadedEngine, op: Operation) -> None:
+        self._engine, self._op = engine, op
+
+    def __call__(self, work: Work) -> None:
+        self._engine._complete(self._op, outcome(work), None)
+
+    def interrupted(self, error: BaseException) -> None:
+        if not isinstance(error, _NoThreadError):
+            self._engine._break(error)
 
 
 class _Loan:
@@ -72,7 +91,8 @@ class ThreadedEngine(Engine):
         try:
             failure = self._push(op, name)
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C: an operation may be half registered, or half over
+            # Else a signal's handler has raised it: an operation may be half registered, or half over.
+            if not isinstance(error, (KVError, _NoThreadError)):
                 self._break(error)
             raise
         if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
@@ -171,11 +191,11 @@ class ThreadedEngine(Engine):
             self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:  # no more threads: the operation stays queued, and the next one tries again
+        except RuntimeError as error:  # no more threads: the operation stays queued, and the next one tries again
             with self._lock:
                 self._threads.remove(thread)
                 lane.num_started -= 1
-            raise
+            raise _NoThreadError(str(error)) from None
 
     def _serve(self, lane: ThreadLane) -> None:
         """The life of a lane's thread."""
@@ -199,7 +219,7 @@ class ThreadedEngine(Engine):
         """Run ``op`` on its lane's thread; returns the operation that this thread runs next, if it has one."""
         result = op.call()
         if isinstance(result, Work):
-            result.add_done_callback(partial(self._returned_work_done, op))
+            result.add_done_callback(_Return(self, op))
             return None
         return self._complete(op, result, lane)
 
@@ -207,13 +227,10 @@ class ThreadedEngine(Engine):
         """Run ``op`` in this thread; returns its failure, if that is known already."""
         result = op.call()
         if isinstance(result, Work):
-            result.add_done_callback(partial(self._returned_work_done, op))
+            result.add_done_callback(_Return(self, op))
             return None
         self._complete(op, result, None)
         return result
-
-    def _returned_work_done(self, op: Operation, work: Work) -> None:
-        self._complete(op, outcome(work), None)
 
     def _complete(self, op: Operation, failure: Failure | None, lane: ThreadLane | None) -> Operation | None:
         """``op`` has finished: let go of its variables, start what waited for them, tell who waits for it.

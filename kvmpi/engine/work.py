@@ -153,7 +153,8 @@ class Work:
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
         """Call ``fn(work)`` once finished: in the finishing thread, or here and now if the Work already is.
 
-        ``fn`` must not block. An exception that it raises is logged and goes no further.
+        ``fn`` must not block. An exception that it raises is logged and goes no further; ``fn.interrupted``, if there
+        is such a method, hears of it, and of one that a signal's handler raises before ``fn`` is called.
         """
         with self._lock:
             if not self._done:
@@ -170,14 +171,19 @@ class Work:
             KVError: it is finished already.
         """
         failure = None if error is None else Failure(error)
-        with self._lock:
-            if self._done:
-                raise KVError(f"{self.name or 'unnamed work'} was finished twice: {self.describe()}, now {error!r}")
-            gates, callbacks = self._mark_done(failure)
-        for gate in gates or ():
-            gate.release()
-        if callbacks:
-            self._call_back(callbacks)
+        callbacks: list[Callable[[Work], object]] | None = None
+        try:
+            with self._lock:
+                if self._done:
+                    raise KVError(f"{self.name or 'unnamed work'} was finished twice: {self.describe()}, now {error!r}")
+                gates, callbacks = self._mark_done(failure)
+            for gate in gates or ():
+                gate.release()
+            if callbacks:
+                self._call_back(callbacks)
+        except BaseException as interruption:  # of a signal's handler
+            _interrupt(callbacks or (), interruption)
+            raise
 
     def _mark_done(
         self, failure: Failure | None
@@ -193,5 +199,13 @@ class Work:
         for fn in callbacks:
             try:
                 fn(self)
-            except Exception:
+            except Exception as error:
+                _interrupt([fn], error)  # a signal's handler may have raised it, before ``fn`` has begun
                 logger.exception("callback %r of %r raised", fn, self)
+
+
+def _interrupt(callbacks: Sequence[Callable[[Work], object]], error: BaseException) -> None:
+    """Tell those of the callbacks that want to know that they may not have been called, or not to their end."""
+    for fn in callbacks:
+        if (interrupted := getattr(fn, "interrupted", None)) is not None:
+            interrupted(error)

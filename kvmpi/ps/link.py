@@ -71,7 +71,7 @@ class Link:
         self._unread: dict[Connection, None] = {}  # to be read until nothing is there before the thread may sleep
         self._dozes = False
         self._gatherers: set[int] = set()  # threads that begin several operations
-        self._trouble: Exception | None = None  # of a caller that had the turn
+        self._trouble: KVError | None = None  # of a caller that had the turn
         self._joined = False
         self._next_heartbeat_s = self.now_s() + config.beat_s
         self._epoch = -1
@@ -180,7 +180,7 @@ class Link:
                 wakes = self._dozes or bool(news)
             except BaseException as error:
                 self._give_up(error)
-                if not isinstance(error, Exception):
+                if not isinstance(error, KVError):
                     raise
                 return
             finally:
@@ -190,8 +190,10 @@ class Link:
 
     def _give_up(self, error: BaseException) -> None:
         """A caller had the turn, and nobody knows how far it came: the thread ends the link."""
-        if not isinstance(error, Exception):
+        if not isinstance(error, KVError):  # of a signal's handler
+            cause = error
             error = KVError(f"{self._name} was interrupted by {type(error).__name__} while it handled a message")
+            error.__cause__ = cause
         self._trouble = error
         self._waker.wake()
 
@@ -231,7 +233,7 @@ class Link:
                 self._advance()
             except BaseException as error:
                 self._give_up(error)
-                if not isinstance(error, Exception):
+                if not isinstance(error, KVError):
                     raise
                 return False
         if is_over() or self._inbox:

@@ -311,16 +311,21 @@ class Participant(ABC):
             on_accepted = spans.then(on_accepted)
 
         def on_done(error: KVError | None) -> None:
-            if behind is not None and operation in behind:
-                behind.remove(operation)
-            if settle is not None:
-                settle(error)
-            if phase:
-                self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
-            if spans is not None and asks:
-                spans.end(phase, self._staleness(asks[0].fields[0]))
-            if not work.done():
-                work.finish(error)
+            try:
+                if behind is not None and operation in behind:
+                    behind.remove(operation)
+                if settle is not None:
+                    settle(error)
+                if phase:
+                    self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
+                if spans is not None and asks:
+                    spans.end(phase, self._staleness(asks[0].fields[0]))
+            except BaseException as interruption:  # of a signal's handler; nobody else would end it
+                error = error or KVError(f"{label}: interrupted by {type(interruption).__name__}")
+                raise
+            finally:
+                if not work.done():
+                    work.finish(error)
 
         def on_late(error: KVError) -> bool:
             if goes_on is None or not goes_on():

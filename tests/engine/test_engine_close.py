@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -186,19 +187,45 @@ def test_wait_all_and_close_inside_an_operation_are_refused(engine: Engine) -> N
             engine.push(what, lane="reduce").wait(TIMEOUT_S)
 
 
-def test_an_engine_that_a_signal_has_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])  # as of a handler of SIGALRM
+def test_an_engine_that_a_signal_has_broken_says_so(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """It came between two of the engine's own steps, which are not known to be whole."""
     engine = create_engine()
 
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise kind
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_push", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             engine.push(int)
-    with pytest.raises(KVError, match=r"'next' on an engine that is closed: a KeyboardInterrupt .* create another"):
+    with pytest.raises(KVError, match=rf"'next' on an engine that is closed: a {kind.__name__} .* create another"):
         engine.push(int, name="next")
+    engine.close(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_signal_where_a_returned_work_is_done_leaves_nobody_waiting(
+    kind: type[BaseException], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the engine is told, or while it goes on from there."""
+    engine, returned = create_engine(), Work("returned")
+    op, after = engine.push(lambda: returned, name="op"), engine.push(int, name="other")
+    after.wait(TIMEOUT_S)  # and "op" has returned its Work, in the order of the lane's threads or soon
+    deadline = time.monotonic() + TIMEOUT_S
+    while not returned._callbacks and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+    def interrupted(*_: object) -> None:
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Work, "_call_back") if when == "before" else (engine, "_complete")), interrupted)
+        with contextlib.suppress(kind):
+            returned.finish()
+    with pytest.raises(kind):
+        op.wait(TIMEOUT_S)
     engine.close(TIMEOUT_S)
 
 

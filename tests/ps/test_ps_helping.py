@@ -130,8 +130,9 @@ def test_a_client_whose_thread_does_not_get_its_turn_gives_signs_of_life(start_j
     client.barrier(deadline()).wait(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])  # as of a handler of SIGALRM
 def test_an_interruption_in_the_middle_of_a_message_ends_the_link(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Any, Any], kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, caller = pair[0]._link._session, threading.get_ident()
     receive = session.receive
@@ -140,7 +141,7 @@ def test_an_interruption_in_the_middle_of_a_message_ends_the_link(
     def interrupt(*message: Any) -> None:
         if threading.get_ident() == caller:
             interrupted.append(True)
-            raise KeyboardInterrupt
+            raise kind
         receive(*message)
 
     monkeypatch.setattr(session, "receive", interrupt)
@@ -152,11 +153,35 @@ def test_an_interruption_in_the_middle_of_a_message_ends_the_link(
             pair[0].help(mine)
             theirs.wait(TIMEOUT_S)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         exchange_until_interrupted()
     assert interrupted
-    with pytest.raises(KVError, match=r"client 0.*interrupted by KeyboardInterrupt"):
+    with pytest.raises(KVError, match=rf"client 0.*interrupted by {kind.__name__}"):
         exchange(pair[0], "other", 1)[0].wait(TIMEOUT_S)
+
+
+def test_an_interruption_at_the_end_of_an_operation_leaves_nobody_waiting(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, add = threading.get_ident(), pair[0]._recorder.add
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        if threading.get_ident() == caller:
+            raise TimeoutError
+        add(*arguments, **options)
+
+    monkeypatch.setattr(pair[0]._recorder, "add", interrupt)
+    for step in range(1, 30):
+        theirs, _ = exchange(pair[1], "k", step)
+        mine, _ = exchange(pair[0], "k", step)
+        try:
+            pair[0].help(mine)
+        except TimeoutError:
+            break
+        theirs.wait(TIMEOUT_S)
+    assert mine.done()
+    with pytest.raises(KVError, match="TimeoutError"):
+        mine.wait(TIMEOUT_S)
 
 
 def test_it_returns_at_once_when_the_link_is_closed(pair: tuple[Any, Any]) -> None:
