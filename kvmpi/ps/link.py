@@ -171,20 +171,26 @@ class Link:
 
     def _send_here(self) -> None:
         """Send what can be sent, unless somebody has the turn: they look into the inbox after giving it back."""
-        while self._inbox and self._turn.acquire(blocking=False):
+        while self._inbox:
+            has_turn = [False]
             try:
+                has_turn[:] = map(self._turn.acquire, (False,))  # in one step: no signal comes between the two
+                if not has_turn[0]:
+                    return
                 self._drain_inbox()
                 self._pump()
                 news = [connection for connection in self._unread if connection.readable]
                 self._unread = dict.fromkeys(news)
                 wakes = self._dozes or bool(news)
             except BaseException as error:
-                self._give_up(error)
+                if has_turn[0]:
+                    self._give_up(error)
                 if not isinstance(error, KVError):
                     raise
                 return
             finally:
-                self._turn.release()
+                if has_turn[0]:
+                    self._turn.release()
             if wakes:
                 self._waker.wake()
 

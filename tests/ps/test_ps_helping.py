@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -182,6 +183,27 @@ def test_an_interruption_at_the_end_of_an_operation_leaves_nobody_waiting(
     assert mine.done()
     with pytest.raises(KVError, match="TimeoutError"):
         mine.wait(TIMEOUT_S)
+
+
+def test_an_interruption_just_after_the_turn_was_taken_leaves_it_to_others(pair: tuple[Any, Any]) -> None:
+    turn = pair[0]._link._turn
+
+    def interrupt(_: Any, event: str, called: Any) -> None:
+        if event == "c_return" and getattr(called, "__self__", None) is turn and called.__name__ == "acquire":
+            raise TimeoutError  # as a signal's handler would, before the next line
+
+    for step in range(1, 10):
+        sys.setprofile(interrupt)
+        try:
+            mine, _ = exchange(pair[0], "k", step)
+        except TimeoutError:
+            break
+        finally:
+            sys.setprofile(None)
+        exchange(pair[1], "k", step)[0].wait(TIMEOUT_S)
+        mine.wait(TIMEOUT_S)
+    assert turn.acquire(timeout=TIMEOUT_S)
+    turn.release()
 
 
 def test_it_returns_at_once_when_the_link_is_closed(pair: tuple[Any, Any]) -> None:
