@@ -18,7 +18,6 @@ from simulation.cluster import NO_PART, Cluster
 from simulation.network import Violation
 from simulation.plan import KEYS, MOST_CLIENTS, Plan
 
-from kvmpi.ps import replay
 from kvmpi.ps.part import Part
 from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshots import ChunkCopy, PartCopy
@@ -472,16 +471,15 @@ class Oracle:
         return counts
 
     def check_chains(self) -> None:
-        """When all is quiet, every server of a chain has the same, bit by bit."""
+        """When all is quiet, every part is held as often as it should be, by servers that are equally far."""
         chains = self._cluster.scheduler._chains
         assert chains is not None
         for number, chain in enumerate(chains.chains):
             if len(chain.members) != min(self._replicas + 1, len(chains.alive)) or chain.joiner >= 0:
                 raise Violation(f"part {number} is held by {chain} when all is well again")
-            states = [_state(self._cluster.processes[server].state.parts[number]) for server in chain.members]
-            for server, state in zip(chain.members[1:], states[1:], strict=True):
-                if state != states[0]:
-                    raise Violation(f"part {number}: server {server} holds other bits than server {chain.members[0]}")
+            far = {self._cluster.processes[server].state.parts[number].seq for server in chain.members}
+            if len(far) > 1:
+                raise Violation(f"part {number}: the logs of its servers end at {sorted(far)}")
 
 
 def _bits(first: int, last: int) -> int:
@@ -500,11 +498,3 @@ def _digits(number: float, num_clients: int) -> tuple[int, ...]:
 def _is_less(digits: tuple[int, ...], than: tuple[int, ...]) -> bool:
     """Whether there are fewer pushes of any client."""
     return any(map(lt, digits, than))
-
-
-def _state(part: Part) -> list[Any]:
-    found: list[Any] = [part.seq]
-    for store in sorted(part.shards):
-        for entry, payloads in replay.dump(part.shards[store]):
-            found.append((repr(entry), [payload.tobytes() for payload in payloads]))
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import barriers, client, consistency, part, shard, snapshot_book
+from kvmpi.ps import barriers, client, consistency, part, replay, shard, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
@@ -68,6 +68,10 @@ def _replays_what_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, route, message, payloads, now_s)
 
     monkeypatch.setattr(Part, "follow", follow)
+
+
+def _copies_all_but_who_has_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_entered_after", lambda clients, client, incarnation: -1)
 
 
 def _takes_a_part_over_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +407,8 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "place forgotten": (_forgets_where_it_was, "goes on after step|pushes of client"),
     "error forgotten": (_forgets_what_codes_have_left, "must be there|rounds hold"),
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
-    "log replayed twice": (_replays_what_is_sent_again, "other bits"),
+    "log replayed twice": (_replays_what_is_sent_again, "other bits|logs of its servers end"),
+    "copy without who has entered": (_copies_all_but_who_has_entered, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),
     "open rounds forgotten": (_forgets_open_rounds_when_it_hands_over, "still waiting|has not pushed step"),
     "value of a head that was replaced": (_answers_when_another_may_be_the_head, "who knew of"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulation.cluster import Cluster
+from simulation.copies import Copies
 from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
 from simulation.network import Faults, Network, Program, Violation
@@ -90,7 +91,7 @@ class Job:
         for name, happens in (("seldom", plan.seldom), ("schedule", plan.doubles_from)):
             if happens:
                 faults.count(name)
-        self.oracle = Oracle(self.cluster, plan, past)
+        self.oracle, self._copies = Oracle(self.cluster, plan, past), Copies(self.cluster)
         if disk is not None:
             disk.on_complete = self._check_snapshot
         # After so many pushes that clients were told the end of, one is lost as well: most of all in the first steps.
@@ -152,6 +153,7 @@ class Job:
             self.network.run(self._running, self.limit_s)
             self._calm_down()
             self.oracle.check_chains()
+            self._copies.check_all()
         except (Violation, Killed):
             raise
         except Exception as error:
@@ -160,6 +162,7 @@ class Job:
 
     def _after_each_step(self, name: str) -> None:
         self.oracle.check_servers(name)
+        self._copies.check(name)
         if self.network.now_s >= self._disturbances.next_s:
             self._disturbances.step()
         if self._lost_after and self.oracle.num_done >= self._lost_after[0]:

@@ -66,13 +66,14 @@ FOUND_BY = {
     "snapshot of what has ended": 197, "successor without values": 19, "store begun anew": 396,
     "answer of a repetition": 17, "memory in use": 235, "late push forgotten": 72,
     "error forgotten": 218,
-    "snapshot not copied": 16, "barriers counted from 1": 174, "met without who is back": 17, "stale read": 3,
+    "snapshot not copied": 126, "barriers counted from 1": 174, "met without who is back": 17, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 17,
     "waiting for who has ended": 233,
     "steps taken for rounds": 114, "round of others joined": 193,
     "end of the process before": 13, "requests that are not sent again": 11, "snapshot not read": 7,
     "place forgotten": 8, "double apply": 6,
     "done again": 615, "snapshot while values are put back": 582, "saved by nobody": 856, "rule of another round": 14,
+    "copy without who has entered": 19,
 }  # fmt: skip
 
 
