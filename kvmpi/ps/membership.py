@@ -59,11 +59,6 @@ class Membership:
         self.entered_after: dict[int, int] = {}
 
     @property
-    def present(self) -> list[int]:
-        """The clients that are not gone."""
-        return [client for client in range(self.num_clients) if client not in self.gone]
-
-    @property
     def deserted(self) -> bool:
         """Whether every client has left, and none is waited for. As ``Barriers.deserted``, but that no round of an
         asynchronous store fails for want of a client: one that is lost there may always come back."""

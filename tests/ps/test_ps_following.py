@@ -360,6 +360,29 @@ def test_a_good_bye_while_a_part_moves_is_known_to_its_new_head(policy: str, tol
     assert "Install" not in chain.passed
 
 
+def test_a_round_that_nobody_is_in_is_over_on_all_servers() -> None:
+    """Who is back pushes once more in a step before its entry, and everybody else has joined."""
+    chain = Chain(mode="sync", num_clients=2, on_client_loss="shrink")
+
+    def push(request: int, number: int, client: int) -> Message | None:
+        message = m.Push(request, "k", 0, number, "none", False, at=number, done=number - 1)
+        return chain.ask(message, whole_numbers(COUNT, number), client=client)
+
+    chain.ask(m.Bye(10, text="an error"), client=1)
+    assert isinstance(push(11, 1, client=0), m.Ack)
+    chain.ask(m.Finish(12))
+    for rank in (HEAD, FOLLOWER):
+        chain.ask(m.Hello(13, STORE, "sync", 1, 2, 2), server=rank, client=1)
+    assert chain.ask(m.Return(14), client=1) == m.Ack(14, 1)
+    chain.ask(m.Enter(15, 2), client=1)
+    assert push(16, 2, client=1) == m.Ack(16, 2), "without effect"
+    chain.have_the_same()
+    chain.is_so([FOLLOWER, HEAD])
+    for rank in (HEAD, FOLLOWER):
+        slot = chain.part(rank).shards[STORE].slots["k", 0]
+        assert (slot.rounds, slot.updates, slot.last_step) == (2, 1, 2)
+
+
 def test_a_silent_follower_is_sent_the_same_again_ever_more_seldom_and_no_more_than_a_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

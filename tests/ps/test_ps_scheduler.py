@@ -170,19 +170,34 @@ def test_any_message_is_a_sign_of_life() -> None:
     assert len(desk.state.members) == 2
 
 
-def test_a_lost_server_is_announced_to_clients_and_servers() -> None:
+@pytest.mark.parametrize("how", ["was lost", "has left"])
+def test_a_server_that_is_gone_is_announced_to_clients_and_servers(how: str) -> None:
     desk = Desk(2)
     desk.server(0)
     desk.server(1)
     desk.client(0, 1)
     desk.inbox.clear()
-    desk.live(1.6 * TIMEOUT_S, "server 1", "1/0")
+    if how == "has left":
+        answer = m.Ack(desk.say("server 0", m.Leave), 0)
+        assert desk.told("server 0") == [answer]
+    else:
+        desk.live(1.6 * TIMEOUT_S, "server 1", "1/0")
     for at in ("server 1", "1/0"):
         (notice,) = desk.told(at)
         assert isinstance(notice, m.View)
         assert [server.rank for server in notice.servers] == [1]
         assert {tuple(chain.members) for chain in notice.chains} == {(), (1,)}
-        assert all("server 0 was lost" in chain.why for chain in notice.chains if not chain.members)
+        assert all(f"server 0 {how}" in chain.why for chain in notice.chains if not chain.members)
+    assert desk.state.describe(desk.now_s)["lost"] == ["server 0 is gone"]
+
+
+def test_a_server_more_than_the_job_begins_with_has_its_share_also_if_it_is_there_before_the_others() -> None:
+    desk = Desk(2)
+    for rank in (2, 0, 1):
+        desk.server(rank)
+    view = desk.told("server 2")[0]
+    assert isinstance(view, m.View)
+    assert 2 in {chain.joiner for chain in view.chains}
 
 
 def test_leaving_is_no_loss_but_barriers_cannot_be_completed() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from session_bench import RETRY_S, Bench, keys, push
 
-from kvmpi.errors import KVError, KVTimeoutError, ShapeMismatchError
+from kvmpi.errors import KVError, KVTimeoutError, ServerLostError, ShapeMismatchError
 from kvmpi.ps.asks import SCHEDULER, Ask, Operation
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
@@ -89,6 +89,24 @@ def test_another_server_is_asked_as_soon_as_the_first_was() -> None:
     assert bench.flush() == [message]
     assert not bench.after(0.9 * RETRY_S)
     assert bench.after(0.2 * RETRY_S) == [message]
+
+
+def test_what_needs_a_part_that_is_lost_fails_at_once() -> None:
+    bench = Bench()
+    servers = [m.ServerInfo(0, 1, "host", [])]
+    bench.session.adopt(m.View(1, 0, [m.Chain(1, [0]), m.Chain(1, [0])], servers, []))
+    bench.start("hello", Ask(0, m.Hello, (1, "sync", 0, 2, 1)))
+    bench.answer(*bench.flush())
+    for part in range(2):
+        bench.start(f"of part {part}", push(0, 1, part=part))
+    bench.flush()
+    bench.session.adopt(m.View(2, 0, [m.Chain(1, [0]), m.Chain(2, [], why="server 1 was lost")], servers, []))
+    bench.start("later", push(0, 1, part=1))
+    assert [label for label in bench.ended if label != "hello"] == ["of part 1", "later"]
+    for label in ("of part 1", "later"):
+        error = bench.ended[label]
+        assert isinstance(error, ServerLostError)
+        assert f"{label}: server 1 was lost" in str(error)
 
 
 def test_nothing_is_repeated_while_what_left_before_it_is_answered() -> None:

@@ -436,3 +436,78 @@ def test_what_the_scheduler_has_removed_while_it_was_written_is_no_error_of_the_
     assert [one.stage for one in written_by(machine, tmp_path)] == ["begun", "dropped"]
     assert removed == [str(tmp_path / "5")]
     assert caplog.records == []
+
+
+def test_a_job_that_ends_waits_for_what_is_written_and_no_longer_than_that(tmp_path: Path) -> None:
+    how: Any = {"beside": lambda _: AtOnce()}
+    config = Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2)
+    machine = Machine("sync", 1, every=2)
+    for key in ("k", "late"):
+        machine.init_all(key, np.zeros(3, "f4"))
+    state = SchedulerState(1, 20.0, book=SnapshotBook(1))
+    writer = SnapshotWriter(config, machine.state, lambda: None, **how)
+    keeper = SnapshotKeeper(config, state, lambda: None, **how)
+
+    def tell() -> None:
+        for news in writer.step():
+            _, manifest = state.book.hear(news)  # type: ignore[arg-type]
+            state.complete += [] if manifest is None else [manifest]
+
+    def push_all(step: int, *keys: str) -> None:
+        for key in keys:
+            machine.push(0, key, step, np.ones(3, "f4"))
+        tell()
+
+    for step in (1, 2):
+        push_all(step, "k", "late")
+    assert writer.busy(100.0)
+    assert keeper.busy(100.0)
+    assert writer.busy(102.9)
+    assert not writer.busy(103.1), "the launcher would end it"
+    assert not keeper.busy(103.1)
+    tell()
+    assert not writer.busy(100.0)
+    assert keeper.busy(100.0), "its manifest is still to be written"
+    keeper.step()
+    assert keeper.busy(100.0), "and still to be known"
+    for _ in range(2):
+        keeper.step()
+    assert files.complete(str(tmp_path)) == [2]
+    assert not keeper.busy(100.0)
+
+
+def test_what_is_half_copied_when_a_server_ends_holds_nobody_back(tmp_path: Path) -> None:
+    machine = Machine("sync", 1, every=2)
+    for key in ("k", "late"):
+        machine.init_all(key, np.zeros(3, "f4"))
+    writer = SnapshotWriter(Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2), machine.state, id)
+    for step in (1, 2):
+        machine.push(0, "k", step, np.ones(3, "f4"))
+    assert [news.stage for news in writer.step()] == ["begun"]  # type: ignore[attr-defined]
+    assert not writer.busy(100.0)
+    assert [news.stage for news in writer.step()] == ["dropped"]  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_whose_manifest_cannot_be_written_takes_no_others_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (2, 4, 6):
+        files.write_part(str(tmp_path), number, 0, copy_of(number, 0))
+        if number < 6:
+            files.write_manifest(str(tmp_path), Manifest(number, ((1, 1),) * PARTS, {}))
+
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "manifest.json")
+
+    monkeypatch.setattr(files, "write_manifest", fill)
+    state, how = SchedulerState(1, 20.0, book=SnapshotBook(PARTS)), {"beside": lambda _: AtOnce()}
+    config = Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2)
+    keeper = SnapshotKeeper(config, state, lambda: None, **how)  # type: ignore[arg-type]
+    keeper.recall()
+    state.complete.append(Manifest(6, ((1, 1),) * PARTS, {}))
+    for _ in range(3):
+        keeper.step()
+    assert state.book.complete == [2, 4]
+    state.book.hear(m.SnapshotNews(8, "begun"))
+    keeper.step()
+    assert files.numbers(str(tmp_path)) == [2, 4], "what is left of it makes room for the next"

@@ -143,15 +143,16 @@ def test_without_a_choice_the_rule_of_the_snapshot_stays() -> None:
 
 
 @pytest.mark.parametrize("choices", [[optim.Adagrad(lr=1.0)], [optim.SGD(lr=1.0), optim.SGD(lr=1.0, momentum=0.5)]])
-def test_another_rule_and_a_second_choice_begin_empty(choices: list[optim.Rule]) -> None:
-    machine, value = resumed(optim.SGD(lr=1.0, momentum=0.5))
+@pytest.mark.parametrize("clients", [CLIENTS, 3])
+def test_another_rule_and_a_second_choice_begin_empty(clients: int, choices: list[optim.Rule]) -> None:
+    machine, value = resumed(optim.SGD(lr=1.0, momentum=0.5), clients)
     machine.init_all("k", np.zeros(COUNT, "f4"))
     for ordinal, rule in enumerate(choices, start=1):
         machine.rule(rule, ordinal)
     step(machine, 1)
     assert machine.slot("k").updates == 1
     if len(choices) > 1:
-        np.testing.assert_array_equal(machine.read("k", 1), value - 3.0)
+        np.testing.assert_array_equal(machine.read("k", 1), value - sum(range(1, clients + 1)))
 
 
 def test_init_checks_what_the_snapshot_has() -> None:
