@@ -80,6 +80,15 @@ def test_a_barrier_that_overtakes_the_word_of_its_client_s_entry(at: int, met: i
 
 
 @pytest.mark.parametrize("restarts", [False, True])
+def test_a_barrier_that_overtakes_that_word_is_not_one_that_its_client_skips(restarts: bool) -> None:
+    meeting = Meeting(restarts=restarts)
+    meeting.lose_and_bring_back(at_barrier=4)
+    assert meeting.come(1, NEXT_BARRIER, LAST + 1) == {0: 4}, "it has gone on after that step"
+    assert meeting.passed(meeting.barriers.enter(1, LAST)) == {}
+    assert meeting.come(0, 5, LAST + 1) == {0: 5, 1: 5}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
 def test_what_has_failed_on_one_client_is_told_to_all_that_meet_and_to_who_asks_again(restarts: bool) -> None:
     def come(client: int, ordinal: int, error: str = "", text: str = "") -> dict[int, tuple[int, str, str]]:
         message = m.Barrier(ordinal, ordinal, LAST, error, text)

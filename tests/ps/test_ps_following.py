@@ -50,12 +50,13 @@ class Chain:
         self.ask(m.SetRule(3, 1, "sgd", optim.SGD(lr=0.5, momentum=0.5).hyperparams()))
         self.pushed = 0
 
-    def is_so(self, members: list[int], *, draining: bool = False) -> None:
+    def is_so(self, members: list[int], *, joiner: int = -1, draining: bool = False) -> None:
         """The scheduler says who has the part."""
         self.version += 1
-        chain = m.Chain(self.version, members, draining=draining)
-        view = m.View(self.version, 1, [chain], [m.ServerInfo(rank, 1, "h", []) for rank in members], [])
-        for rank in members:
+        chain = m.Chain(self.version, members, joiner=joiner, draining=draining)
+        here = [*members, *([joiner] if joiner >= 0 else [])]
+        view = m.View(self.version, 1, [chain], [m.ServerInfo(rank, 1, "h", []) for rank in here], [])
+        for rank in here:
             self._take(rank, self.servers[rank].adopt(view, self.now_s))
         self._deliver()
 
@@ -252,6 +253,31 @@ def test_a_head_that_lacks_memory_for_an_update_ends_if_another_can_go_on(
     for _ in range(3):
         other.push()
     assert chain._state_of(FOLLOWER) == other._state_of(HEAD)
+
+
+def test_only_a_member_that_has_said_what_it_has_goes_on_in_the_heads_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the head would end, and with it what nobody else has."""
+
+    def is_backed(chain: Chain, server: int = HEAD) -> bool:
+        return chain.part(server).shards[STORE].rounds.is_backed()
+
+    chain = Chain(length=3)
+    assert is_backed(chain)
+    assert not is_backed(chain, FOLLOWER), "it is for the head to end"
+    chain.cut = True
+    chain.is_so([HEAD, FOLLOWER])
+    assert not is_backed(chain), "since the chain has changed it has said nothing"
+    chain.cut = False
+    chain.after(1.1)
+    assert is_backed(chain)
+    chain.is_so([HEAD])
+    assert not is_backed(chain)
+    chain.is_so([HEAD], joiner=FOLLOWER)
+    assert chain.servers[FOLLOWER].reports(), "it has all"
+    assert not is_backed(chain), "but is no member yet"
+    half = with_half_a_copy(monkeypatch)
+    assert half.part(HEAD).chain.members == [HEAD, FOLLOWER]
+    assert not is_backed(half)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

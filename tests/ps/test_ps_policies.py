@@ -155,8 +155,12 @@ def test_a_client_that_is_back_is_in_the_rounds_of_the_same_steps_of_keys_that_a
     at = reborn(machine, 1)
 
     def end_step_7() -> None:
-        for client in (0, 2):
-            push_in(machine, client, "seldom", 3, 7, pushed(client, 7), 6)
+        push_in(machine, 0, "seldom", 3, 7, pushed(0, 7), 6)
+        if late:
+            assert found(machine, at, "seldom") == (2, {2: 4, 3: 7}, 3), (
+                "its next push is not in the round that is open"
+            )
+        push_in(machine, 2, "seldom", 3, 7, pushed(2, 7), 6)
 
     assert comes_back(machine, at) == 7
     if not late:

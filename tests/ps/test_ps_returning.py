@@ -76,6 +76,28 @@ def test_barriers_after_its_entry_wait_for_a_client_that_is_back() -> None:
     assert [type(told) for told in desk.told("1/0")] == [m.Ack]
 
 
+def test_what_was_done_for_all_before_its_entry_is_not_done_again() -> None:
+    """As to load what was saved: it would put old values in the place of what all have trained since."""
+    desk = left_out()
+    desk.say("reborn", m.Enter, 12)
+    desk.inbox.clear()
+
+    def is_done(step: int, *, yes: bool = False) -> bool:
+        request = desk.say("reborn", m.Barrier, 1, step, "", "", yes)
+        (told,) = desk.told("reborn")
+        assert told in [m.Ack(request, 2, first=first, yes=yes) for first in (NOBODY, 2)]
+        return told == m.Ack(request, 2, first=NOBODY, yes=yes)
+
+    assert is_done(11)
+    assert not is_done(12), "all may have been lost before one of them has done it"
+    before = desk.state.changes
+    assert is_done(12, yes=True)
+    assert desk.state.changes > before, "to be saved"
+    assert is_done(11, yes=True)
+    go_on_with_what_was_saved(desk)
+    assert is_done(12)
+
+
 def test_a_client_that_is_lost_again_holds_no_barrier_up() -> None:
     desk = left_out()
     desk.say("reborn", m.Enter, 12)

@@ -123,6 +123,20 @@ def test_two_complete_ones_are_kept() -> None:
     assert SnapshotBook(1).obsolete(there) == []
 
 
+def test_one_of_which_a_server_says_nothing_more_is_over_with_the_next() -> None:
+    """As one that was started again: the end of the job need not wait for it, nor does another take its place."""
+    book = SnapshotBook(2, seconds=10.0)
+    book.heartbeat(0, 5)
+    for number in (5, 10):
+        assert book.hear(begun(number)) == (number, None)
+    assert book.hear(written(5, 0)) == (None, None)
+    for part in (0, 1):
+        book.hear(written(10, part))
+    book.committed(10)
+    assert book.settled
+    assert book.hear(begun(10, "dropped")) == (None, None), "it is complete"
+
+
 def test_by_time_the_number_is_ahead_of_all_servers() -> None:
     book = SnapshotBook(1, seconds=10.0, resumed=Manifest(100, ((1, 2),), {}))
     assert book.tick(0.0) is None
