@@ -403,6 +403,16 @@ def test_asynchronous_stores_are_copied_as_they_are() -> None:
     assert (taking.number, taking.steps) == (8, {STORE: 2})  # nothing of "b" since
 
 
+def test_what_is_put_back_in_an_asynchronous_store_keeps_no_snapshot_out() -> None:
+    """It has more updates than steps: by their number all that come next would be too late."""
+    machine = begin(every=0, keys="a", mode="async")
+    for number in (1, 2):
+        step(machine, number, "a")
+    put(machine, "a", 100.0)
+    snapshots(machine).begin(3)
+    np.testing.assert_array_equal(value_of(taken(machine), "a"), np.full(COUNT, 100.0))
+
+
 def test_beside_a_synchronous_store_an_asynchronous_one_does_not_say_when() -> None:
     machine = begin(every=2, keys="a")
     beside = {client: b"beside %d" % client for client in range(CLIENTS)}
