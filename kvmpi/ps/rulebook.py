@@ -101,10 +101,11 @@ class Rulebook:
         calls.note(entry.client, entry.ordinal, call, entry.step)
 
     def _install(self, entry: entries.RuleCall | entries.HyperCall, slots: Slots) -> None:
-        """Put the rule in force, in rounds from the one after the client's last push of each chunk."""
+        """Put the rule in force, in rounds from the one after the client's last push of each chunk: that is in the open
+        round, or in none still to come. How often a client that is back has pushed not every server knows."""
         ahead = {(key, chunk): pushed for key, chunk, pushed in entry.ahead}
         for where, slot in slots.items():
-            pushed = ahead.get(where, min(slot.steps.get(entry.client, 0), slot.rounds))
+            pushed = ahead.get(where, slot.rounds)
             slot.change_rule(RuleChange(pushed + 1 if self._in_rounds else 0, self.generation, self.rule))
 
     # ---- as a whole

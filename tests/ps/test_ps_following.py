@@ -409,6 +409,20 @@ def test_a_round_that_nobody_is_in_is_over_on_all_servers() -> None:
         assert (slot.rounds, slot.updates, slot.last_step) == (2, 1, 2)
 
 
+def test_a_rule_that_who_is_back_has_changed_is_the_same_on_a_server_that_was_given_all_before() -> None:
+    chain = Chain(mode="sync", num_clients=2, on_client_loss="shrink")
+    chain.ask(m.Bye(10, text="an error"), client=1)
+    chain.push()
+    chain.ask(m.Hello(13, STORE, "sync", 1, 2, 2), client=1)
+    chain.ask(m.Return(14), client=1)
+    chain.ask(m.Enter(15, 1), client=1)
+    chain.is_so([HEAD])
+    chain.is_so([HEAD], joiner=FOLLOWER)
+    assert isinstance(chain.ask(m.SetHyperparams(16, 1, {"lr": 0.1}, 0), client=1), m.Ack)
+    chain.have_the_same()
+    assert chain.part(FOLLOWER).shards[STORE].slots["k", 0].rule_in_force.rule == optim.SGD(lr=0.5, momentum=0.5)
+
+
 def test_a_silent_follower_is_sent_the_same_again_ever_more_seldom_and_no_more_than_a_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
