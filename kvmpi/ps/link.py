@@ -165,9 +165,9 @@ class Link:
         elif threading.get_ident() not in self._gatherers or cost_bytes >= SMALL_BYTES or len(self._inbox) >= _GATHERED:
             self._send_here()
 
-    def gathering(self, lock: AbstractContextManager[object]) -> AbstractContextManager[None]:
-        """``lock``, within which what is submitted may wait for what follows, and leave with it."""
-        return _Gathering(self, lock)
+    def gathering(self) -> AbstractContextManager[None]:
+        """Within, what this thread submits may wait for what follows, and leave with it."""
+        return _Gathering(self)
 
     def _send_here(self) -> None:
         """Send what can be sent, unless somebody has the turn: they look into the inbox after giving it back."""
@@ -403,20 +403,16 @@ class Link:
 class _Gathering(AbstractContextManager[None]):
     """See ``Link.gathering``."""
 
-    def __init__(self, link: Link, lock: AbstractContextManager[object]) -> None:
-        self._link, self._lock = link, lock
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
     def __enter__(self) -> None:
-        self._lock.__enter__()
         self._link._gatherers.add(threading.get_ident())
 
     def __exit__(self, *error: object) -> None:
         self._link._gatherers.discard(threading.get_ident())
-        try:
-            if self._link._inbox:
-                self._link._send_here()
-        finally:
-            self._lock.__exit__(None, None, None)
+        if self._link._inbox:
+            self._link._send_here()
 
 
 def choose(server: m.ServerInfo, config: Config) -> str:

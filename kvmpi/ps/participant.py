@@ -92,9 +92,9 @@ class Participant(ABC):
         """
         self._link.help(work, until)
 
-    def gathering(self, lock: AbstractContextManager[object]) -> AbstractContextManager[object]:
-        """``lock``, within which small requests wait for those that follow, and leave together."""
-        return self._link.gathering(lock)
+    def gathering(self) -> AbstractContextManager[None]:
+        """Within, small requests of this thread wait for those that follow, and leave together."""
+        return self._link.gathering()
 
     # ---- life
 

@@ -97,8 +97,8 @@ class StoreCore:
         self._closed = False
         self._joined = False
 
-    #: See ``Engine.together``.
-    _together_on_engine: AbstractContextManager[object] = nullcontext()
+    #: Around the operations of a call, and those that become ready together: what they ask for leaves together.
+    _gathering: AbstractContextManager[object] = nullcontext()
 
     def _begin_engine(self) -> None:
         """Make an engine, and variables of it for all that there is."""
@@ -108,7 +108,7 @@ class StoreCore:
         self._control, self._agreements = engine.variable("control"), engine.variable("agreements")
         for state in self._keys.values():
             state.use(engine)
-        engine.together = self._together_on_engine
+        engine.together = self._gathering
         self._engine = engine  # the last step: a signal that comes before it leaves all to be done again
 
     # ---- who and where

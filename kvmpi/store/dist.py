@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,8 +77,7 @@ class DistStore(Commanding):
                 recorder=self._recorder,
             )  # fmt: skip
             if config.engine != "naive":  # which waits for each request where it is begun
-                self._beginning = self._ps.gathering(self._beginning)
-                self._together_on_engine = self._engine.together = self._ps.gathering(nullcontext())
+                self._gathering = self._engine.together = self._ps.gathering()
         call = self._call("create")
         resumed = ["0"]
 
