@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 
 from kvmpi.deadline import Deadline
 from kvmpi.engine.base import Engine
@@ -294,7 +295,7 @@ class ThreadedEngine(Engine):
             return
         backlog = self._local.backlog = deque(ops)
         try:
-            with self.together:
+            with self.together if len(ops) > 1 else nullcontext():
                 while backlog:
                     op = backlog.popleft()
                     if not op._done:  # else close gave up on it

@@ -83,9 +83,9 @@ class Daemon:
 
     @staticmethod
     def _send(listener: Listener, replies: Sequence[Reply]) -> None:
-        by_route: dict[bytes, list[Reply]] = {}
+        by_route: dict[bytes, list[Any]] = {}
         for reply in replies:
-            by_route.setdefault(reply.route, []).append(reply)
+            by_route.setdefault(reply.route, []).append(reply[1:])
 
         def reject(route: bytes, message: m.Message, error: ProtocolError) -> None:
             _log.error("a %s could not be sent: %s", type(message).__name__, error)
@@ -94,9 +94,9 @@ class Daemon:
 
         for route, group in by_route.items():
             try:
-                listener.send_all(route, [reply[1:] for reply in group], partial(reject, route))
+                listener.send_all(route, group, partial(reject, route))
             except Exception:  # a defect, but one peer's answer must not end the service of all
-                _log.exception("a %s could not be sent", type(group[0].message).__name__)
+                _log.exception("a %s could not be sent", type(group[0][0]).__name__)
 
 
 class SchedulerDaemon(Daemon):

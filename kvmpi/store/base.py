@@ -198,7 +198,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         call = self._call("push", priority, async_op)
         call.reduced = reduced
         with self._lanes_of(call, key):
-            with self._beginning, self._gathering:
+            with self._beginning, self._gathering_of(key):
                 parts = self._enter_keys(call, key, value)
                 works = self._start_push(parts, call)
             if reduced:
@@ -213,7 +213,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pull", priority, async_op)
         with self._lanes_of(call, key):
-            with self._beginning, self._gathering:
+            with self._beginning, self._gathering_of(key):
                 parts = self._enter_keys(call, key, None, out)
                 works = [self._start_pull(part.state, part.outs, call) for part in parts]
             return self._complete(works, call)
@@ -238,7 +238,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     ) -> Work | None:
         """Push and pull in one call, which ``start`` begins unless it is known."""
         with self._lanes_of(call, key):
-            with self._beginning, self._gathering:
+            with self._beginning, self._gathering_of(key):
                 again = self._again(call, key, value, None if out is value else out)
                 if again is None:
                     parts = self._enter_keys(call, key, value, value if out is None else out)

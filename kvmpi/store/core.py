@@ -97,7 +97,7 @@ class StoreCore:
         self._closed = False
         self._joined = False
 
-    #: Around the operations of a call, and those that become ready together: what they ask for leaves together.
+    #: Around operations that are begun, or become ready, together: what they ask for leaves together.
     _gathering: AbstractContextManager[object] = nullcontext()
 
     def _begin_engine(self) -> None:
@@ -401,8 +401,11 @@ class StoreCore:
         """
         if call.async_op or self.mpi_size == 1 or timeline.on:
             return nullcontext()
-        several = isinstance(key, list | tuple) and len(key) != 1
-        return self._engine.borrow("reduce") if several else self._engine.borrow("reduce", "broadcast")
+        return self._engine.borrow("reduce") if _are_several(key) else self._engine.borrow("reduce", "broadcast")
+
+    def _gathering_of(self, key: Any) -> AbstractContextManager[object]:
+        """Around the beginning of a call on keys."""
+        return self._gathering if _are_several(key) else nullcontext()
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""
@@ -486,3 +489,7 @@ class StoreCore:
     def _row_outs(self, part: Part, group: Group, call: Invocation) -> list[RowOut]:
         """Where rows that the push of ``part`` changes go."""
         raise NotImplementedError
+
+
+def _are_several(key: Any) -> bool:
+    return isinstance(key, list | tuple) and len(key) != 1

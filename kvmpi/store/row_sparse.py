@@ -55,7 +55,7 @@ class RowSparse(Operations):
                 self._raise_pending(part.state)
             return parts
 
-        with self._beginning, self._gathering:
+        with self._beginning:
             parts = self._enter(call, prepare, entries_of, lambda parts: [async_op, [part.form for part in parts]])
             works = [self._start_row_pull(part, call) for part in parts]
         return self._complete(works, call)
