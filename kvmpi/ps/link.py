@@ -384,7 +384,7 @@ class Link:
             connection = self._connections.get(peer)
             if connection is not None:  # else it is gone; who answers in its place is asked when the session knows
                 self._unread[connection] = None  # sending may take the notice that something has come
-                connection.send_all([each[1:] for each in group], self._reject)
+                connection.send_all((each[1:] for each in group), self._reject)  # each leaves before the next is made
 
     def _reject(self, message: m.Message, error: ProtocolError) -> None:
         self._session.reject(getattr(message, "request", -1), error)
