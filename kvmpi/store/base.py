@@ -471,6 +471,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         if self._closed or self._forked:
             return
+        with self._closing:  # other threads may close it as well, at the end of the program for instance
+            if not self._closed:
+                self._close()
+
+    def _close(self) -> None:
         call = self._call("close")
         error: BaseException | None = None
         try:

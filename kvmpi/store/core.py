@@ -88,7 +88,7 @@ class StoreCore:
         # Held from the agreement on a call until all of its operations are pushed: another thread's are not in between.
         self._beginning: AbstractContextManager[object] = threading.RLock()
         self._keys: dict[Key, KeyState] = {}
-        self._mending = threading.Lock()
+        self._mending, self._closing = threading.Lock(), threading.RLock()
         self._begin_engine()
         self._rule: optim.Rule | None = None
         self._num_rules = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,36 @@ def test_a_child_forked_while_a_thread_makes_a_call_is_told_so_at_once() -> None
         done.set()
         thread.join(TIMEOUT_S)
         assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync", "dist_async"])
+def test_a_store_is_closed_once_by_threads_that_close_it_together(name: str) -> None:
+    kv = kvmpi.create(name, timeout_s=TIMEOUT_S)
+    kv.init("w", np.zeros(10))
+    settle, settled = kv._settle, list[int]()  # type: ignore[attr-defined]
+    begun = threading.Barrier(3)
+
+    def slowly(deadline: Any) -> None:
+        settled.append(threading.get_ident())
+        time.sleep(SLOW_S)
+        settle(deadline)
+
+    kv._settle = slowly  # type: ignore[attr-defined]
+    errors: list[Exception] = []
+
+    def close() -> None:
+        begun.wait(TIMEOUT_S)
+        try:
+            kv.close()
+            assert kv.closed, "it returns when the store is closed"
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors
+    assert len(settled) == 1
