@@ -1,4 +1,4 @@
-"""Feeds ``decode`` with bytes that libFuzzer makes from coverage. Not part of the test suite.
+"""Feeds what takes messages apart with bytes that libFuzzer makes from coverage. Of the test suite only the beginnings.
 
 Atheris is not among the requirements; ten minutes of it:
 
@@ -6,7 +6,8 @@ Atheris is not among the requirements; ten minutes of it:
     python tests/fuzz/atheris_decode.py -max_total_time=600 -max_len=4096
 
 It ends with status 0, or with the input that broke a promise: what is no message is a ``ProtocolError`` and nothing
-else, and a message that was understood is encoded and understood again as the same one.
+else, a message that was understood is encoded and understood again as the same one, and those of a bundle have the
+bytes that came.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import tempfile
 from pathlib import Path
 
 import atheris
+import numpy as np
 
-with atheris.instrument_imports(include=["kvmpi.wire.encoding", "kvmpi.wire.messages"]):
+with atheris.instrument_imports(include=["kvmpi.wire.bundle", "kvmpi.wire.encoding", "kvmpi.wire.messages"]):
     from kvmpi.errors import ProtocolError
-    from kvmpi.wire import PROTOCOL_VERSION, Message, decode, encode
+    from kvmpi.wire import PROTOCOL_VERSION, Message, bundle, decode, encode
     from kvmpi.wire import messages as m
 
 MAGIC = b"KVM" + bytes([PROTOCOL_VERSION])
@@ -31,7 +33,7 @@ SEEDS = [
     m.PutState(1, 3, 0, 10, ["value", "momentum"]),
     m.Failure(-1, "KVError", "text", True),
     m.Register(1, "server", 0, -1, 2, 123, "host/boot", ["tcp://127.0.0.1:1"]),
-    m.Roster(1, ["a"], [["tcp://127.0.0.1:1"]]),
+    m.View(1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "host/boot", ["tcp://127.0.0.1:1"])], []),
     m.QueryDead(1, 2.5),
 ]
 
@@ -49,15 +51,41 @@ def check(header: bytes) -> None:
     assert encode(decode(again)) == again, message
 
 
+def check_bundle(header: bytes, frames: list[memoryview]) -> None:
+    """``parted`` keeps its promises."""
+    try:
+        found = bundle.parted(header, frames)
+    except ProtocolError as error:
+        str(error).encode()
+        return
+    assert all(isinstance(message, Message) for message, _ in found)
+    came = [payload for _, payloads in found for payload in payloads]
+    assert b"".join(came) == b"".join(frames)
+
+
 def one_input(data: bytes) -> None:
     check(data)
     check(MAGIC + data)
+    for frames in ([], [memoryview(data[: len(data) % 7])]):
+        check_bundle(MAGIC + data, frames)
+
+
+def beginnings() -> list[bytes]:
+    """What libFuzzer makes its inputs from: every message, and bundles of all."""
+    alone = [encode(message) for message in SEEDS]
+    together = [(message, [np.arange(i % 3, dtype=np.uint8)]) for i, message in enumerate(SEEDS)]
+    bundled = [header for header, _ in bundle.gathered(together, _refuse, 1 << 20)]
+    return [header[len(MAGIC) :] for header in [*alone, *bundled]]
+
+
+def _refuse(message: Message, error: ProtocolError) -> None:
+    raise AssertionError(f"{message}: {error}")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as corpus:
-        for i, message in enumerate(SEEDS):
-            Path(corpus, str(i)).write_bytes(encode(message)[len(MAGIC) :])
+        for i, data in enumerate(beginnings()):
+            Path(corpus, str(i)).write_bytes(data)
         atheris.Setup([*sys.argv, corpus], one_input)
         atheris.Fuzz()
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -99,6 +104,24 @@ ACK = ["ack", 1, 0]
 def test_what_is_made_up_is_refused(header: bytes, nbytes: list[int], what: str) -> None:
     with pytest.raises(ProtocolError, match=what):
         bundle.parted(header, frames_of([payload(size, 0) for size in nbytes]))
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> dict[str, Any]:
+    """The program for libFuzzer, with something in the place of Atheris, which is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "atheris", SimpleNamespace(instrument_imports=lambda include: nullcontext()))
+        return runpy.run_path(str(Path(__file__).parents[1] / "fuzz" / "atheris_decode.py"))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_damaged_ones_are_refused_or_others(fuzz: dict[str, Any], data: st.DataObject) -> None:
+    body = bytearray(data.draw(st.sampled_from(fuzz["beginnings"]())))
+    fuzz["one_input"](bytes(body))
+    for _ in range(data.draw(st.integers(1, 4), "flips")):
+        body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    fuzz["one_input"](bytes(body))
 
 
 def test_only_who_takes_bundles_gets_any(tmp_path: Any) -> None:
