@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -57,3 +57,11 @@ class Target:
         deliver(self._outs, self.buffer)
         if start_ns:
             timeline.span("copy", start_ns, self._key, nbytes=len(self._outs) * self.buffer.nbytes)
+
+
+class Coming(NamedTuple):
+    """A value that servers were asked for: where it goes, and on the master the Work that is done when it is there."""
+
+    state: KeyState
+    target: Target
+    work: Work

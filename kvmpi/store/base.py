@@ -163,7 +163,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Make keys that all workers of the client have agreed on; returns when they can be read."""
         states = [self._new_state(group) for group, _ in found]
         try:
-            self._complete(self._start_init(states, [vector for _, vector in found], call), call)
+            with self._gathering:
+                works = self._start_init(states, [vector for _, vector in found], call)
+            self._complete(works, call)
         except BaseException:
             for state in states:
                 del self._keys[state.key]
@@ -215,7 +217,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         with self._lanes_of(call, key):
             with self._beginning, self._gathering_of(key):
                 parts = self._enter_keys(call, key, None, out)
-                works = [self._start_pull(part.state, part.outs, call) for part in parts]
+                works = self._start_pull(parts, call)
             return self._complete(works, call)
 
     def pushpull(
@@ -574,8 +576,8 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Sum over the client and apply the push rule; finished when the vectors may be reused."""
 
     @abstractmethod
-    def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
-        """Fill ``outs``."""
+    def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        """Fill their ``outs``."""
 
     @abstractmethod
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:

@@ -20,9 +20,9 @@ from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, Landing, PsClient, Turn, finds_position
-from kvmpi.store.answers import Answer, Target
+from kvmpi.store.answers import Answer, Coming, Target
 from kvmpi.store.base import KVStore
-from kvmpi.store.call import Invocation, KeyState, Part, nothing, on_host
+from kvmpi.store.call import Invocation, KeyState, Part, label_of, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import INLINE_BYTES
@@ -37,6 +37,8 @@ Buffer = npt.NDArray[Any]
 #: From this size on a blocking push waits for the servers rather than copy first; below, the copy is faster than an
 #: answer (benchmarks/ps_worker.py: 256 KB take 1.3 ms for push and pull with the copy, 1.6 ms without).
 _LEND_FROM_BYTES = 2 << 20
+#: Values up to this size go from the master to other workers of its client with others, up to so many bytes.
+_SMALL_BYTES, _TOGETHER_BYTES = 64 << 10, 512 << 10
 #: Stores are numbered in the order of their creation, which is the same in every worker.
 _numbers = itertools.count(1)
 
@@ -151,8 +153,8 @@ class DistStore(Commanding):
                 return ps.init(state.key, on_host(vector, call) if gives else None, call.deadline)
 
             works.append(self._ask_op(state, ask, call))
-            if self.mpi_size > 1:
-                works[-1] = self._tell_op(f"init of key {state.key!r}", [state.value], call)
+        if self.mpi_size > 1:
+            works = [self._tell_op(label_of("init", states), [state.value for state in states], call)]
         return works
 
     def _forget(self, states: list[KeyState]) -> None:
@@ -204,7 +206,8 @@ class DistStore(Commanding):
 
         work = self._push_op(state, ask, call, reads=[state.sent])
         if part.whole:
-            return self._start_pull(state, part.outs, call)
+            [pulled] = self._start_pull([part], call)
+            return pulled
         if fused:
             return self._spread_rows_op(part, lambda: arriving[0].rows(), call)
         return work if self._ps is not None and call.async_op else summed  # the rows are copies
@@ -288,14 +291,18 @@ class DistStore(Commanding):
         self._answers[state.key] = answer
         return answer
 
-    def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
-        target = Target(state, outs, call)
+    def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return self._spread_ops([self._pull_part(part, call) for part in parts], call)
+
+    def _pull_part(self, part: Part, call: Invocation) -> Coming:
+        state = part.state
+        target = Target(state, part.outs, call)
         self._pulled.add(state.key)
         answer = self._answers.get(state.key)
         work = None if answer is None else self._answer_op(state, answer, target, call)
         if work is None:
             work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
-        return self._spread_op(state, target, work, call)
+        return Coming(state, target, work)
 
     def _answer_op(self, state: KeyState, answer: Answer, target: Target, call: Invocation) -> Work | None:
         """Push on the master: take what the last push brings; None if that has failed."""
@@ -326,10 +333,10 @@ class DistStore(Commanding):
         self._answers |= dict.fromkeys(part.state.key for part in parts)  # their buffers are about to be overwritten
         sums = self._sum_ops(parts, call)
         call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
-        works = [self._pushpull_part(part, summed, call) for part, summed in sums]
+        works = self._spread_ops([self._pushpull_part(part, summed, call) for part, summed in sums], call)
         return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
-    def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
+    def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Coming:
         state = part.state
         target = Target(state, part.outs, call)
         source = self._lent(part.vectors, call, until_done=True)
@@ -340,8 +347,7 @@ class DistStore(Commanding):
             value = state.host_buffer() if source is None else source
             return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority, turn)
 
-        work = self._push_op(state, ask, call, reads=[state.sent] if source is None else [])
-        return self._spread_op(state, target, work, call)
+        return Coming(state, target, self._push_op(state, ask, call, reads=[state.sent] if source is None else []))
 
     def _lent(self, vectors: list[Vector], call: Invocation, *, until_done: bool) -> Buffer | None:
         """The memory that can be sent as it is: a single host vector that nobody changes while it is sent."""
@@ -398,21 +404,37 @@ class DistStore(Commanding):
         work.add_done_callback(lambda _: ps.give_up(state.key, turn))
         return work
 
-    def _spread_op(self, state: KeyState, target: Target, asked: Work, call: Invocation) -> Work:
-        """Push: the master's answer goes to all workers of the client and into all arrays of ``out``."""
-        label = f"{call.op} of key {state.key!r}"
-        if self.mpi_size == 1:
-            if target.complete:
-                return asked
-            return self._engine.push(target.spread, writes=[state.value], lane="cpu", name=f"{label}: copy out")
+    def _spread_ops(self, coming: Sequence[Coming], call: Invocation) -> list[Work]:
+        """Push: what the master gets goes to all workers of the client and into all arrays of ``out``."""
+        if self.mpi_size > 1:
+            return [self._broadcast_op(together, call) for together in _in_order(coming)]
+        return [
+            work if target.complete
+            else self._engine.push(
+                target.spread, writes=[state.value], lane="cpu", name=f"{call.op} of key {state.key!r}: copy out"
+            )
+            for state, target, work in coming
+        ]  # fmt: skip
+
+    def _broadcast_op(self, coming: Sequence[Coming], call: Invocation) -> Work:
+        """Push: values go to all workers of the client; several small ones as one, as waiting for each would cost more
+        than to copy them twice."""
+        states, buffers = [each.state for each in coming], [each.target.buffer for each in coming]
+        label = label_of(call.op, states)
 
         def spread() -> None:
             if timeline.on:
-                timeline.about(state.key, call.clock)
-            self._cast.broadcast(target.buffer, 0, call.deadline, label)
-            target.spread()
+                timeline.about(states[0].key, call.clock)
+            whole = buffers[0] if len(buffers) == 1 else np.concatenate([buffer.view(np.uint8) for buffer in buffers])
+            self._cast.broadcast(whole, 0, call.deadline, label)
+            if len(buffers) > 1 and self.mpi_rank > 0:
+                stops = itertools.accumulate(buffer.nbytes for buffer in buffers)
+                for buffer, stop in zip(buffers, stops, strict=True):
+                    np.copyto(buffer.view(np.uint8), whole[stop - buffer.nbytes : stop])
+            for each in coming:
+                each.target.spread()
 
-        return self._tell_op(label, [state.value], call, then=spread)
+        return self._tell_op(label, [state.value for state in states], call, then=spread)
 
     # ---- values from elsewhere
 
@@ -470,3 +492,17 @@ class DistStore(Commanding):
                 self._ps.close(Deadline(10.0), failure)
             self._ps.abort()
         super().abort(failure)
+
+
+def _in_order(coming: Sequence[Coming]) -> list[list[Coming]]:
+    """Small ones together, others each by itself: by sizes and their order alone, so that all workers agree."""
+    found: list[list[Coming]] = []
+    room = 0
+    for each in coming:
+        nbytes = each.state.nbytes
+        if not found or nbytes > min(room, _SMALL_BYTES):
+            found.append([])
+            room = _TOGETHER_BYTES if nbytes <= _SMALL_BYTES else 0
+        found[-1].append(each)
+        room -= nbytes
+    return found

@@ -237,15 +237,11 @@ def _set_optimizer(store: KVStore, details: Any) -> None:
         store.set_optimizer(rule)
 
 
-def _pull(store: KVStore, parts: list[Part], call: Invocation) -> list[Work]:
-    return [store._start_pull(part.state, [], call) for part in parts]
-
-
 _Start = Callable[["KVStore", list[Part], Invocation], list[Work]]
 _STARTS: Mapping[str, _Start] = MappingProxyType(
     {
         "push": lambda store, parts, call: store._start_push(parts, call),
-        "pull": _pull,
+        "pull": lambda store, parts, call: store._start_pull(parts, call),
         "pushpull": lambda store, parts, call: store._start_pushpull(parts, call),
         "allreduce": lambda store, parts, call: store._start_allreduce(parts, call),
         "row_sparse_pull": lambda store, parts, call: [store._start_row_pull(part, call) for part in parts],

@@ -241,7 +241,10 @@ class ReplicatedStore(Repeating, KVStore):
         else:
             replica.value, state.buffer = pushed, replica.value
 
-    def _start_pull(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
+    def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        return [self._copy_op(part.state, part.outs, call) for part in parts]
+
+    def _copy_op(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
         def run() -> None:
             with self._recorder.timed("copy", len(outs) * self._replicas[state.key].value.nbytes):
                 call.await_devices()

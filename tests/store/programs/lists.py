@@ -139,7 +139,11 @@ def uneven(kv):
         used = keys[:num_keys]
         own = [[np.full(count, k + v + kv.rank, "f4") for v in range(number_of[kv.rank])] for k in used]
         outs = [np.zeros(count, "f4") for _ in used]
+        before = kv.stats()["phases"].get("broadcast", {"calls": 0})["calls"]
         kv.pushpull(used, own, outs)
+        if kv.num_servers and kv.mpi_size > 1:
+            told = kv.stats()["phases"]["broadcast"]["calls"] - before
+            assert 0 < told <= 3, f"{told} messages of the master with {num_keys} values of {4 * count} bytes"
         for k, out in zip(used, outs, strict=True):
             assert (out == sum(k + v + rank for rank in range(n) for v in range(number_of[rank]))).all(), k
 
