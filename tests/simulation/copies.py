@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 from simulation.cluster import NO_PART, Cluster
@@ -68,13 +69,16 @@ def _of_shard(shard: Shard) -> dict[str, Any]:
         "rule": repr(shard.rulebook.dump()),
     }
     for (key, chunk), slot in shard.slots.items():
-        found |= {f"{what} of key {key!r} ({chunk})": value for what, value in _of_slot(slot).items()}
+        of_slot = _of_slot(slot, clients.entering)
+        found |= {f"{what} of key {key!r} ({chunk})": value for what, value in of_slot.items()}
     return found
 
 
-def _of_slot(slot: Slot) -> dict[str, Any]:
+def _of_slot(slot: Slot, back: Collection[int]) -> dict[str, Any]:
     names, arrays = slot.dump()
-    lasting = ((client, slot.lasting_steps(client)) for client in slot.steps if client not in slot.entering)
+    # How often a client that is back has pushed is said when it enters, and in the first push after that.
+    counted = slot.steps.keys() - slot.entering.keys() - set(back)
+    lasting = ((client, slot.lasting_steps(client)) for client in counted)
     return {
         "arrays": dict(zip(names, map(_bits, arrays), strict=True)),
         "rounds": (slot.rounds, slot.updates, slot.generation, slot.latest, slot.restored),
