@@ -9,11 +9,17 @@ collectives, kernels = Path("kvmpi/collectives/compiled"), Path("kvmpi/kernels/c
 native = Extension(
     "kvmpi.collectives._native",
     [
-        *(str(collectives / f"{name}.c") for name in ("native", "copies", "rings", "segments", "slots", "terms")),
+        *(
+            str(collectives / f"{name}.c")
+            for name in ("native", "copies", "rings", "segments", "slots", "terms", "words")
+        ),
         str(kernels / "elements.c"),
     ],
     include_dirs=[str(kernels)],
-    depends=[*(str(collectives / f"{name}.h") for name in ("native", "copies", "terms")), str(kernels / "elements.h")],
+    depends=[
+        *(str(collectives / f"{name}.h") for name in ("native", "copies", "terms", "words")),
+        str(kernels / "elements.h"),
+    ],
     extra_compile_args=["-O3"],
     optional=True,
 )

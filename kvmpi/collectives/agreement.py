@@ -9,6 +9,11 @@ of them describes the call to those that have joined, and all ranks agree once m
 joins costs the others nothing before and one more message each way from then on, and it cannot come at a wrong moment:
 the next agreement is where its peers hear of it.
 
+Ranks of one host agree in shared memory as soon as all of them can, ``Shortcut``: each states its digest there, and
+looks at the others', which is one way instead of two. Whatever is not the same call on all ranks is then settled by
+messages. So are calls that may differ without being wrong: ranks that have joined, leave, close or fail state what no
+other call does, and go on by messages at once; the others do when they see that.
+
 A rank that leaves, ``leave``, does not wait for long until the others do so. It leaves a message behind: for rank 0 a
 digest of its own, from rank 0 a verdict to each. Whoever makes a call then, or much later, finds it. Those who make
 ``CLOSE``, their last call, have left likewise when their time for it is over: another may make it much later.
@@ -26,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import (
@@ -45,6 +51,8 @@ Buffer = npt.NDArray[Any]
 _TAG = 1
 _TAG_ROLL_CALL = 6
 _DIGEST_BYTES = 16
+#: A digest, and whether its rank could take the shortcut.
+_MESSAGE_BYTES = _DIGEST_BYTES + 1
 _LENGTH_BYTES = 8
 _AGREED, _EXPLAIN, _LATE, _FOLLOW, _LEFT = 0, 1, 2, 3, 4
 #: What a rank does that has joined: whatever the others do next.
@@ -122,6 +130,30 @@ class Verdict(NamedTuple):
 _AGREEMENT = Verdict()
 
 
+class Shortcut:
+    """Agreement in shared memory, from the first call on before which all ranks have said that they can.
+
+    Args:
+        find: the group of all ranks, when this rank has it.
+    """
+
+    def __init__(self, find: Callable[[], HostGroup | None]) -> None:
+        self._find = find
+        self.group: HostGroup | None = None  # from then on
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether this rank can."""
+        return self._find() is not None
+
+    def take(self) -> None:
+        """All ranks can, and know that."""
+        self.group = self._find()
+
+
+_NO_SHORTCUT = Shortcut(lambda: None)
+
+
 def agree(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> None:
     """Return when every rank has made the same call; raise the error of ``verdict``."""
     error = verdict(comm, call, deadline, settings).error
@@ -129,12 +161,16 @@ def agree(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> Non
         raise error
 
 
-def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> Verdict:
+def verdict(
+    comm: Comm, call: Call, deadline: Deadline, settings: str = "", shortcut: Shortcut | None = None
+) -> Verdict:
     """Of no error when every rank has made the same call, with the same ``settings``, or has joined.
 
     A rank that has joined waits until its peers make a call, for as long as ``deadline`` gives, and for those that come
     late as long again.
 
+    Args:
+        shortcut: of this communicator, on every rank or on none.
     Returns:
         If a rank reported that its call is invalid: its own error there, one of the same class elsewhere. If the calls
         differ: ``OrderMismatchError``, ``ShapeMismatchError`` or ``DTypeMismatchError``, naming the first difference,
@@ -150,22 +186,46 @@ def verdict(comm: Comm, call: Call, deadline: Deadline, settings: str = "") -> V
         digest = _JOINED
     elif call.failure is not None:
         digest = bytes(_DIGEST_BYTES)  # all zero for a call that failed, so that it never agrees
-    decide = _judge if comm.rank == 0 else _ask
-    found = decide(comm, call, text, digest, deadline)
+    shortcut = shortcut or _NO_SHORTCUT
+    found = _decide(comm, call, text, digest, deadline, shortcut)
     if found is _AGREEMENT:
         return found
     num_joined = found.num_joined
     while found.num_joined and call.op != JOIN:
         # Those who have joined know the call by now, and make it.
-        found = decide(comm, call, text, digest, deadline)
+        found = _decide(comm, call, text, digest, deadline, shortcut)
     error = found.error if found.error is None or call.failure is None else call.failure
     return Verdict(error, num_joined, found.description, found.last)
 
 
-def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) -> Verdict:
+def _decide(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline, shortcut: Shortcut) -> Verdict:
+    group = shortcut.group
+    if group is not None:
+        group.state(digest)
+        if call.failure is None and call.op not in (JOIN, CLOSE):
+
+            def describe(missing: list[int]) -> str:
+                return str(_late(comm, call, missing, deadline))
+
+            try:
+                if group.all_state(digest, deadline, describe):
+                    return _AGREEMENT
+            except PeerLostError as error:
+                raise PeerLostError(f"{_at(comm, call)}: {error}") from None
+    return (_judge if comm.rank == 0 else _ask)(comm, call, text, digest, deadline, shortcut)
+
+
+def _receive_digests(comm: Comm) -> tuple[dict[int, Request], Buffer, Buffer]:
+    """On rank 0: requests by rank, what will be digests by rank, and what of each says whether it can take the
+    shortcut."""
+    messages = np.empty((comm.size, _MESSAGE_BYTES), dtype=np.uint8)
+    requests = {rank: comm.irecv(messages[rank], rank, _TAG) for rank in range(1, comm.size)}
+    return requests, messages[:, :_DIGEST_BYTES], messages[:, _DIGEST_BYTES]
+
+
+def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline, shortcut: Shortcut) -> Verdict:
     others = range(1, comm.size)
-    digests = np.empty((comm.size, _DIGEST_BYTES), dtype=np.uint8)
-    requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
+    requests, digests, can_shorten = _receive_digests(comm)
     try:
         if call.op == JOIN:
             deadline = _await_another(requests, digests, _JOINED, deadline)
@@ -180,7 +240,10 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline) 
     if any(own) and digests[1:].tobytes() == own * len(others):
         if call.op == CLOSE:
             return _dismiss(comm, call)
-        _send_verdict(comm, call, [_AGREED, 0, 0], grace)
+        shortens = shortcut.is_possible and bool(can_shorten[1:].all())
+        _send_verdict(comm, call, [_AGREED, int(shortens), 0], grace)
+        if shortens:
+            shortcut.take()
         return _AGREEMENT
     digests[0] = np.frombuffer(own, dtype=np.uint8)
     left = [rank for rank, digest in enumerate(digests) if digest.tobytes() == _LEAVING]
@@ -250,10 +313,10 @@ def _tell(comm: Comm, ranks: Iterable[int], parts: Sequence[Buffer], deadline: D
         pass
 
 
-def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline) -> Verdict:
+def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline, shortcut: Shortcut) -> Verdict:
     answer = np.empty(3, dtype=np.int64)
     receive = comm.irecv(answer, 0, _TAG)
-    send = comm.isend(np.frombuffer(digest, dtype=np.uint8), 0, _TAG)
+    send = comm.isend(np.frombuffer(digest + bytes([shortcut.is_possible]), dtype=np.uint8), 0, _TAG)
     if call.op == JOIN:  # rank 0 may come just in time, and wait for others then
         deadline = Deadline(2 * deadline.timeout_s)
     # Rank 0 names who is missing when its own deadline passes, which may be a little after ours.
@@ -271,6 +334,8 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
     send.test()  # it has come, or rank 0 had left before
     kind, count, speaker = answer.tolist()
     if kind == _AGREED:
+        if count:
+            shortcut.take()
         return _AGREEMENT
     grace = Deadline(max(_GRACE_S, deadline.remaining_s()))
     if kind == _FOLLOW:
@@ -289,19 +354,20 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline)
     return Verdict(rebuild(name, message), last=last)
 
 
-def leave(comm: Comm, deadline: Deadline) -> bool:
+def leave(comm: Comm, deadline: Deadline, shortcut: Shortcut | None = None) -> bool:
     """Make no further calls; whether all ranks have said so by ``deadline``, and nothing is under way on ``comm``.
 
     Else ranks that make a call, now or later, get an error that names this one, and ``comm`` must live for as long as
     they may: its number must not be given to another, which would find the messages of this one.
     """
-    call = Call("leave")
+    call, shortcut = Call("leave"), shortcut or _NO_SHORTCUT
+    if shortcut.group is not None:
+        shortcut.group.state(_LEAVING)
     try:
         if comm.rank != 0:
-            return _ask(comm, call, b"", _LEAVING, deadline) is _AGREEMENT
+            return _ask(comm, call, b"", _LEAVING, deadline, _NO_SHORTCUT) is _AGREEMENT
         others = range(1, comm.size)
-        digests = np.empty((comm.size, _DIGEST_BYTES), dtype=np.uint8)
-        requests = {rank: comm.irecv(digests[rank], rank, _TAG) for rank in others}
+        requests, digests, _ = _receive_digests(comm)
         try:
             _await_another(requests, digests, _LEAVING, deadline)
             if not missing_of(requests) and digests[1:].tobytes() == _LEAVING * len(others):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup, What
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.tensor import Collectives
 from kvmpi.collectives.waiting import in_vain, wait_all
@@ -20,13 +21,20 @@ from kvmpi.kernels import combine, host
 Buffer = npt.NDArray[Any]
 
 _TAG = 9
+# Where what a rank sends lies: in its slot, in its own memory, or there where others cannot read it.
+_IN_SLOT, _IN_PLACE, _OUT_OF_REACH = range(3)
 #: MPI counts in 32-bit integers: bytes of one message.
 MAX_MESSAGE_BYTES = 1 << 30
 
 
+def octets(buffer: Buffer) -> Buffer:
+    """A contiguous buffer as bytes."""
+    return buffer.reshape(-1).view(np.uint8)
+
+
 def pieces(buffer: Buffer, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator[Buffer]:
     """A contiguous buffer as messages that MPI can count; none if it is empty."""
-    flat = buffer.reshape(-1).view(np.uint8)
+    flat = octets(buffer)
     return (flat[start : start + max_bytes] for start in range(0, flat.size, max_bytes))
 
 
@@ -41,7 +49,6 @@ def exchange(
     Args:
         describe: the text of the error when time is up, given the ranks that did not do their part.
     """
-    own, target = sends[comm.rank], receives[comm.rank]
     requests: list[tuple[int, Request]] = []
     # The next rank first: were rank 0 the first for all, it would be the bottleneck.
     ranks = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
@@ -53,13 +60,75 @@ def exchange(
         part = sends[rank]
         if part is not None:
             requests += [(rank, comm.isend(piece, rank, _TAG)) for piece in pieces(part)]
-    if own is not None and target is not None and address_of(own) != address_of(target):
-        np.copyto(target, own)
+    _take_own(sends[comm.rank], receives[comm.rank])
 
     def late() -> str:
         return describe(sorted({rank for rank, request in requests if not request.test()}))
 
     wait_all([request for _, request in requests], deadline, late)
+
+
+def exchange_on_host(
+    group: HostGroup, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, what: What
+) -> bool:
+    """``exchange`` among all ranks of a host, each of which copies what it gets.
+
+    Cost: one meeting, and a second one for ranks whose parts do not all fit into a slot.
+
+    Returns:
+        Whether it was done; else nothing has happened, on all ranks: private memory that is too large for slots cannot
+        be read here.
+    Raises:
+        KVTimeoutError, PeerLostError: others may still read what is sent, which is kept.
+    """
+    call, kept = group.begin(deadline, what), list[Buffer]()
+    # In the slot, too: what is posted others must have read before the next call, for which nobody waits here.
+    slots = [group.slot(rank, SLOT_BYTES, np.uint8, call) for rank in range(group.size)]
+    heads = [slot[: 8 * (1 + group.size)].view(np.uint64) for slot in slots]
+    words, used, slot = [_IN_SLOT], heads[0].nbytes, slots[group.index]
+    placed: dict[tuple[int, int], int] = {}  # what goes to several ranks is copied once
+    for rank, sent in enumerate(sends):
+        if sent is None or rank == group.index or not sent.size:
+            words.append(0)
+            continue
+        part = octets(sent)
+        key = address_of(part), part.size
+        if key not in placed:
+            if used + part.size <= SLOT_BYTES:
+                source = slot[used : used + part.size]
+                np.copyto(source, part)
+                used += part.size
+            else:
+                source = part
+                kept.append(part)
+            place = group.place_of(source)
+            if source is part:
+                words[0] = max(words[0], _OUT_OF_REACH if place is None and not group.attaches else _IN_PLACE)
+            placed[key] = key[0] if place is None else place
+        words.append(placed[key])
+    heads[group.index][:] = words
+    group.post()
+    try:
+        group.await_posts(group.others, deadline, what)
+        how = max(int(head[0]) for head in heads)
+        if how != _OUT_OF_REACH:
+            _take_own(sends[group.index], receives[group.index])
+            for peer in group.others:
+                into = receives[peer]
+                if into is not None and into.size:
+                    group.read(peer, int(heads[peer][1 + group.index]), slice(0, into.nbytes), octets(into))
+                    if heads[peer][0] != _IN_SLOT:
+                        group.check(peer)  # else it may be something else by now
+        group.finish(group.others if kept and how != _OUT_OF_REACH else (), deadline, what)
+    except BaseException:
+        group.give_up(*kept)
+        raise
+    return how != _OUT_OF_REACH
+
+
+def _take_own(part: Buffer | None, into: Buffer | None) -> None:
+    if part is not None and into is not None and address_of(part) != address_of(into):
+        np.copyto(into, part)
 
 
 class GroupCollectives(Collectives):
@@ -69,16 +138,31 @@ class GroupCollectives(Collectives):
         self, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, label: str
     ) -> None:
         """``exchange.exchange``: the sizes must fit, rank by rank; ``check_counts`` tells."""
+        nbytes = sum(part.nbytes for part in sends if part is not None)
+        with self._recorder.timed("exchange", nbytes):
+            group = self._group(deadline, label)
+            if group is not None:
+                where = f"{label}: exchange on MPI rank {self.rank} of {self.size}"
+                if self._guard.run(lambda: exchange_on_host(group, sends, receives, deadline, lambda: where), deadline):
+                    return
+            self._exchange_by_messages(sends, receives, deadline, label)
 
+    def _group(self, deadline: Deadline, label: str) -> HostGroup | None:
+        """All ranks, if they share memory. Collective at first."""
+        if self.size > 1:
+            self._selection.located(deadline, label)
+        return self._selection.group_of_all
+
+    def _exchange_by_messages(
+        self, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, label: str
+    ) -> None:
         def describe(ranks: list[int]) -> str:
             return (
                 f"{label} on MPI rank {self.rank} of {self.size}: MPI rank {', '.join(map(str, ranks))} did not take "
                 f"part{in_vain(deadline)}"
             )
 
-        nbytes = sum(part.nbytes for part in sends if part is not None)
-        with self._recorder.timed("exchange", nbytes):
-            self._guard.run(lambda: exchange(self._comm, sends, receives, deadline, describe), deadline)
+        self._guard.run(lambda: exchange(self._comm, sends, receives, deadline, describe), deadline)
 
     def check_counts(self, sent: Sequence[int], expected: Sequence[int], deadline: Deadline, label: str) -> None:
         """Raise on every rank unless every rank expects of every other what that one sends.
@@ -96,6 +180,16 @@ class GroupCollectives(Collectives):
                 f"{label}: MPI rank {source} sends {table[source, 0, dest]} elements to MPI rank {dest}, which expects "
                 f"{table[dest, 1, source]}"
             )
+
+    def gather_lists(self, source: Buffer, outs: Sequence[Buffer], deadline: Deadline, label: str) -> None:
+        """``outs[r]`` takes the ``source`` of rank r; their sizes may differ, and are the same on every rank."""
+        if len({out.size for out in outs}) > 1 or self._group(deadline, label) is not None:
+            self.exchange([source] * self.size, outs, deadline, label)
+            return
+        whole = np.empty(self.size * source.size, source.dtype)
+        self.allgather(source, whole, deadline, label)
+        for out, part in zip(outs, np.split(whole, self.size), strict=True):
+            np.copyto(out, part)
 
     def all_tell(self, text: bytes, deadline: Deadline, label: str) -> list[bytes]:
         """The texts of all ranks, in rank order, on every rank; they may differ in length."""
@@ -115,10 +209,36 @@ class GroupCollectives(Collectives):
         Args:
             vector, out: shape ``(count,)``, storage dtype of ``dtype``; may be the same memory.
         """
+        if self._combine_slots(vector, out, dtype, op, deadline, label):
+            return
         bounds = segment_bounds(vector.size, self.size)
         own = out[slice(*bounds[self.rank])]
         self.fold_parts([vector[start:stop] for start, stop in bounds], own, dtype, op, deadline, label)
         self.allgather(own, out, deadline, label)
+
+    def _combine_slots(
+        self, vector: Buffer, out: Buffer | None, dtype: str, op: str, deadline: Deadline, label: str
+    ) -> bool:
+        """Combine what fits into slots, on every rank that has an ``out``; whether that is so, on all ranks alike."""
+        combine.check(op, dtype)
+        group = self._group(deadline, label) if vector.nbytes <= SLOT_BYTES else None
+        if group is None:
+            return False
+        where = f"{label}: {op} on MPI rank {self.rank} of {self.size}"
+
+        def run() -> None:
+            call = group.begin(deadline, lambda: where)
+            slots = [group.slot(rank, vector.size, vector.dtype, call) for rank in range(group.size)]
+            np.copyto(slots[group.index], vector)
+            group.post()
+            if out is not None:
+                group.await_posts(group.others, deadline, lambda: where)
+                combine.combine(out, slots, dtype, op)
+            group.finish()
+
+        with self._recorder.timed("reduce", vector.nbytes):
+            self._guard.run(run, deadline)
+        return True
 
     def fold_parts(
         self, parts: Sequence[Buffer], out: Buffer, dtype: str, op: str, deadline: Deadline, label: str
@@ -140,6 +260,8 @@ class GroupCollectives(Collectives):
 
         Cost per rank for S bytes on P ranks: (P-1)/P * S bytes sent in a reduce-scatter, then S/P to the root.
         """
+        if self._combine_slots(vector, out, dtype, op, deadline, label):
+            return
         bounds = segment_bounds(vector.size, self.size)
         start, stop = bounds[self.rank]
         own = host.empty(stop - start, dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmpi.collectives import cross_memory
+from kvmpi.collectives import cross_memory, words
 from kvmpi.collectives.arena import TOKEN_BYTES, own
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cross_memory import CrossMemory
@@ -28,13 +28,14 @@ _TAG_JOINED = 8
 
 
 def form(
-    comm: Comm, ranks: Sequence[int], deadline: Deadline, label: str = "", *, attach: bool = True
+    comm: Comm, ranks: Sequence[int], deadline: Deadline, label: str = "", *, attach: bool = True, wake: bool = True
 ) -> HostGroup | str:
     """Collective over ``ranks``, of one host: their group, or why there is none, which is then so on each of them.
 
     Args:
         label: what it is for, in error messages.
         attach: whether to read from each other's private memory, where that is possible.
+        wake: whether to wake each other, likewise; else ranks that wait look from time to time.
     Raises:
         KVTimeoutError: a rank did not take part.
     """
@@ -54,12 +55,13 @@ def form(
             group = _join(ranks, ranks.index(comm.rank), page, slots, invitations, attach=attach)
         except OSError as error:
             why_not = str(error)
-    answer = np.array([group is not None, group is not None and group.attaches], np.uint64)
+    answer = np.array([group is not None, group is not None and group.attaches, wake and words.wakes()], np.uint64)
     joined = exchange(comm, ranks, answer, _TAG_JOINED, deadline, label)
     outside = [rank for rank, answer in zip(ranks, joined, strict=True) if not answer[0]]
     if group is None or outside:
         return why_not or f"MPI rank {outside[0]} cannot read from all others"
     group.attaches = all(answer[1] for answer in joined)
+    group.wakes = all(answer[2] for answer in joined)
     return group
 
 
@@ -95,8 +97,8 @@ def _join(
         if peer == ranks[index]:
             peers.append(Peer(page, slots, mapped, memory))
             continue
-        words = mapped[first_word : first_word + PAGE_WORDS * 8].view(np.uint64)
-        peers.append(Peer(words, mapped[first_slot : first_slot + 2 * SLOT_BYTES], mapped, memory))
+        counters = mapped[first_word : first_word + PAGE_WORDS * 8].view(np.uint64)
+        peers.append(Peer(counters, mapped[first_slot : first_slot + 2 * SLOT_BYTES], mapped, memory))
     return HostGroup(ranks, index, peers)
 
 

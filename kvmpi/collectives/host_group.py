@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import address_of
+from kvmpi.collectives import words as shared_words
 from kvmpi.collectives.cross_memory import CrossMemory, Source
 from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
@@ -27,8 +28,10 @@ MAX_PLACES = 4096
 #: Bytes of each of the two slots in which a rank offers small data.
 SLOT_BYTES = 256 << 10
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
-# must not take the cache line of another from its writer.
-_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _SUMMED, _PLACES = 0, 16, 32, 33, 48, 64
+# must not take the cache line of another from its writer. The word behind one of which somebody waits says so.
+_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _SUMMED, _STATED, _PLACES = 0, 16, 32, 35, 48, 64, 80
+#: What a rank states for a call that is to be agreed on, two times so many words: for every second one.
+_STATEMENTS, _STATEMENT_WORDS = 66, 2
 PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: So many calls can be told apart by what is left of a word.
@@ -45,8 +48,12 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 #: Polls before a wait is taken for one that needs patience.
 _FIRST_POLLS = 32
 
-#: Waits for other ranks' pages.
+#: Waits for other ranks' pages. To be woken costs less than to poll for long on a core that others want.
 _PAGES = Habit()
+_PAGES_THAT_WAKE = Habit(polling_s=50e-6)
+#: Waits for ranks that still compute.
+_OTHERS = Habit()
+_OTHERS_THAT_WAKE = Habit(polling_s=50e-6)
 
 #: Gives the beginning of an error message.
 What = Callable[[], str]
@@ -102,6 +109,8 @@ class HostGroup:
         self.others = tuple((index + i) % self.size for i in range(1, self.size))
         #: Whether arrays of other ranks can be read wherever they are; else only those in an arena.
         self.attaches = all(peer.memory is not None for peer in peers)
+        #: Whether ranks that wait sleep until they are woken, all of them.
+        self.wakes = False
         self._peers = peers
         # Beginning and end of each arena in this process's memory, and the mark of places there.
         self._arenas = [
@@ -109,13 +118,15 @@ class HostGroup:
             for owner, peer in enumerate(peers)
         ]
         self._pages = [peer.words for peer in peers]
-        self._given_up = [address_of(page) + 8 * _GIVEN_UP for page in self._pages]
+        self._addresses = [address_of(page) for page in self._pages]
+        self._given_up = [address + 8 * _GIVEN_UP for address in self._addresses]
         # Single words are read and written three times as fast through a memoryview.
         self._words = [memoryview(peer.words.data).cast("B").cast("Q") for peer in peers]
         self._mine = self._words[index]
         #: The number of the last call.
         self.call = 0
         self._blocks = 0
+        self._stated = 0  # statements so far
         self._order = threading.Lock()
         self._kept: list[Buffer] = [peers[index].slots]
         self._retire = weakref.finalize(self, _retire, self._pages, index, self._kept)
@@ -199,7 +210,7 @@ class HostGroup:
         if not _ORDERED:
             self._fence()
         if self._words[rank][_GIVEN_UP]:
-            raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call")
+            raise PeerLostError(f"MPI rank {self.members[rank]} has given up on this call, or on one before")
 
     def slot(self, rank: int, count: int, dtype: Any, call: int) -> Buffer:
         """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""
@@ -210,6 +221,62 @@ class HostGroup:
         """Where compiled code finds all that a call of that number needs which sums in slots."""
         slots = [self.slot(rank, count, dtype, call) for rank in range(self.size)]
         return SlotMemory(self._pages, slots, self.index, _POSTED, _SUMMED, _FINISHED)
+
+    # ---- statements, which may be made by another thread than calls
+
+    def state(self, statement: bytes) -> None:
+        """Say 16 bytes that others compare with what they state when it is their turn; the next ones not before
+        ``all_state`` has been true."""
+        self._stated += 1
+        first = _STATEMENTS + self._stated % 2 * _STATEMENT_WORDS
+        self._mine[first : first + _STATEMENT_WORDS] = memoryview(statement).cast("Q")
+        self._say(_STATED, self._stated)
+
+    def all_state(self, statement: bytes, deadline: Deadline, describe: Callable[[list[int]], str]) -> bool:
+        """After ``state``: whether all others state the same, as soon as one does not.
+
+        Args:
+            describe: the text of the error when time is up, given the ranks that have stated nothing.
+        Raises:
+            KVTimeoutError: at least one has not.
+            PeerLostError: one has failed in a call, and will state nothing.
+        """
+        number, (one, two) = self._stated, memoryview(statement).cast("Q")
+        first = _STATEMENTS + number % 2 * _STATEMENT_WORDS
+        late = list(self.others)
+        patience: Patience | None = None
+        polls = 0
+        while True:
+            for rank in late[:]:
+                words = self._words[rank]
+                if words[_STATED] >= number:
+                    if not _ORDERED:
+                        self._fence()
+                    if words[first] != one or words[first + 1] != two:
+                        return False
+                    late.remove(rank)
+            if not late:
+                break
+            polls += 1
+            if polls < _FIRST_POLLS:
+                continue
+            if patience is None:
+
+                def sleep(seconds: float) -> None:
+                    shared_words.sleep_until(self._addresses[late[-1]] + 8 * _STATED, number, seconds)
+
+                habit, waiter = (_OTHERS_THAT_WAKE, sleep) if self.wakes else (_OTHERS, None)
+                patience = Patience(
+                    deadline, lambda: describe(sorted(self.members[rank] for rank in late)), habit, waiter
+                )
+            for rank in late:
+                self.check(rank)
+            patience.pause()
+        if patience is not None:
+            patience.progress()
+        for rank in self.others:
+            self.check(rank)
+        return True
 
     # ---- calls
 
@@ -232,9 +299,7 @@ class HostGroup:
         if places:
             assert len(places) <= MAX_PLACES
             self._mine[_PLACES : _PLACES + len(places)] = memoryview(array("Q", places))
-        if not _ORDERED:
-            self._fence()
-        self._mine[_POSTED] = self.call
+        self._say(_POSTED, self.call)
 
     def places_of(self, rank: int, first: int, count: int) -> list[int]:
         """``count`` of the places that ``rank`` has posted."""
@@ -255,9 +320,7 @@ class HostGroup:
 
     def say_summed(self) -> None:
         """This rank's part of the sum is in its ``slot``."""
-        if not _ORDERED:
-            self._fence()
-        self._mine[_SUMMED] = self.call
+        self._say(_SUMMED, self.call)
 
     def await_sums(self, deadline: Deadline, what: What) -> None:
         """Return when all others have said that theirs are.
@@ -292,9 +355,7 @@ class HostGroup:
 
     def finish(self, wait_for: Sequence[int] = (), deadline: Deadline | None = None, what: What = str) -> None:
         """This rank is through; return when ``wait_for`` are, too, so that what was posted is free again."""
-        if not _ORDERED:
-            self._fence()
-        self._mine[_FINISHED] = self.call
+        self._say(_FINISHED, self.call)
         if wait_for:
             assert deadline is not None
             self._await(_FINISHED, wait_for, self.call, deadline, what, "did not finish")
@@ -342,6 +403,15 @@ class HostGroup:
         self._kept = []
         free_retired()
 
+    def _say(self, word: int, number: int) -> None:
+        """This rank has come so far, with all that it has written."""
+        if self.wakes:
+            shared_words.write(self._addresses[self.index] + 8 * word, number)
+            return
+        if not _ORDERED:
+            self._fence()
+        self._mine[word] = number
+
     def _await_soon(self, word: int, ranks: Sequence[int], deadline: Deadline, what: What, problem: str) -> None:
         """``_await`` for what mostly is there at once."""
         call = self.call
@@ -365,7 +435,11 @@ class HostGroup:
                 names = ", ".join(str(self.members[rank]) for rank in late if words[rank][word] < call)
                 return f"{what()}: MPI rank {names} {problem}{in_vain(deadline)}"
 
-            patience = Patience(deadline, describe, _PAGES)
+            def sleep(seconds: float) -> None:
+                shared_words.sleep_until(self._addresses[late[-1]] + 8 * word, call, seconds)
+
+            habit, waiter = (_PAGES_THAT_WAKE, sleep) if self.wakes else (_PAGES, None)
+            patience = Patience(deadline, describe, habit, waiter)
             while late:
                 if words[late[-1]][word] >= call:
                     late.pop()

@@ -13,6 +13,7 @@ from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import MODEL_RINGS, Choice, Figures, costs
 from kvmpi.collectives.guard import Guard
 from kvmpi.collectives.hierarchical import Hierarchical
+from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.library import Library
 from kvmpi.collectives.linking import link
 from kvmpi.collectives.links import Links
@@ -79,6 +80,14 @@ class Selection:
             return 1
         return 0 if self.topology is None else len(self.topology.layout.hosts)
 
+    @property
+    def group_of_all(self) -> HostGroup | None:
+        """All ranks, if they are known to share memory."""
+        topology = self.topology
+        if topology is None or isinstance(topology.group, str) or len(topology.layout.hosts) > 1:
+            return None
+        return topology.group
+
     def close(self) -> None:
         """End the connections, and keep no memory but what others may still read."""
         if self.links is not None:
@@ -110,7 +119,9 @@ class Selection:
         return self.topology
 
     def _locate(self, deadline: Deadline, label: str) -> Topology:
-        topology = locate(self._comm, self._figures, deadline, label, attach=self._attach)
+        topology = locate(
+            self._comm, self._figures, deadline, label, attach=self._attach, wake=self._use_native
+        )  # fmt: skip
         if len(topology.layout.hosts) > 1 and self._ring_transport != "mpi":
             linked = link(
                 self._comm, topology.layout, max(MODEL_RINGS, self._num_rings), deadline, label,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena, devices, narrowed, selection
-from kvmpi.collectives.agreement import CLOSE, Call, Verdict, leave, verdict
+from kvmpi.collectives.agreement import CLOSE, Call, Shortcut, Verdict, leave, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Batch, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures
@@ -65,6 +65,7 @@ class Collectives:
             comm, self._guard, algorithm, chunk_bytes, num_rings=num_rings, attach=attach, figures=figures or Figures(),
             ring_transport=ring_transport, interface=interface, use_native=use_native,
         )  # fmt: skip
+        self._shortcut = Shortcut(lambda: self._selection.group_of_all)
         self._recorder = recorder or Recorder()
         self._scratch = Scratch()
         self.parted, self.waits_for = False, ""
@@ -172,7 +173,7 @@ class Collectives:
 
     def _meet(self, call: Call, deadline: Deadline, settings: str) -> Verdict:
         try:
-            return verdict(self._calls, call, deadline, settings)
+            return verdict(self._calls, call, deadline, settings, self._shortcut)
         except KVTimeoutError as error:
             if call.op != CLOSE:
                 raise
@@ -181,7 +182,7 @@ class Collectives:
 
     def leave(self, deadline: Deadline) -> bool:
         """``agreement.leave``: the last call here. Whether the communicator may be freed."""
-        return not self.broken and leave(self._calls, deadline)
+        return not self.broken and leave(self._calls, deadline, self._shortcut)
 
     def close(self) -> None:
         """End the connections of its own, and keep no more than others may still read; no call may follow."""

@@ -44,16 +44,18 @@ class Topology:
     figures: Figures
 
 
-def locate(comm: Comm, figures: Figures, deadline: Deadline, label: str = "", *, attach: bool = True) -> Topology:
+def locate(
+    comm: Comm, figures: Figures, deadline: Deadline, label: str = "", *, attach: bool = True, wake: bool = True
+) -> Topology:
     """Collective: find out who is where.
 
     Args:
-        attach: whether ranks of one host may read from each other's private memory.
+        attach, wake: as of ``form``.
     Raises:
         KVTimeoutError: a rank did not take part.
     """
     layout = discover(comm, deadline, label)
-    group = form(comm, layout.hosts[layout.host_of(comm.rank)], deadline, label, attach=attach)
+    group = form(comm, layout.hosts[layout.host_of(comm.rank)], deadline, label, attach=attach, wake=wake)
     formed = exchange(
         comm, range(comm.size), np.array([not isinstance(group, str)], np.uint64), _TAG_FORMED, deadline, label
     )

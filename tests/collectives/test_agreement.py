@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
+from shortcuts import Shortcuts, shortcuts  # noqa: F401 - a fixture of all tests here
 
 from kvmpi.collectives import Call, Collectives, Entry
 from kvmpi.collectives.agreement import agree
@@ -56,9 +57,11 @@ def meet(run_ranks: RunRanks, calls: list[Call], **settings: Any) -> list[BaseEx
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_equal_calls_agree(run_ranks: RunRanks, size: int) -> None:
+def test_equal_calls_agree(run_ranks: RunRanks, size: int, shortcuts: Shortcuts | None) -> None:  # noqa: F811
     call = Call("push", (Entry("a", (2, 3), "float32"), Entry(7, (), "int8")))
     assert meet(run_ranks, [call] * size) == [None] * size
+    if shortcuts is not None and size > 1:
+        assert shortcuts.taken == 2 * size
 
 
 A, B, C = (Entry(key, (2, 3), "float32") for key in "abc")

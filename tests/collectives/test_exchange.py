@@ -9,12 +9,16 @@ import pytest
 from collective_helpers import to_float64, vectors
 from rank_threads import RunRanks
 
+from kvmpi.collectives import arena, host_group
+from kvmpi.collectives import exchange as module
 from kvmpi.collectives.exchange import GroupCollectives, exchange, pieces
 from kvmpi.deadline import Deadline
 from kvmpi.errors import DTypeMismatchError, KVTimeoutError, ShapeMismatchError, UnsupportedError
 
 SIZES = (1, 2, 3, 4, 7)
-COUNTS = (0, 1, 5, 1000)
+#: How often what a rank sends is repeated.
+ROUNDS = (1, 1000, 20_000, 3, 70_000, 1)
+COUNTS = (0, 1, 5, 1000, 300_001)
 UFUNCS: dict[str, Any] = {"product": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -27,17 +31,95 @@ def part(source: int, dest: int) -> np.ndarray:  # type: ignore[type-arg]
     return (100 * source + 10 * dest + np.arange((source + 2 * dest) % 4)).astype("i4")
 
 
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way each exchange went, of every rank."""
+    found: list[str] = []
+    on_host, by_messages = module.exchange_on_host, module.exchange
+
+    def count_host(*arguments: Any) -> bool:
+        done = on_host(*arguments)
+        if done:
+            found.append("host")
+        return done
+
+    def count_messages(*arguments: Any) -> None:
+        by_messages(*arguments)
+        found.append("messages")
+
+    monkeypatch.setattr(module, "exchange_on_host", count_host)
+    monkeypatch.setattr(module, "exchange", count_messages)
+    return found
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_every_rank_gets_what_every_other_sends_it(run_ranks: RunRanks, size: int) -> None:
-    def work(comm: Any) -> list[Any]:
-        found = [np.empty_like(part(source, comm.rank)) for source in range(size)]
-        sends = [part(comm.rank, dest) for dest in range(size)]
-        GroupCollectives(comm).exchange(sends, found, within(), "test")
+@pytest.mark.parametrize("attach", [True, False], ids=["attached", "not attached"])
+@pytest.mark.parametrize("hosts", ["one host", "many hosts"])
+def test_every_rank_gets_what_every_other_sends_it(
+    run_ranks: RunRanks, ways: list[str], size: int, attach: bool, hosts: str
+) -> None:
+    """Parts of a few bytes, of which many fit into a slot, and of which none or only some do, kept or staged."""
+
+    def sent(source: int, dest: int, times: int) -> Any:
+        return np.tile(part(source, dest), times)
+
+    def work(comm: Any) -> dict[int, Any]:
+        collectives, found = GroupCollectives(comm, attach=attach), {}
+        for times in ROUNDS:
+            found[times] = [np.empty_like(sent(source, comm.rank, times)) for source in range(size)]
+            sends = [sent(comm.rank, dest, times) for dest in range(size)]
+            kept = [each.copy() for each in sends]
+            collectives.exchange(sends, found[times], within(), "test")
+            for each, copy in zip(sends, kept, strict=True):
+                np.testing.assert_array_equal(each, copy)
+                each[:] = -1  # nobody reads there any more
         return found
 
-    for rank, found in enumerate(run_ranks(size, work)):
-        for source in range(size):
-            np.testing.assert_array_equal(found[source], part(source, rank), f"from {source} to {rank} of {size}")
+    names = None if hosts == "one host" else "abcdefg"[:size]
+    for rank, found in enumerate(run_ranks(size, work, hosts=names)):
+        for times, parts in found.items():
+            for source in range(size):
+                np.testing.assert_array_equal(parts[source], sent(source, rank, times), f"{source} to {rank}: {times}")
+    if size > 1:
+        by_rank = [sum(part(source, dest).nbytes for dest in range(size) if dest != source) for source in range(size)]
+        too_large = [times for times in ROUNDS if times * max(by_rank) > host_group.SLOT_BYTES]
+        assert too_large, "a round goes another way than through slots"
+        by_messages = len(ROUNDS) if names else 0 if attach else len(too_large)
+        assert sorted(ways) == ["host"] * size * (len(ROUNDS) - by_messages) + ["messages"] * size * by_messages
+
+
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_what_lies_in_shared_memory_is_read_there(run_ranks: RunRanks, ways: list[str], in_arena: bool) -> None:
+    def work(comm: Any) -> Any:
+        collectives = GroupCollectives(comm, attach=False)
+        mine = arena.own().empty(200_000, np.dtype("i4")) if in_arena else np.empty(200_000, "i4")
+        mine[:] = np.arange(200_000) * (comm.rank + 1)
+        found = [np.empty_like(mine) for _ in range(3)]
+        collectives.gather_lists(mine, found, within(), "test")
+        return found
+
+    for found in run_ranks(3, work):
+        for rank, each in enumerate(found):
+            np.testing.assert_array_equal(each, np.arange(200_000) * (rank + 1))
+    assert ways == ["host" if in_arena else "messages"] * 3
+
+
+def test_a_rank_that_is_missing_on_the_host_is_named_and_what_was_sent_is_kept(run_ranks: RunRanks) -> None:
+    def work(comm: Any) -> Any:
+        collectives = GroupCollectives(comm)
+        collectives.exchange([None] * 3, [None] * 3, within(), "before")
+        if comm.rank == 1:
+            return None
+        large = np.full(1 << 20, comm.rank, "u1")
+        collectives.exchange([large] * 3, [np.empty_like(large) for _ in range(3)], Deadline(0.5), "test")
+
+    before = len(host_group._kept_for_late_ranks)
+    outcomes = run_ranks(3, work, errors=True)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], KVTimeoutError)
+        assert f"test: exchange on MPI rank {rank} of 3: MPI rank 1 did not start" in str(outcomes[rank])
+    kept = host_group._kept_for_late_ranks[before:]
+    assert sorted(each[0] for each in kept if isinstance(each, np.ndarray) and each.size == 1 << 20) == [0, 2]
 
 
 def test_some_ranks_may_send_nothing(run_ranks: RunRanks) -> None:
@@ -90,7 +172,8 @@ def test_counts_that_do_not_fit_are_an_error_on_all(run_ranks: RunRanks) -> None
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int64"])
-def test_reductions_that_are_no_sums(run_ranks: RunRanks, size: int, dtype: str) -> None:
+@pytest.mark.parametrize("hosts", ["one host", "many hosts"])
+def test_reductions_that_are_no_sums(run_ranks: RunRanks, size: int, dtype: str, hosts: str) -> None:
     def work(comm: Any) -> dict[Any, Any]:
         collectives, found = GroupCollectives(comm), {}
         for op in UFUNCS:
@@ -110,7 +193,7 @@ def test_reductions_that_are_no_sums(run_ranks: RunRanks, size: int, dtype: str)
                 found[op, count] = out
         return found
 
-    outcomes = run_ranks(size, work)
+    outcomes = run_ranks(size, work, hosts=None if hosts == "one host" else "abcdefg"[:size])
     for op, ufunc in UFUNCS.items():
         for count in COUNTS:
             terms = np.stack([vectors(rank, 1, count, dtype)[0] for rank in range(size)])
@@ -128,14 +211,16 @@ def test_reductions_that_are_no_sums(run_ranks: RunRanks, size: int, dtype: str)
                 assert (np.abs(to_float64(found, dtype) - exact) <= bound).all(), f"{op} of {count} {dtype}"
 
 
-def test_a_sum_to_one_rank(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("hosts", [None, "abcd"], ids=["one host", "many hosts"])
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_a_sum_to_one_rank(run_ranks: RunRanks, count: int, hosts: str | None) -> None:
     def work(comm: Any) -> Any:
-        mine = np.arange(10, dtype="f4") * (comm.rank + 1)
-        out = np.empty(10, "f4") if comm.rank == 2 else None
+        mine = np.arange(count, dtype="f4") * (comm.rank + 1)
+        out = np.empty(count, "f4") if comm.rank == 2 else None
         GroupCollectives(comm).reduce(mine, out, "float32", "sum", 2, within(), "test")
         return out
 
-    np.testing.assert_array_equal(run_ranks(4, work)[2], np.arange(10) * 10)
+    np.testing.assert_array_equal(run_ranks(4, work, hosts=hosts)[2], np.arange(count) * 10)
 
 
 def test_what_cannot_be_combined(run_ranks: RunRanks) -> None:

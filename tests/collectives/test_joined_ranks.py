@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from shortcuts import shortcuts  # noqa: F401 - a fixture of all tests here
 
 from kvmpi.collectives import JOIN, Call, Entry
 from kvmpi.collectives.agreement import Verdict, verdict

@@ -5,8 +5,11 @@
 static PyMethodDef methods[] = {
     {"copy_ranges", copy_ranges, METH_O, copy_ranges_doc},
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
+    {"sleep_until", sleep_until, METH_VARARGS, sleep_until_doc},
     {"sum_segment", sum_segment, METH_VARARGS, sum_segment_doc},
     {"sum_slots", (PyCFunction)(void (*)(void))sum_slots, METH_FASTCALL, sum_slots_doc},
+    {"wakes", wakes, METH_NOARGS, wakes_doc},
+    {"write_word", (PyCFunction)(void (*)(void))write_word, METH_FASTCALL, write_word_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,11 +6,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern const char copy_ranges_doc[], move_rings_doc[], sum_segment_doc[], sum_slots_doc[];
+extern const char copy_ranges_doc[], move_rings_doc[], sleep_until_doc[], sum_segment_doc[], sum_slots_doc[], wakes_doc[],
+    write_word_doc[];
 
 PyObject *copy_ranges(PyObject *self, PyObject *table);
 PyObject *move_rings(PyObject *self, PyObject *args);
+PyObject *sleep_until(PyObject *self, PyObject *args);
 PyObject *sum_segment(PyObject *self, PyObject *args);
 PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args);
+PyObject *wakes(PyObject *self, PyObject *none);
+PyObject *write_word(PyObject *self, PyObject *const *args, Py_ssize_t num_args);
 
 #endif

@@ -3,6 +3,7 @@
 
 #include "native.h"
 #include "elements.h"
+#include "words.h"
 
 #include <string.h>
 
@@ -46,7 +47,7 @@ static int soon_all_have(const struct slots *slots, int64_t word, int64_t call)
 
 static void say(const struct slots *slots, int64_t word, int64_t call)
 {
-    __atomic_store_n(page(slots, slots->index) + word, call, __ATOMIC_RELEASE);
+    say_word(page(slots, slots->index) + word, call);
 }
 
 /* The first byte that a rank sums for all, which is the end of those of the rank before it. */

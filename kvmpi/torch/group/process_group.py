@@ -98,14 +98,9 @@ class KvmpiProcessGroup(Reductions):
 
             def run(deadline: Deadline, label: str) -> None:
                 for source, targets in rows:
-                    buffers: list[Buffer] = [target.buffer for target in targets]
-                    if len({buffer.size for buffer in buffers}) == 1:
-                        whole = np.empty(self.size() * source.buffer.size, np.uint8)
-                        self._collectives.allgather(source.buffer, whole, deadline, label)
-                        for buffer, part in zip(buffers, np.split(whole, self.size()), strict=True):
-                            np.copyto(buffer, part)
-                    else:
-                        self._collectives.exchange([source.buffer] * self.size(), buffers, deadline, label)
+                    self._collectives.gather_lists(
+                        source.buffer, [target.buffer for target in targets], deadline, label
+                    )
                     for target in targets:
                         target.back()
 

@@ -112,10 +112,12 @@ class Reductions(GroupBase):
         if is_sum(op) and not any(t.dtype == torch.bool for t in tensors):
             for dtype in dict.fromkeys(flat.dtype for flat in flats):
                 alike = [flat for flat in flats if flat.dtype == dtype]
-                self._collectives.allreduce_many(
-                    [([flat.vector], flat.buffer, ()) for flat in alike], dtype, deadline, label,
-                    self._scale(alike[0], op),
-                )  # fmt: skip
+                scale = self._scale(alike[0], op)
+                if len(alike) == 1 and scale == 1.0:
+                    self._collectives.allreduce([alike[0].vector], alike[0].buffer, dtype, deadline, label)
+                else:
+                    tensors_of = [([flat.vector], flat.buffer, ()) for flat in alike]
+                    self._collectives.allreduce_many(tensors_of, dtype, deadline, label, scale)
                 for flat in alike:
                     self._divide_whole(flat, op)
         else:
