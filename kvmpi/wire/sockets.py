@@ -58,6 +58,11 @@ def _milliseconds(seconds: float) -> int:
     return min((1 << 31) - 1, max(1, int(1000 * seconds)))
 
 
+def probe_pause_s(timeout_s: float) -> int:
+    """Seconds between two probes of a TCP connection without traffic, where silence of ``timeout_s`` is a loss."""
+    return max(1, int(timeout_s / 4))
+
+
 def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool) -> zmq.Socket[Any]:
     opened: zmq.Socket[Any] = context.socket(kind)
     opened.linger = _LINGER_MS
@@ -66,9 +71,24 @@ def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool
     # The window of the session bounds what is in flight; a second limit here could only drop or block.
     opened.sndhwm = 0
     opened.rcvhwm = 0
-    if not tcp:
+    if tcp:
+        _keep_alive(opened, context.config.heartbeat_timeout_s)
+    else:
         opened.sndbuf = opened.rcvbuf = _KERNEL_BUFFER_BYTES
     return opened
+
+
+def _keep_alive(opened: zmq.Socket[Any], timeout_s: float) -> None:
+    """Let the system see to it that connections without traffic stay known on their way, and that broken ones end.
+
+    Firewalls and address translators forget a connection that has been silent for minutes, as while all evaluate. What
+    is sent over it from then on vanishes, and TCP alone tries again for a quarter of an hour. Not ZeroMQ's heartbeats:
+    behind a large frame on a slow link they would be late, and an end to a link that works.
+    """
+    opened.tcp_keepalive = 1
+    opened.tcp_keepalive_idle = opened.tcp_keepalive_intvl = probe_pause_s(timeout_s)
+    # Of what is sent, too: the link is made anew, and the session says again what was under way.
+    opened.tcp_maxrt = _milliseconds(timeout_s)
 
 
 def _send(
