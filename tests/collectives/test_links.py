@@ -299,6 +299,26 @@ def test_an_address_where_somebody_else_listens_is_passed_over() -> None:
 # ---- collectives over them
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the times are the system's")
+def test_connections_without_traffic_are_probed(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall forgets them otherwise, and what is sent after a pause of some minutes vanishes."""
+    made: list[socket.socket] = []
+    monkeypatch.setattr(linking, "Links", lambda comm, outgoing, incoming: made.extend(outgoing[1 - comm.rank]))
+    hosts = layout_of("ab")
+    run_ranks(
+        2, lambda comm: linking.link(comm, hosts, 1, Deadline(TIMEOUT_S), "", network="lo", despite_fabric=True),
+        hosts="ab",
+    )  # fmt: skip
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    for sock in made:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s, between_s, probes = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert idle_s <= 60, "the least that a firewall of a cloud keeps a connection is four minutes"
+        assert between_s * probes >= 300, "a partition that a call outlasts"
+        sock.close()
+    assert len(made) == 2, "each end has one"
+
+
 def received_bytes(sock: socket.socket) -> int:
     """As Linux counts them, tcpi_bytes_received."""
     return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[128:136], sys.byteorder)
