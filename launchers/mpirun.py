@@ -36,6 +36,9 @@ TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 #: Open MPI would count the slots of an allocation, which other processes of the job use too.
 _NO_ALLOCATION = ("ras", "^slurm,lsf,pbs,tm,gridengine")
 
+#: Seconds of silence before the first probe of a helper, seconds to the next ones, and how many may stay unanswered.
+_PROBING = {"time": "60", "intvl": "20", "probes": "21"}
+
 #: For an mpirun to say which one it is.
 VERSION_S = 20.0
 
@@ -146,6 +149,12 @@ class MPI:
         if shm_dir:
             for component in ("btl_vader" if self.kind == "openmpi4" else "btl_sm", "osc_sm", "osc_rdma"):
                 env[f"OMPI_MCA_{component}_backing_directory"] = shm_dir
+        if not one_host:
+            # Its helpers are silent until a rank ends: after the default of 300 s, firewalls have forgotten them, and
+            # mpirun never hears of it. As long as by default until one that does not answer counts as lost.
+            prefix = "OMPI" if self.kind == "openmpi4" else "PRTE"
+            for name, value in _PROBING.items():
+                env[f"{prefix}_MCA_oob_tcp_keepalive_{name}"] = value
         if one_host:
             # It serves one-sided messages between hosts, and where it finds none to serve it sleeps for a second.
             env["OMPI_MCA_btl"] = "^ofi"

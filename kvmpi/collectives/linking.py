@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ import numpy as np
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.forming import exchange
 from kvmpi.collectives.links import Links
+from kvmpi.collectives.probing import options
 from kvmpi.collectives.topology import Layout
 from kvmpi.deadline import Deadline
 from kvmpi.machine import has_fabric, interfaces, link_mbit
@@ -36,9 +36,6 @@ _DOING = "connecting hosts over TCP"
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
 #: Whoever tells Open MPI which networks to use means these connections, too.
 _MPI_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
-#: Seconds between two probes of a connection without traffic, of which so many may stay without an answer. It must last
-#: for longer than most calls may take: what is sent after a partition gets through, if nobody has given up.
-_PROBE_PAUSE_S, _PROBES = 5, 127
 #: Seconds at most that an address may take to answer, and all of this.
 _ANSWER_S, _ALL_S = 2.0, 5.0
 
@@ -194,22 +191,14 @@ def _call(
             sock.settimeout(max(1e-3, deadline.remaining_s()))  # it may be late, but it is there
             if hmac.compare_digest(_read(sock, _TOKEN_BYTES), token):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _keep_alive(sock)
+                for option in options():
+                    sock.setsockopt(*option)
                 return sock
         except OSError:
             pass
         if sock is not None:
             sock.close()
     return None
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Firewalls forget a connection without traffic after some minutes, and then drop what is sent over it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":  # elsewhere the times are the system's
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_PAUSE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_PAUSE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
 def _read(sock: socket.socket, count: int) -> bytes:

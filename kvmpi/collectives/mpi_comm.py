@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvmpi.collectives.comm import Bytes
+from kvmpi.collectives.probing import watch
 from kvmpi.collectives.waiting import expect_cores, wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -55,7 +56,7 @@ def world(timeout_s: float | None = None) -> MpiComm:
     """
     mpi, lock = _library()
     comm = MpiComm(mpi, mpi.COMM_WORLD, lock, timeout_s).duplicate()
-    expect_cores(comm.ranks_on_host())
+    _expect_ranks(comm)
     return comm
 
 
@@ -83,8 +84,16 @@ def members(ranks: Sequence[int], timeout_s: float | None = None) -> MpiComm:
         everyone.Free()
     comm = MpiComm(mpi, made, lock, timeout_s)
     if comm.size == mpi.COMM_WORLD.Get_size():
-        expect_cores(comm.ranks_on_host())
+        _expect_ranks(comm)
     return comm
+
+
+def _expect_ranks(comm: MpiComm) -> None:
+    """Prepare for what all ranks of a job do. Collective."""
+    here = comm.ranks_on_host()
+    expect_cores(here)
+    if here < comm.size:
+        watch()
 
 
 #: What is longer than this is sent over TCP only when the receiver has answered, and both must poll for that. Where

@@ -22,7 +22,12 @@ from kvmpi.errors import UnsupportedError
 PAUSING = Path(__file__).with_name("pausing.py")
 #: A connection without traffic is probed every two seconds; what is sent and not confirmed for so long ends it.
 HEARTBEAT_TIMEOUT_S = 8
-SETTINGS = {"KVMPI_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S), "KVMPI_RETRY_S": "2", "KVMPI_TIMEOUT_S": "60"}
+SETTINGS = {
+    "KVMPI_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S), "KVMPI_RETRY_S": "2", "KVMPI_TIMEOUT_S": "60",
+    "PRTE_MCA_oob_tcp_keepalive_time": "2", "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
+}  # fmt: skip
+#: After so long a firewall forgets a connection, and so long a job pauses. Rings and MPI are probed every five seconds.
+IDLE_S, PAUSE_S = 9.0, 13.0
 
 
 @pytest.fixture
@@ -61,16 +66,34 @@ def test_a_firewall_forgets_the_connections_of_a_job_that_pauses(lab: NetLab) ->
 
         def look(line: str) -> None:
             if "pause 0" in line:
-                network.be(idle_s=5.0)
+                network.be(idle_s=IDLE_S)
             if "pause 1" in line:
                 found.append(network.be(idle_s=1e6, forget=True))
 
         network.be(idle_s=1e6)
         one, other = lab.hosts
         options = f"--hosts {other}:2 --server-hosts {one} -n 2 -c 2 -s 1"
-        status, said = run(lab, options, ["dist_sync", str(HEARTBEAT_TIMEOUT_S), "3,6"], look)
+        status, said = run(lab, options, ["dist_sync", str(PAUSE_S), "3,6"], look)
         found.append(network.be())
     assert status == 0, said
     assert said.count("end: 0 wrong elements") == 2, said
     assert "forgotten" not in found[0], f"nothing kept connections known: {found}"
     assert found[1]["forgotten"] > 0, f"the fault never fired: {found}"
+
+
+def test_a_firewall_forgets_the_connections_of_mpi(lab: NetLab) -> None:
+    """Between ranks, and between mpirun and its helpers, which are silent until the ranks end."""
+    pytest.importorskip("mpi4py")
+    with BadNetwork(lab) as network:
+
+        def look(line: str) -> None:
+            if "pause 0" in line:
+                network.be(idle_s=IDLE_S)
+
+        network.be(idle_s=1e6)
+        options = f"--hosts {','.join(f'{host}:1' for host in lab.hosts)} -n 2"
+        status, said = run(lab, options, ["mpi", str(PAUSE_S), "3"], look)
+        found = network.be()
+    assert status == 0, said
+    assert said.count("end: 0 wrong elements") == 2, said
+    assert "forgotten" not in found, f"nothing kept connections known: {found}"
