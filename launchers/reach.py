@@ -125,7 +125,11 @@ def ssh(words: str) -> Reach:
     if not os.path.isabs(found):  # who starts it may be in another folder
         split[0] = os.path.abspath(found)
     if split[0].rpartition("/")[2] == "ssh":
-        split += ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
+        # Of equal options ssh takes the first, which is the user's. It says nothing for as long as a process there says
+        # nothing: a firewall would forget it, and how that process ends would never be heard of.
+        alive = ("ServerAliveInterval=60", "ServerAliveCountMax=15")
+        for option in ("BatchMode=yes", "ConnectTimeout=20", *alive):
+            split += ["-o", option]
     return Reach("ssh", tuple(split))
 
 

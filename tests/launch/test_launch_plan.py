@@ -519,3 +519,20 @@ def test_a_remote_shell_of_the_current_folder_is_found_from_any_other(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert reach.ssh("./shell -x").words == (str(tmp_path / "shell"), "-x")
     assert reach.ssh("sh").words == ("sh",)
+
+
+def test_what_is_silent_for_hours_stays_known_to_firewalls(tmp_path, monkeypatch):
+    """The least that one of a cloud keeps a connection without traffic is four minutes."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    words = reach.ssh("./ssh -o ServerAliveInterval=5").words
+    given = [word for word in words if word.startswith("ServerAliveInterval=")]
+    assert given[0] == "ServerAliveInterval=5", "ssh takes the first"
+    assert int(given[1].partition("=")[2]) < 240
+    for mpi, prefix in ((OPENMPI, "PRTE"), (OPENMPI_4, "OMPI")):
+        options = f"{prefix}_MCA_oob_tcp_keepalive_"
+        env = mpi.env("", "", crowded=False, one_host=False)
+        # The system probes again after the second of these, also where the one before was answered.
+        assert max(int(env[options + "time"]), int(env[options + "intvl"])) < 240
+        assert int(env[options + "time"]) + int(env[options + "intvl"]) * int(env[options + "probes"]) >= 480
