@@ -102,6 +102,7 @@ class _Files:
         self._wake, self._make = wake, beside
         self._background: Beside | None = None
         self._until_s: float | None = None
+        self._writing = ""  # by whom which snapshot, the last one
 
     def _thread(self) -> Beside:
         if self._background is None:
@@ -115,7 +116,14 @@ class _Files:
         if self._until_s is None:
             self._until_s = now_s + _FINISH_S
             self._end()
-        return now_s < self._until_s and self._pending()
+        if now_s < self._until_s:
+            return self._pending()
+        if self._writing and self._background is not None and self._background.busy:
+            _log.warning(
+                "%s: not written to %s %.0f s after the end of the job, which waits no longer; --resume takes the one "
+                "before it, if there is one", self._writing, self._directory, _FINISH_S,
+            )  # fmt: skip
+        return False
 
     def _end(self) -> None:
         raise NotImplementedError
@@ -148,6 +156,7 @@ class SnapshotWriter(_Files):
         if self._background is not None:
             self._background.finish()
         if (taking := snapshots.take_ready()) is not None:
+            self._writing = f"server {snapshots.rank}: snapshot {taking.number}"
             self._thread().start(lambda: self._write(taking), lambda result: self._written(taking, result))
         return snapshots.take_messages()
 
@@ -209,6 +218,7 @@ class SnapshotKeeper(_Files):
             self._thread().start(lambda: self._remove(stale), _nothing)
         while self._state.complete:
             manifest = self._state.complete.pop(0)
+            self._writing = f"scheduler: snapshot {manifest.number}"
             self._thread().start(
                 lambda manifest=manifest: self._disk.write_manifest(self._directory, manifest),  # type: ignore[misc]
                 lambda result, number=manifest.number: self._committed(number, result),  # type: ignore[misc]

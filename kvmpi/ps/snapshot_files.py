@@ -100,7 +100,7 @@ def read_part(directory: str, number: int, part: int) -> PartCopy:
                     )
             return stores
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise KVError(f"snapshot {number}: {path}: {type(error).__name__}: {error}") from error
+        raise _unreadable(number, path, error) from error
 
 
 def read_keys(directory: str, number: int, num_parts: int) -> dict[int, frozenset[Key]]:
@@ -117,11 +117,20 @@ def read_keys(directory: str, number: int, num_parts: int) -> dict[int, frozense
                 for store, *_, chunks in _manifest_of(file)["stores"]:
                     there.setdefault(store, Counter()).update((chunk[0], chunk[2]) for chunk in chunks)
         except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise KVError(f"snapshot {number}: {path}: {type(error).__name__}: {error}") from error
+            raise _unreadable(number, path, error) from error
     return {
         store: frozenset(key for (key, num_chunks), count in found.items() if count >= num_chunks)
         for store, found in there.items()
     }
+
+
+def _unreadable(number: int, path: str, error: Exception) -> KVError:
+    if isinstance(error, FileNotFoundError):  # it was there when the scheduler chose the snapshot
+        return KVError(
+            f"snapshot {number}: {path} is no longer there: another job that writes to this folder has deleted it; it "
+            "keeps its last two; start again, and the newest is taken, or go on from a copy of the folder"
+        )
+    return KVError(f"snapshot {number}: {path}: {type(error).__name__}: {error}")
 
 
 def _manifest_of(file: Any) -> dict[str, Any]:

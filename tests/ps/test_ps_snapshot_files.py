@@ -21,7 +21,7 @@ from ps_helpers import TIMEOUT_S, Machine, deadline, initialise, whole_numbers
 
 from kvmpi import optim
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, KVError
 from kvmpi.ps import PsClient
 from kvmpi.ps import snapshot_files as files
 from kvmpi.ps.daemon import SchedulerDaemon
@@ -342,6 +342,17 @@ def test_a_server_that_is_started_again_reads_nothing(tmp_path: Path) -> None:
     assert list(state.parts) == [0]
 
 
+def test_what_another_job_has_deleted_meanwhile_is_told_from_what_is_damaged(tmp_path: Path) -> None:
+    """One that goes on from the folder in which another still writes, which keeps its last two."""
+    write(tmp_path, 4)
+    (tmp_path / "4" / "part-1.safetensors").unlink()
+    words = r"snapshot 4: .*/4/part-1.safetensors is no longer there: another job .* start again"
+    with pytest.raises(KVError, match=words):
+        files.read_part(str(tmp_path), 4, 1)
+    with pytest.raises(KVError, match=words):
+        files.read_keys(str(tmp_path), 4, 2)
+
+
 def test_what_is_written_is_let_go() -> None:
     done = threading.Event()
     background = files.Background("test", done.set)
@@ -438,7 +449,9 @@ def test_what_the_scheduler_has_removed_while_it_was_written_is_no_error_of_the_
     assert caplog.records == []
 
 
-def test_a_job_that_ends_waits_for_what_is_written_and_no_longer_than_that(tmp_path: Path) -> None:
+def test_a_job_that_ends_waits_for_what_is_written_and_no_longer_than_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     how: Any = {"beside": lambda _: AtOnce()}
     config = Config(num_servers=1, snapshot_dir=str(tmp_path), snapshot_every=2)
     machine = Machine("sync", 1, every=2)
@@ -463,8 +476,12 @@ def test_a_job_that_ends_waits_for_what_is_written_and_no_longer_than_that(tmp_p
     assert writer.busy(100.0)
     assert keeper.busy(100.0)
     assert writer.busy(102.9)
+    assert not caplog.messages
     assert not writer.busy(103.1), "the launcher would end it"
     assert not keeper.busy(103.1)
+    (said,) = caplog.messages
+    assert said.startswith(f"server 0: snapshot 2: not written to {tmp_path} 3 s after the end of the job")
+    caplog.clear()
     tell()
     assert not writer.busy(100.0)
     assert keeper.busy(100.0), "its manifest is still to be written"
@@ -474,6 +491,8 @@ def test_a_job_that_ends_waits_for_what_is_written_and_no_longer_than_that(tmp_p
         keeper.step()
     assert files.complete(str(tmp_path)) == [2]
     assert not keeper.busy(100.0)
+    assert not keeper.busy(103.1)
+    assert not caplog.messages, "all has been written"
 
 
 def test_what_is_half_copied_when_a_server_ends_holds_nobody_back(tmp_path: Path) -> None:
