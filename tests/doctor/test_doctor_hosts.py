@@ -13,6 +13,7 @@ import threading
 import time
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,19 @@ def test_strangers_are_hung_up_on() -> None:
     assert failed == {"failed": "connect", "error": "Connection refused"}
 
 
+def test_round_trips_that_take_long_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty of 600 ms take longer than the doctor waits, which then blamed a firewall."""
+    times_s: list[float] = []
+    monkeypatch.setattr(pair_program, "_PINGS_S", 1e-9, raising=False)
+    monkeypatch.setattr(pair_program, "statistics", SimpleNamespace(median=lambda found: times_s.extend(found) or 1.0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pair_program.serve, args=(listener, b"right"), daemon=True).start()
+        found = pair_program.measure(*listener.getsockname(), b"right", 0.02)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert found["bytes_per_s"] > 0, "the other side is told that there are no more"
+    assert len(times_s) == 1
+
+
 def test_a_link_that_stands_still_has_a_rate() -> None:
     """From before the half of the measurement until after its end."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
@@ -145,7 +159,7 @@ def test_a_link_that_stands_still_has_a_rate() -> None:
         ours.sendall(b"right" + pings)
         pair_program._exactly(ours, len(pings))
         start_s = time.perf_counter()
-        ours.sendall(struct.pack("<d", 0.2))
+        ours.sendall(b"s" + struct.pack("<d", 0.2))
         time.sleep(0.3)  # which is the fault
         ours.sendall(b"late")
         count, took_s = pair_program._RESULT.unpack(pair_program._exactly(ours, 16))
