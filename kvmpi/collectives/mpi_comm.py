@@ -20,6 +20,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import has_fabric, host_name
+from kvmpi.place import Place
 
 #: Variables by which the common MPI launchers say how many ranks they started.
 _SIZE_VARIABLES = (
@@ -112,6 +113,7 @@ def _expect_computing_receivers() -> None:
 
 def _library() -> tuple[Any, threading.Lock | None]:
     """mpi4py's ``MPI``, initialised, and the lock that guards its calls, where it needs one."""
+    _take_place()
     try:
         if "mpi4py.MPI" in sys.modules:
             from mpi4py import MPI
@@ -133,6 +135,26 @@ def _library() -> tuple[Any, threading.Lock | None]:
             "initialise it with MPI.Init_thread(MPI.THREAD_MULTIPLE), or import mpi4py.MPI first"
         )
     return MPI, None if level >= MPI.THREAD_MULTIPLE else _serial
+
+
+_place: Place | None = None
+
+
+def _take_place() -> None:
+    """For as long as this process lives: MPI begins and ends once."""
+    global _place
+    if _place is None:
+        _place = Place(Config.from_env())
+
+
+def _forget() -> None:
+    """In a forked child: MPI is its parent's."""
+    global _place
+    _place = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _load_mpi() -> Any:

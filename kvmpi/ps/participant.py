@@ -13,6 +13,7 @@ from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError, rebuild
 from kvmpi.machine import host_name
+from kvmpi.place import Place
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
 from kvmpi.ps.incarnations import new_incarnation
@@ -58,6 +59,7 @@ class Participant(ABC):
         self._steps = Steps(counts=finds or (mode == "sync" and bool(config.snapshot_dir)), finds=finds)
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
         self._link.done = self._steps.done
+        self._place: Place | None = None
         self._ordinals = {"rule": 0, "hyper": 0, "barrier": 0}
         self._num_parts = 0
         self._position: int | None = None
@@ -103,15 +105,16 @@ class Participant(ABC):
 
         Raises:
             KVTimeoutError: the scheduler or a server does not answer.
-            ConfigError: the job is not the one that this client was told of.
+            ConfigError: the job is not the one that this client was told of, or another process is this client.
         """
+        self._place = Place(self._config)
         try:
             self._link.start()
             incarnation = new_incarnation(self._config)  # later than that of a process which this one replaces
             self.register(incarnation, deadline).wait()
             self.open_sessions(incarnation, deadline).wait()
         except BaseException:
-            self._link.stop()
+            self.abort()
             raise
 
     def register(self, incarnation: int, deadline: Deadline) -> Work:
@@ -168,6 +171,8 @@ class Participant(ABC):
     def abort(self) -> None:
         """End the I/O thread without a word to the peers."""
         self._link.stop()
+        if self._place is not None:
+            self._place.give_back()
 
     # ---- what all clients do
 
