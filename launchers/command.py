@@ -9,6 +9,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -231,6 +232,8 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
         sys.stdout.buffer.write(os.fsencode(described + "\n"))  # words as they are given to processes
         return 0
     _check_umask()
+    if places is None and (args.servers or mpi is not None):
+        _check_loopback()
     _open_files(100 + 8 * (args.workers + args.servers))  # pipes and FIFOs of all that start at once
     signals = SignalCatcher()
     try:
@@ -328,6 +331,18 @@ def _check_umask() -> None:
         raise ConfigError(
             f"umask {mask:03o} takes from you what files and folders of the job need; set another: umask 022"
         )
+
+
+def _check_loopback() -> None:
+    """Raise where processes of this host cannot reach each other, as in a network namespace that is new."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # nothing is sent
+        except OSError as error:
+            raise ConfigError(
+                f"this host does not reach itself at 127.0.0.1 ({error.strerror}), as the processes of a job do; bring "
+                "its loopback interface up, as root: ip link set lo up"
+            ) from None
 
 
 def _tty() -> str:

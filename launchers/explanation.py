@@ -87,6 +87,9 @@ class Explanation:
             return f"mostly that is memory in a file system that has no room for it: df -h {where}"
         if self._was_short_of_memory(failure):
             return limits.OUT_OF_MEMORY
+        is_here = not isinstance(self._children.get(failure.label), RemoteProcess)
+        if is_here and (advice := limits.of_signal(failure.status - 128)):
+            return advice
         client = self._client_of(failure.label)
         above = self._tails.get(client.label, ()) if client is not None else ()  # an mpirun speaks for its ranks, too
         advice = limits.advice([*words, *above, failure.text.encode()])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+import signal
 from collections.abc import Iterable
 
 #: What the system, Python, libzmq, OpenBLAS and Open MPI say, and what helps; the first that fits counts.
@@ -38,17 +40,40 @@ _ADVICE = (
         "variable of 128 KiB at most: put them into a file",
     ),
     (
+        re.compile(rb"File too large"),
+        "a file became larger than it may be: raise the limit, ulimit -f, or write to a file system that takes it",
+    ),
+    (
+        re.compile(rb"^(bdb\.)?BdbQuit|^EOFError: EOF when reading a line"),
+        "breakpoint() and input() read standard input, and processes of a job have none: try it as a job of one worker "
+        "by 'python PROGRAM', or take a debugger that one connects to (debugpy)",
+    ),
+    (
         re.compile(rb"failed to TCP connect to a peer MPI process|MPI processes are unable to reach each other"),
         "MPI has taken a network that does not lead from host to host, or a firewall is between them: name the network "
         "with --interface (kvmpi doctor --hosts tries it), and let the hosts reach each other's ports",
     ),
 )
 
+#: For processes that these signals have killed.
+_OF_SIGNALS = {
+    signal.SIGXCPU: "it seems to have used all the processor time that it may: raise the limit, ulimit -t, which hosts "
+    "for logins often have, or run the job elsewhere",
+    signal.SIGXFSZ: "a file became larger than it may be: raise the limit, ulimit -f",
+}
 #: For a process that was killed by SIGKILL while the kernel has killed some.
 OUT_OF_MEMORY = (
     "it seems that the kernel has killed it for want of memory (dmesg says so): raise the limit, memory.max of the "
     "cgroup, docker run --memory, or run fewer processes here"
 )
+
+
+def of_signal(number: int) -> str:
+    """What helps a process of this host that a signal has killed; empty where no limit would do that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if number == signal.SIGKILL and resource.RLIM_INFINITY != soft == hard:  # it comes in place of SIGXCPU then
+        number = signal.SIGXCPU
+    return next((text for its, text in _OF_SIGNALS.items() if its == number), "")
 
 
 def num_killed_for_memory() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from jobs import HANGS_S
+from test_launch_hosts import needs_root
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import command, mpirun
@@ -228,6 +229,8 @@ def test_a_job_that_may_have_too_few_descriptors_says_what_helps(write, tmp_path
     ("RuntimeError: can't start new thread", "ulimit -u"), ("MemoryError", "ulimit -v"),
     ("ImportError: libquadmath.so.0: failed to map segment from shared object", "ulimit -v"),
     ("  Error:             Argument list too long", "put them into a file"),
+    ("OSError: [Errno 27] File too large", "ulimit -f"),
+    ("bdb.BdbQuit", "debugger"), ("EOFError: EOF when reading a line", "standard input"),
 ])  # fmt: skip
 def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, option):
     write("prog.py", f"import sys\nsys.exit({words!r})\n")
@@ -235,6 +238,34 @@ def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, opt
     assert job.finish() == 1
     assert option in job.stderr
     assert "KVMPI_ON_CLIENT_LOSS" not in job.stderr
+
+
+@pytest.mark.parametrize(("limit", "program", "number"), [
+    ("-St 3", "while True: pass", signal.SIGXCPU), ("-t 3", "while True: pass", signal.SIGKILL),
+    ("-f 1", "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
+             "open('large', 'wb').write(bytes(1 << 20))", signal.SIGXFSZ),
+])  # fmt: skip
+def test_limits_that_kill_are_told_as_such(write, tmp_path, limit, program, number):
+    write("prog.py", f"import os\nif os.environ['KVMPI_RANK'] == '0':\n    {program}\n".replace("; ", "\n    "))
+    words = [sys.executable, "-m", "kvmpi", "run", "-n", "2", "-c", "2", "-s", "1", "prog.py"]
+    limited = ["sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *words]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 128 + number, done.stderr
+    assert f"was killed by {number.name}" in done.stderr
+    assert f"ulimit {limit.replace('S', '')[:2]}" in done.stderr
+    assert "KVMPI_ON_CLIENT_LOSS" not in done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("layout", ["-n 2 -c 2 -s 1", pytest.param("-n 2", marks=needs_mpi)])
+def test_a_host_that_does_not_reach_itself_is_told_so(write, tmp_path, layout):
+    write("prog.py", "")
+    words = [sys.executable, "-m", "kvmpi", "run", *layout.split(), "prog.py"]
+    apart = ["unshare", "--net", *words]
+    done = subprocess.run(apart, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("kvmpi run: this host does not reach itself at 127.0.0.1 ")
+    assert done.stderr.endswith("ip link set lo up\n")
 
 
 @pytest.mark.parametrize("command", ["run -n 1 /bin/true", "bench tune", "doctor"])
