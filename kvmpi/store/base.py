@@ -533,6 +533,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         inner = self._client_store
         return self._reduce.broken or self._cast.broken or (inner is not None and inner.broken)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a store ({self.type}) cannot be copied, pickled or sent to another process; give that arrays, such as "
+            "those of kv.pull, or keep the store out of what is sent (a data set for a DataLoader, a checkpoint)"
+        )
+
     def __enter__(self) -> KVStore:
         return self
 

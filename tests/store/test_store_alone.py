@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -59,6 +61,15 @@ def test_a_store_that_cannot_be_made_leaves_no_job_behind(tmp_path, monkeypatch)
         kvmpi.create("dist_sync", tuning=str(tmp_path / "no_such_file"))
     assert not list(tmp_path.iterdir())
     assert not {"kvmpi-scheduler", "kvmpi-server"} & {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_what_holds_a_store_cannot_be_sent_elsewhere(any_store, take):
+    with pytest.raises(TypeError, match=rf"a store \({any_store.type}\) cannot be copied, pickled or sent"):
+        take({"data set": any_store} if take is not copy.copy else any_store)
+    value = np.array([1, 2], "f4")
+    any_store.init("w", value)
+    assert list(pulled(any_store, "w", value)) == [1, 2]
 
 
 def test_a_store_says_what_it_is():
