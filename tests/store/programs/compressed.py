@@ -2,7 +2,7 @@
 
     compressed.py FOLDER TYPE...
 
-Gradients are quarters, so that all sums are exact; the oracle keeps what each client has left in float64.
+Gradients and thresholds are quarters, a few at a time: float32 has all sums of them exactly, those of the oracle too.
 """
 
 import sys
@@ -20,9 +20,13 @@ COUNTS = {"none": 0, "one": 1, "odd": 1001, "large": 600_001}
 TABLE = (np.random.default_rng(1).integers(-9, 10, 700_000) / 4).astype("f4")
 
 
-def gradient(key, rank, step):
+def given(key, rank, step):
     place = (7919 * step + 1009 * rank + 101 * len(key)) % (TABLE.size - COUNTS[key])
-    return TABLE[place : place + COUNTS[key]].copy()
+    return TABLE[place : place + COUNTS[key]]
+
+
+def gradient(key, rank, step):
+    return given(key, rank, step).copy()
 
 
 class Oracle:
@@ -32,17 +36,19 @@ class Oracle:
         self.kind, self.threshold = kind, threshold
         of_client = kv.num_workers // kv.num_clients
         self.clients = [range(c * of_client, (c + 1) * of_client) for c in range(kv.num_clients)]
-        self.left = {key: [np.zeros(count) for _ in self.clients] for key, count in COUNTS.items()}
+        self.left = {key: [np.zeros(count, "f4") for _ in self.clients] for key, count in COUNTS.items()}
 
     def round(self, key, step):
-        total, t = np.zeros(COUNTS[key]), self.threshold
+        total, t = np.zeros(COUNTS[key], "f4"), np.float32(self.threshold)
         for i, ranks in enumerate(self.clients):
-            wanted = self.left[key][i] + sum(gradient(key, rank, step).astype("f8") for rank in ranks)
+            wanted = self.left[key][i]
+            for rank in ranks:
+                wanted += given(key, rank, step)
             if self.kind == "2bit":
-                meant = np.where(wanted >= t, t, np.where(wanted <= -t, -t, 0))
+                meant = np.sign(wanted) * np.where(np.abs(wanted) >= t, t, np.float32(0))
             else:
-                meant = np.where(wanted > t, 1.0, -1.0)
-            self.left[key][i] = wanted - meant
+                meant = np.where(wanted > t, np.float32(1), np.float32(-1))
+            wanted -= meant  # what is left
             total += meant
         return total
 

@@ -6,6 +6,7 @@ Every push depends on worker, step, key and row. Prints a line for each type, an
 not exact; with ``bits`` this alone.
 """
 
+import functools
 import hashlib
 import os
 import sys
@@ -58,13 +59,17 @@ def as_pushed(rank, step, key):
     return [tensor(ids[:half], rows[:half]), (torch.tensor(ids[half:], dtype=torch.int32), array(rows[half:], dtype))]
 
 
+@functools.cache
 def total(ranks, step, key):
     """The sum of what these workers push: which rows, and a matrix that is right for these."""
     found, touched = np.zeros(KEYS[key][0]), np.zeros(KEYS[key][0][0], bool)
     for rank in ranks:
         ids, rows = drawn(rank, step, key)
-        np.add.at(found, ids, rows)
+        for row, numbers in zip(ids, rows, strict=True):
+            found[row] += numbers
         touched[ids] = True
+    for kept in (touched, found):
+        kept.flags.writeable = False  # whoever asks next is given it too
     return touched, found
 
 
@@ -198,7 +203,7 @@ def optimizers(name, path):
             lazy = {key: Lazy(shape) for key, shape in shapes.items()}
             counts = [5 + (rank == 0) for rank in range(kv.num_workers)]
             for step in range(max(counts)):
-                ranks = [rank for rank in range(kv.num_workers) if counts[rank] > step]
+                ranks = tuple(rank for rank in range(kv.num_workers) if counts[rank] > step)
                 if kv.rank in ranks:
                     for key in shapes:
                         ids, rows = drawn(kv.rank, step, key)
@@ -282,7 +287,7 @@ def joins(name):
         init(kv)
         counts = [2 + 3 * (rank % 2 == 0) for rank in range(kv.num_workers)]
         for step in range(counts[kv.rank]):
-            ranks = [rank for rank in range(kv.num_workers) if counts[rank] > step]
+            ranks = tuple(rank for rank in range(kv.num_workers) if counts[rank] > step)
             value = as_pushed(kv.rank, 3, "table")
             whole = np.empty((50, 3), "f4")
             if step % 2:
