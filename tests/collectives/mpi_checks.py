@@ -94,11 +94,12 @@ def mapped_sums() -> None:
         count = [300_000, 17, 1_000_003][turn % 3]
         made = [collectives.empty(count, "float32"), np.empty(count, "f4"), collectives.empty(count, "float32")]
         mine = made if (RANK + turn) % 2 else made[::-1]
+        index = np.arange(count) % 1000
         for i, vector in enumerate(mine):
-            vector[:] = np.arange(count) % 1000 + RANK + i + turn
+            vector[:] = index + RANK + i + turn
         out = mine[0] if turn % 2 else collectives.empty(count, "float32")
         collectives.allreduce(on_host(mine, "float32"), out, "float32", Deadline(TIMEOUT_S), "mapped")
-        exact = 3 * SIZE * (np.arange(count) % 1000 + turn) + 3 * sum(range(SIZE)) + 3 * SIZE
+        exact = 3 * SIZE * (index + turn) + 3 * sum(range(SIZE)) + 3 * SIZE
         np.testing.assert_array_equal(out, exact)
         out[:] = RANK
         collectives.broadcast(out, turn % SIZE, Deadline(TIMEOUT_S), "mapped")
