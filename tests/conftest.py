@@ -33,8 +33,13 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
+from hypothesis import HealthCheck, settings
 from jobs import HANGS_S, run_job
 from rank_threads import run_ranks  # noqa: F401 - a fixture
+
+# On a machine that does other things, too, an example takes as long as it takes, and so does drawing it.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 #: Files of tests that start many processes, the longest first: begun last, one of them would keep all others waiting.
 LONG = [
