@@ -32,6 +32,8 @@ Tensors = Sequence[torch.Tensor]
 _LANE = "collectives"
 #: Seconds that a group which is destroyed gives to what is under way.
 _CLOSE_S = 10.0
+#: Calls that are kept to be made again.
+_MOST_CALLS = 256
 #: Seconds in which the others may destroy it too, so that its communicators can be freed.
 _LEAVE_S = 1.0
 
@@ -98,6 +100,7 @@ class GroupBase(_ProcessGroup):
         self._transfers = Transfers(self._comms[1])
         self._engine = create_engine(config.engine)
         self._engine.add_lane(_LANE, ordered=True)
+        self._calls: dict[tuple[object, ...], Call] = {}
         self._thread = 0  # the lane's
         self._calls_back = False  # whether that runs callbacks of futures now
         self._closed = self._stuck = False
@@ -178,7 +181,7 @@ class GroupBase(_ProcessGroup):
             plan = prepare()
         except Exception as error:
             failure = error
-        call = Call(op, tuple(plan.entries), failure, lambda: plan.details)
+        call = self._call(op, plan) if failure is None else Call(op, (), failure)
 
         def run() -> None:
             self._thread = threading.get_ident()
@@ -197,6 +200,16 @@ class GroupBase(_ProcessGroup):
                 pass  # as this rank's error, but for those that could not come
             raise failure
         return work
+
+    def _call(self, op: str, plan: Plan) -> Call:
+        """What is to be agreed on; the same object where it was before, since its text and digest take time."""
+        key, details = (op, repr(plan.details), *plan.entries), plan.details
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            found = self._calls[key] = Call(op, tuple(plan.entries), details=lambda: details)
+        return found
 
     def _push(self, run: Callable[[], None], op: str) -> Work:
         """Run it on the lane: behind what is queued there, or, out of a callback that runs there, at once."""
