@@ -81,49 +81,49 @@ def exchange_on_host(
     Raises:
         KVTimeoutError, PeerLostError: others may still read what is sent, which is kept.
     """
-    call, kept = group.begin(deadline, what), list[Buffer]()
-    # In the slot, too: what is posted others must have read before the next call, for which nobody waits here.
-    slots = [group.slot(rank, SLOT_BYTES, np.uint8, call) for rank in range(group.size)]
-    heads = [slot[: 8 * (1 + group.size)].view(np.uint64) for slot in slots]
-    words, used, slot = [_IN_SLOT], heads[0].nbytes, slots[group.index]
-    placed: dict[tuple[int, int], int] = {}  # what goes to several ranks is copied once
-    for rank, sent in enumerate(sends):
-        if sent is None or rank == group.index or not sent.size:
-            words.append(0)
+    call, index, kept = group.begin(deadline, what), group.index, list[Buffer]()
+    # What is posted others must have read before the next call, for which nobody waits here. So all is in the slot.
+    slots, words = group.offers(call)
+    head, slot, used = words[index], slots[index], 8 * (1 + group.size)
+    how, last, place = _IN_SLOT, None, 0
+    for rank, part in enumerate(sends):
+        if part is None or rank == index or not part.size:
             continue
-        part = octets(sent)
-        key = address_of(part), part.size
-        if key not in placed:
-            if used + part.size <= SLOT_BYTES:
-                source = slot[used : used + part.size]
-                np.copyto(source, part)
-                used += part.size
+        if part is not last:  # what goes to several ranks is copied once
+            last, nbytes = part, part.nbytes
+            if used + nbytes <= SLOT_BYTES:
+                np.copyto(slot[used : used + nbytes], octets(part))
+                place, used = used, used + nbytes
             else:
-                source = part
                 kept.append(part)
-            place = group.place_of(source)
-            if source is part:
-                words[0] = max(words[0], _OUT_OF_REACH if place is None and not group.attaches else _IN_PLACE)
-            placed[key] = key[0] if place is None else place
-        words.append(placed[key])
-    heads[group.index][:] = words
+                found = group.place_of(part)
+                how = max(how, _OUT_OF_REACH if found is None and not group.attaches else _IN_PLACE)
+                place = address_of(part) if found is None else found
+        head[1 + rank] = place
+    head[0] = how
     group.post()
     try:
         group.await_posts(group.others, deadline, what)
-        how = max(int(head[0]) for head in heads)
-        if how != _OUT_OF_REACH:
-            _take_own(sends[group.index], receives[group.index])
-            for peer in group.others:
-                into = receives[peer]
-                if into is not None and into.size:
-                    group.read(peer, int(heads[peer][1 + group.index]), slice(0, into.nbytes), octets(into))
-                    if heads[peer][0] != _IN_SLOT:
-                        group.check(peer)  # else it may be something else by now
-        group.finish(group.others if kept and how != _OUT_OF_REACH else (), deadline, what)
+        all_in_slots = how == _IN_SLOT and not any(words[peer][0] for peer in group.others)
+        if not all_in_slots and any(each[0] == _OUT_OF_REACH for each in words):
+            group.finish()
+            return False
+        _take_own(sends[index], receives[index])
+        for peer in group.others:
+            into = receives[peer]
+            if into is None or not into.size:
+                continue
+            place = int(words[peer][1 + index])
+            if place < SLOT_BYTES:
+                np.copyto(octets(into), slots[peer][place : place + into.nbytes])
+            else:
+                group.read(peer, place, slice(0, into.nbytes), octets(into))
+                group.check(peer)  # else it may be something else by now
+        group.finish(group.others if kept else (), deadline, what)
     except BaseException:
         group.give_up(*kept)
         raise
-    return how != _OUT_OF_REACH
+    return True
 
 
 def _take_own(part: Buffer | None, into: Buffer | None) -> None:

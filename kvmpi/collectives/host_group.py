@@ -48,12 +48,14 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 #: Polls before a wait is taken for one that needs patience.
 _FIRST_POLLS = 32
 
-#: Waits for other ranks' pages. To be woken costs less than to poll for long on a core that others want.
+#: To be woken costs less than to poll for longer, if the other wants this core.
+_BARE_POLLS = 64
+#: Waits for other ranks' pages.
 _PAGES = Habit()
-_PAGES_THAT_WAKE = Habit(polling_s=50e-6)
+_PAGES_THAT_WAKE = Habit(bare_polls=_BARE_POLLS)
 #: Waits for ranks that still compute.
 _OTHERS = Habit()
-_OTHERS_THAT_WAKE = Habit(polling_s=50e-6)
+_OTHERS_THAT_WAKE = Habit(bare_polls=_BARE_POLLS)
 
 #: Gives the beginning of an error message.
 What = Callable[[], str]
@@ -127,6 +129,7 @@ class HostGroup:
         self.call = 0
         self._blocks = 0
         self._stated = 0  # statements so far
+        self._offers: list[tuple[list[Buffer], list[Words]]] = []
         self._order = threading.Lock()
         self._kept: list[Buffer] = [peers[index].slots]
         self._retire = weakref.finalize(self, _retire, self._pages, index, self._kept)
@@ -216,6 +219,13 @@ class HostGroup:
         """Where ``rank`` offers small data in ``call``: ``count`` elements of ``dtype``."""
         first = call % 2 * SLOT_BYTES
         return self._peers[rank].slots[first : first + count * np.dtype(dtype).itemsize].view(dtype)
+
+    def offers(self, call: int) -> tuple[list[Buffer], list[Words]]:
+        """Of every rank, the whole slot as bytes, and as words."""
+        if not self._offers:
+            slots = [[self.slot(rank, SLOT_BYTES, np.uint8, i) for rank in range(self.size)] for i in (0, 1)]
+            self._offers = [(of_call, [slot.view(np.uint64) for slot in of_call]) for of_call in slots]
+        return self._offers[call % 2]
 
     def slot_memory(self, count: int, dtype: Any, call: int) -> SlotMemory:
         """Where compiled code finds all that a call of that number needs which sums in slots."""

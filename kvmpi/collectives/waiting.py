@@ -108,12 +108,15 @@ class Habit:
         nap_share: a nap takes this part of the time waited so far, or of what is usual: so much later than it could the
             wait may end.
         polling_s: what lasts longer is worth no polls, only naps.
+        bare_polls: at most so many polls without a yield.
     """
 
-    __slots__ = ("nap_share", "polling_s", "usual_s")
+    __slots__ = ("bare_polls", "nap_share", "polling_s", "usual_s")
 
-    def __init__(self, nap_share: float = _NAP_SHARE, polling_s: float = _POLLING_S) -> None:
-        self.nap_share, self.polling_s, self.usual_s = nap_share, polling_s, 0.0
+    def __init__(
+        self, nap_share: float = _NAP_SHARE, polling_s: float = _POLLING_S, bare_polls: int = _BARE_POLLS_OWN_CORE
+    ) -> None:
+        self.nap_share, self.polling_s, self.bare_polls, self.usual_s = nap_share, polling_s, bare_polls, 0.0
 
     def learn(self, waited_s: float) -> None:
         """One more such wait is over."""
@@ -168,7 +171,8 @@ class Patience:
         waited_s, usual_s = now_s - self._since_s, self._habit.usual_s
         short = usual_s < self._habit.polling_s
         polls = short and waited_s < self._habit.polling_s
-        if short and self._idle <= (_bare_polls if polls and not _neighbours.compute else _BARE_POLLS_BUSY):
+        bare_polls = min(_bare_polls, self._habit.bare_polls) if polls and not _neighbours.compute else _BARE_POLLS_BUSY
+        if short and self._idle <= bare_polls:
             return
         if polls and _neighbours.may_yield(now_s):
             _yield_core()
