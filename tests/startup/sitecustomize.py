@@ -2,8 +2,7 @@
 
 The first optimizer of a process, and its first step, load ``torch._dynamo``, which takes longer than ``import torch``,
 only to tell it what not to compile. And nearly half of ``import torch`` are parts that make graphs of a program. Most
-processes of the tests make a few steps, and compile nothing. NumPy's types stand in annotations alone, and they are a
-twentieth of all that a server does to start.
+processes of the tests make a few steps, and compile nothing.
 
 And no garbage is looked for in what libraries are made of, neither when they are read nor when Python ends: that is a
 fifth of all that a process does which does little, as most do.
@@ -82,26 +81,6 @@ def read_what_stays(read, module):
     finally:
         gc.freeze()
         gc.enable()
-
-
-def name_types(read, module):
-    """``numpy._typing``: what annotations name; all else in it is read when it is asked for, and these with it."""
-
-    def read_all(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        del module.__getattr__
-        read(module)
-        return getattr(module, name)
-
-    module.NDArray = list  # of which there may be one of anything, as of the other
-    module.ArrayLike = module.DTypeLike = module.NBitBase = object
-    module.__getattr__ = read_all
-
-
-def name_docstrings(read, module):
-    """``numpy._typing._add_docstring``: what the types of ``numpy.typing`` are said to be, for which they are read."""
-    module._docstrings = ""
 
 
 #: What torch names two functions of when it is read.
@@ -211,8 +190,6 @@ sys.meta_path.insert(
     Finder(
         {
             **dict.fromkeys(LIBRARIES, read_what_stays),
-            "numpy._typing": name_types,
-            "numpy._typing._add_docstring": name_docstrings,
             "torch": and_then(change_torch),
             CONTROL_FLOW: name_control_flow,
             "torch._compile": and_then(change_compile),
