@@ -187,6 +187,7 @@ class Collectives:
     def close(self) -> None:
         """End the connections of its own, and keep no more than others may still read; no call may follow."""
         self._selection.close()
+        self._shortcut.group = None
         self._scratch = Scratch()
 
     # ---- the collectives

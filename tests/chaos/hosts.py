@@ -178,10 +178,13 @@ class HostsJob:
 
     def left_files(self) -> list[str]:
         """What the processes have left on their hosts and in the folder of the job."""
-        # What is whoever's who has made the folder: keys, Unix sockets, who answers to SIGUSR1, the last picture.
+        # What is whoever's who has made the folder: keys, Unix sockets, who answers to SIGUSR1, the last picture, and
+        # which process is which worker.
         known = ("keys", "status.json", "answers-")
         left = [
-            str(path) for path in self.job_dir.iterdir() if not path.name.startswith(known) and not path.is_socket()
+            str(path)
+            for path in self.job_dir.iterdir()
+            if not path.name.startswith(known) and path.suffix != ".place" and not path.is_socket()
         ]
         for host in range(len(self.lab.hosts)):
             listed = subprocess.run(

@@ -189,7 +189,8 @@ def test_a_step_that_fails_is_made_again_with_the_same_gradients(halves: bool, m
                 monkeypatch.undo()
             step(batch)
             for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-                assert torch.equal(mine.grad, theirs.grad)
+                # Not to the last bit: torch rounds its own steps as the processor likes. Scaled twice is by half.
+                torch.testing.assert_close(mine.grad, theirs.grad)
                 theirs.grad /= batch
             opt.step()
     assert_equal(model, expected)
