@@ -104,8 +104,7 @@ def exchange_on_host(
     group.post()
     try:
         group.await_posts(group.others, deadline, what)
-        all_in_slots = how == _IN_SLOT and not any(words[peer][0] for peer in group.others)
-        if not all_in_slots and any(each[0] == _OUT_OF_REACH for each in words):
+        if any(each[0] == _OUT_OF_REACH for each in words):
             group.finish()
             return False
         _take_own(sends[index], receives[index])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives import words as shared_words
+from kvmpi.collectives.comm import Waiter
 from kvmpi.collectives.cross_memory import CrossMemory, Source
 from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
@@ -235,8 +236,9 @@ class HostGroup:
     # ---- statements, which may be made by another thread than calls
 
     def state(self, statement: bytes) -> None:
-        """Say 16 bytes that others compare with what they state when it is their turn; the next ones not before
-        ``all_state`` has been true."""
+        """Say 16 bytes that others compare with theirs. The next ones not before all ranks have stated these: then
+        ``all_state`` is true, or messages have told.
+        """
         self._stated += 1
         first = _STATEMENTS + self._stated % 2 * _STATEMENT_WORDS
         self._mine[first : first + _STATEMENT_WORDS] = memoryview(statement).cast("Q")
@@ -271,14 +273,11 @@ class HostGroup:
             if polls < _FIRST_POLLS:
                 continue
             if patience is None:
-
-                def sleep(seconds: float) -> None:
-                    shared_words.sleep_until(self._addresses[late[-1]] + 8 * _STATED, number, seconds)
-
-                habit, waiter = (_OTHERS_THAT_WAKE, sleep) if self.wakes else (_OTHERS, None)
+                habit = _OTHERS_THAT_WAKE if self.wakes else _OTHERS
                 patience = Patience(
-                    deadline, lambda: describe(sorted(self.members[rank] for rank in late)), habit, waiter
-                )
+                    deadline, lambda: describe(sorted(self.members[rank] for rank in late)), habit,
+                    self._waiter(late, _STATED, number),
+                )  # fmt: skip
             for rank in late:
                 self.check(rank)
             patience.pause()
@@ -422,6 +421,12 @@ class HostGroup:
             self._fence()
         self._mine[word] = number
 
+    def _waiter(self, late: Sequence[int], word: int, number: int) -> Waiter | None:
+        """What sleeps until the last one of ``late`` has come so far; None where nobody is woken."""
+        if not self.wakes:
+            return None
+        return lambda seconds: shared_words.sleep_until(self._addresses[late[-1]] + 8 * word, number, seconds)
+
     def _await_soon(self, word: int, ranks: Sequence[int], deadline: Deadline, what: What, problem: str) -> None:
         """``_await`` for what mostly is there at once."""
         call = self.call
@@ -445,11 +450,8 @@ class HostGroup:
                 names = ", ".join(str(self.members[rank]) for rank in late if words[rank][word] < call)
                 return f"{what()}: MPI rank {names} {problem}{in_vain(deadline)}"
 
-            def sleep(seconds: float) -> None:
-                shared_words.sleep_until(self._addresses[late[-1]] + 8 * word, call, seconds)
-
-            habit, waiter = (_PAGES_THAT_WAKE, sleep) if self.wakes else (_PAGES, None)
-            patience = Patience(deadline, describe, habit, waiter)
+            habit = _PAGES_THAT_WAKE if self.wakes else _PAGES
+            patience = Patience(deadline, describe, habit, self._waiter(late, word, call))
             while late:
                 if words[late[-1]][word] >= call:
                     late.pop()
