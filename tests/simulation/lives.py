@@ -7,7 +7,7 @@ import random
 
 from simulation.disk import SimulatedDisk
 from simulation.network import Violation
-from simulation.oracle import Past
+from simulation.past import Past
 from simulation.plan import KEYS
 from simulation.scenario import Job, Killed, Outcome
 

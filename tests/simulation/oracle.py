@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from operator import lt
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from simulation.cluster import NO_PART, Cluster
 from simulation.network import Violation
+from simulation.past import Interval, Pair, Past
 from simulation.plan import KEYS, MOST_CLIENTS, Plan
 
 from kvmpi.ps.part import Part
@@ -28,45 +28,14 @@ from kvmpi.wire import messages as m
 BASE = 64
 
 #: What was counted in a chunk that nobody has looked at.
-_NEVER: tuple[int, tuple[int, ...]] = (-1, ())
+_NEVER: tuple[int, Counts] = (-1, ())
 #: Of a part that nobody has looked at.
 _UNSEEN = (-1, -1)
 
-Pair = tuple[int, Any]
-"""(client, key)."""
-Interval = tuple[int, int]
-"""How many pushes there are, at least and at most."""
-
-
-@dataclass
-class Past:
-    """What a snapshot may hold, and what it must, as the job knew that has made it.
-
-    Attributes:
-        number: of the snapshot.
-        begun, done: of a job in rounds: sets of steps that may and that must be in the values.
-        step: of other jobs: how far at least the job is that goes on from here.
-        written: pushes of that job that may and that must be in each part, since its server has begun to copy.
-        mark: what was put back last at least, before that step.
-        base: those of the jobs before it, by client, key and chunk; as far as it is known better than from ``before``.
-    """
-
-    number: int
-    begun: dict[Pair, int] = field(default_factory=dict)
-    done: dict[Pair, int] = field(default_factory=dict)
-    step: int = 0
-    mark: int = 0
-    written: dict[int, dict[Pair, Interval]] = field(default_factory=dict)
-    base: dict[tuple[int, Any, int], Interval] = field(default_factory=dict)
-    before: Past | None = None
-
-    def interval(self, client: int, key: Any, chunk: int, part: int) -> Interval:
-        """How many pushes of a client are in a chunk, which belongs to this part; of a job that has no rounds."""
-        least, most = self.base.get((client, key, chunk), (0, 0))
-        if (client, key, chunk) not in self.base and self.before is not None:
-            least, most = self.before.interval(client, key, chunk, part)
-        done, begun = self.written[part][client, key]
-        return least + done, most + begun
+Touches = tuple[int, ...]
+"""By client, which of its pushes of a key have some elements: a set of steps."""
+Counts = tuple[tuple[Touches, tuple[int, ...]], ...]
+"""Which pushes the elements of a chunk have, and how many of each client's are in them."""
 
 
 class Oracle:
@@ -106,13 +75,18 @@ class Oracle:
         self._shift = dict.fromkeys(last_steps, 0)
         self.gone: set[int] = set()
         self.num_done = 0
-        self._seen: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
+        self._seen: dict[tuple[int, Any], dict[int, tuple[int, ...]]] = {}
         # By client, key, chunk: which process of it was sent which version.
         self._versions: dict[tuple[int, Any, int], tuple[int, int]] = {}
         # By chunk: after which round it was counted, and what. By part: the last entry of its log and the version of
         # its chain when it was looked at.
-        self._counted: dict[Slot, tuple[int, tuple[int, ...]]] = {}
+        self._counted: dict[Slot, tuple[int, Counts]] = {}
         self._looked_at: dict[Part, tuple[int, int]] = {}
+        # By key: of each element, which pushes have it; and where chunks begin.
+        self._touches = {
+            key: [*zip(*(plan.touches(client, key) for client in last_steps), strict=True)] for key in KEYS
+        }
+        self._starts: dict[Any, list[int]] = {} if past is None else {**past.starts}
         # Keys of which a client was told the end of a push since servers were checked; all if a client has entered.
         self._told: set[Any] = set()
         # Without rounds: what was begun and done when a server began to copy, by server and number; and of each part,
@@ -155,6 +129,13 @@ class Oracle:
     def told(self) -> dict[tuple[int, Any], int]:
         """Of which pushes anybody has been told the end by now, for ``check_read``."""
         return dict(self._done)
+
+    def note_chunks(self, key: Any, starts: list[int]) -> None:
+        """The elements with which the chunks of a key begin, for all clients."""
+        if self._starts.setdefault(key, starts) != starts:
+            raise Violation(
+                f"the chunks of key {key!r} begin at {starts} for one client, {self._starts[key]} for another"
+            )
 
     def begin_save(self, step: int) -> None:
         """A client is about to read everything and to put it back, between this step and the next."""
@@ -235,9 +216,13 @@ class Oracle:
         """The last step of which a client has pushed anything."""
         return max(self._begun[client, key].bit_length() - 1 - self._shift[client] for key in self._keys)
 
-    def _bounds(self, client: int, key: Any, rounds: int) -> tuple[int, int]:
-        """How often pushes of a client are in a value after so many synchronous rounds, at least and at most."""
-        mask = _bits(1, rounds)
+    def _bounds(self, client: int, key: Any, rounds: int, touches: int = -1) -> tuple[int, int]:
+        """How often pushes of a client are in a value after so many synchronous rounds, at least and at most.
+
+        Args:
+            touches: of those that have the elements in question.
+        """
+        mask = _bits(1, rounds) & touches
         least = (self._done[client, key] | self._needed[client, key]) & mask
         return self._weigh(key, least), self._weigh(key, self._begun[client, key] & mask)
 
@@ -260,11 +245,12 @@ class Oracle:
             masks = {pair: _bits(1, self._pushes(pair[1], number)) for pair in self._begun}
             begun = {pair: steps & masks[pair] for pair, steps in self._begun.items()}
             done = {pair: (done | self._needed[pair]) & masks[pair] for pair, done in self._done.items()}
-            return Past(number, begun, done, mark=min(self._least_mark(number), self._saves_done))
+            mark = min(self._least_mark(number), self._saves_done)
+            return Past(number, begun, done, mark=mark, starts=self._starts)
         written = self._written[number]
         fewest = min(done for part in written.values() for done, _ in part.values())
         step = self._resumed_step + fewest
-        return Past(number, step=step, written=written, base=dict(self._base), before=self._past)
+        return Past(number, step=step, written=written, base=dict(self._base), before=self._past, starts=self._starts)
 
     def check_whole(self, number: int, parts: Iterable[PartCopy]) -> None:
         """A snapshot is complete: nothing is missing in it of any key that there is when its step is pushed."""
@@ -299,12 +285,11 @@ class Oracle:
             raise Violation(f"snapshot {number} holds what was put back by {sorted(units)}: more than one exchange")
 
     def _check_copy(self, where: str, chunk: ChunkCopy, rounds: int) -> None:
-        found = {_digits(number, self.num_clients) for number in chunk.arrays["value"].tolist()}
-        for client in range(self.num_clients) if found else ():
-            counts = {digits[client] for digits in found}
-            least, most = self._bounds(client, chunk.key, rounds)
-            if min(counts) < least or max(counts) > most:
-                raise Violation(f"{where} holds {sorted(counts)} pushes of client {client}, {least} to {most} expected")
+        for touches, counts in self._count(where, chunk.key, chunk.chunk, chunk.arrays["value"]):
+            for client, count in enumerate(counts):
+                least, most = self._bounds(client, chunk.key, rounds, touches[client])
+                if not least <= count <= most:
+                    raise Violation(f"{where} holds {count} pushes of client {client}, {least} to {most} expected")
 
     def knows(self, number: int) -> bool:
         """Whether snapshot ``number`` is of this job."""
@@ -348,54 +333,71 @@ class Oracle:
 
     def check_read(
         self, client: int, key: Any, value: np.ndarray, step: int, told: dict[tuple[int, Any], int], *,
-        later: bool = False, stale: bool = False, met: bool = False,
+        rows: np.ndarray | None = None, later: bool = False, stale: bool = False, met: bool = False,
     ) -> None:  # fmt: skip
         """What a client reads after its ``step``-th push, and after anybody was ``told`` of the end of some pushes.
 
         It may be ``later`` than that: who has nothing more to push reads on, who repeats a step reads what is there.
         One that was stopped may have a ``stale`` value, while another process in its place has pushed. What a push has
-        ``met`` is what was there before it.
+        ``met`` is what was there before it. ``rows``: what it reads if that is not all.
         """
         where = f"client {client} reads {key!r} after step {step}"
+        which = (np.arange(value.size) if rows is None else rows).tolist()
+        numbers = value[which].tolist()
         if not self._additive:
-            if np.isnan(value).any():
+            if np.isnan(numbers).any():
                 raise Violation(f"{where}: not filled")
             return
         ahead = later or self._cluster.config.on_client_loss == "shrink"
         most = self._saves_begun if ahead else self._plan.saves_before(max(step, self._resumed + 1))
         # Where all were lost before one of them had done it, those that are back may go on behind it.
-        self._check_marks(where, value.tolist(), min(self._least_mark(step), self._saves_done), most)
-        elements = [_digits(number, self.num_clients) for number in value.tolist()]
-        found = set(elements)
-        for other in range(self.num_clients) if found else ():
-            counts = sorted({digits[other] for digits in found})
-            if self._sync:
-                least, most = self._bounds(other, key, self._pushes(key, step) - met)
-                most = self._weigh(key, self._begun[other, key]) if later else most
-                if counts[-1] > most or counts[0] < least:
-                    raise Violation(
-                        f"{where}: rounds hold {counts} pushes of client {other}, {least} to {most} expected"
-                    )
-                continue
-            before, before_most = self._from_snapshot(other, key)
-            this = self._bit(client, key, step) if met and other == client else 0
-            # Of what a process before this one has pushed some chunks know no more what it has met.
-            most = before_most + (self._begun[other, key] & ~(0 if later else this)).bit_count()
-            if counts[0] < before + told.get((other, key), 0).bit_count():
-                known = told[other, key].bit_count()
-                raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
-            own = self._done[other, key] & ~this if other == client and not stale else 0
-            least = before + own.bit_count() if own else 0
-            if counts[0] < least or counts[-1] > most:
-                raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
+        self._check_marks(where, numbers, min(self._least_mark(step), self._saves_done), most)
+        elements = {element: _digits(number, self.num_clients) for element, number in zip(which, numbers, strict=True)}
+        by_touches: dict[Touches, set[tuple[int, ...]]] = {}
+        for element, digits in elements.items():
+            by_touches.setdefault(self._touches[key][element], set()).add(digits)
+        for touches, found in by_touches.items():
+            for other in range(self.num_clients):
+                counts, of_other = sorted({digits[other] for digits in found}), touches[other]
+                if self._sync:
+                    least, most = self._bounds(other, key, self._pushes(key, step) - met, of_other)
+                    most = self._weigh(key, self._begun[other, key] & of_other) if later else most
+                    if counts[-1] > most or counts[0] < least:
+                        raise Violation(
+                            f"{where}: rounds hold {counts} pushes of client {other}, {least} to {most} expected"
+                        )
+                    continue
+                before, before_most = self._from_snapshot(other, key)
+                this = self._bit(client, key, step) if met and other == client else 0
+                # Of what a process before this one has pushed some chunks know no more what it has met.
+                most = before_most + (self._begun[other, key] & of_other & ~(0 if later else this)).bit_count()
+                known = (told.get((other, key), 0) & of_other).bit_count()
+                if counts[0] < before + known:
+                    raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
+                own = self._done[other, key] & of_other & ~this if other == client and not stale else 0
+                least = before + own.bit_count() if own else 0
+                if counts[0] < least or counts[-1] > most:
+                    raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
         if self._sync or stale:
             return
-        if any(sum(digits) < self._resumed_step * self.num_clients for digits in found):
+        if any(sum(digits) < self._resumed_step * self.num_clients for digits in elements.values()):
             raise Violation(f"{where}: {elements} pushes, fewer than in the {self._resumed_step} steps before")
-        seen = self._seen.get((client, key), elements)
-        if seen != elements and any(map(_is_less, elements, seen)):
+        seen = self._seen.setdefault((client, key), {})
+        if any(_is_less(digits, seen.get(element, digits)) for element, digits in elements.items()):
             raise Violation(f"{where}: {elements} pushes, it has seen {seen}: time goes back")
-        self._seen[client, key] = elements
+        seen |= elements
+
+    def check_changed(self, client: int, key: Any, rows: Iterable[int], step: int, *, repeats: bool) -> None:
+        """The rows that a fused push of rows is answered with: all that its round has changed, its own at least."""
+        own, there = self._plan.rows(client, key, step), set(rows)
+        assert own is not None
+        push = 1 << self._pushes(key, step)
+        needed = {
+            element for element, touches in enumerate(self._touches[key])
+            if any(touches[other] & self._needed[other, key] & push for other in range(self.num_clients))
+        } if self._sync and not repeats else set()  # fmt: skip
+        if missing := (needed | {*own}) - there:
+            raise Violation(f"client {client} is not told of rows {sorted(missing)} of {key!r} in step {step}: {there}")
 
     # ---- what servers have
 
@@ -440,35 +442,52 @@ class Oracle:
                     continue
                 where = f"server {server}, part {part.number}, key {slot.key!r}"
                 self._check_marks(where, slot.value.tolist(), self._saves_done, self._saves_begun)
-                for client, count in enumerate(self._counts_of(slot)):
-                    if self._sync:
-                        # Without replicas a push is acknowledged in its round, which may still be open.
-                        before = self._pushes(slot.key, self._resumed)
-                        least, most = self._bounds(client, slot.key, before + slot.rounds)
-                        if self._replicas:
-                            least = max(least, self._weigh(slot.key, self._done[client, slot.key]))
-                    elif self._past is not None:
-                        self._num_chunks[slot.key] = shard.layouts[slot.key].num_chunks
-                        least, most = self._narrow(part.number, slot, client, count)
-                    else:
-                        least, most = (steps[client, slot.key].bit_count() for steps in (self._done, self._begun))
-                    if not least <= count <= most:
-                        told_of = self._weigh(slot.key, self._done[client, slot.key])
-                        raise Violation(
-                            f"{where}: {count} pushes of client {client} after {slot.rounds} rounds, {most} were begun "
-                            f"and {least} must be there: it was told of {told_of}"
-                        )
+                if not self._sync and self._past is not None:
+                    self._num_chunks[slot.key] = shard.layouts[slot.key].num_chunks
+                for touches, counts in self._counts_of(slot):
+                    for client, count in enumerate(counts):
+                        least, most = self._in_slot(part.number, slot, client, touches[client], count)
+                        if not least <= count <= most:
+                            told_of = self._weigh(slot.key, self._done[client, slot.key] & touches[client])
+                            raise Violation(
+                                f"{where}: {count} pushes of client {client} after {slot.rounds} rounds, {most} were "
+                                f"begun and {least} must be there: it was told of {told_of}"
+                            )
 
-    def _counts_of(self, slot: Slot) -> tuple[int, ...]:
+    def _in_slot(self, part: int, slot: Slot, client: int, touches: int, count: int) -> Interval:
+        """How many pushes of a client may be in elements of a chunk that have ``count``."""
+        where = client, slot.key
+        if self._sync:
+            # Without replicas a push is acknowledged in its round, which may still be open.
+            before = self._pushes(slot.key, self._resumed)
+            least, most = self._bounds(*where, before + slot.rounds, touches)
+            if self._replicas:
+                least = max(least, self._weigh(slot.key, self._done[where] & touches))
+            return least, most
+        if self._past is not None:
+            return self._narrow(part, slot, client, count)
+        return (self._done[where] & touches).bit_count(), (self._begun[where] & touches).bit_count()
+
+    def _counts_of(self, slot: Slot) -> Counts:
         """How many pushes of each client are in a chunk; looked at once for each round."""
         rounds, counts = self._counted.get(slot, _NEVER)
         if rounds != slot.rounds:
-            found = {_digits(number, self.num_clients) for number in set(slot.value.tolist())}
-            if len(found) > 1:
-                raise Violation(f"key {slot.key!r}: elements of one chunk differ: {sorted(found)}")
-            counts = found.pop() if found else ()
+            counts = self._count(f"key {slot.key!r}", slot.key, slot.chunk, slot.value)
             self._counted[slot] = slot.rounds, counts
         return counts
+
+    def _count(self, where: str, key: Any, chunk: int, value: np.ndarray) -> Counts:
+        """How many pushes of each client are in the elements of a chunk."""
+        numbers = value.tolist()
+        if not numbers:
+            return ()
+        start = self._starts[key][chunk]
+        found: dict[Touches, set[float]] = {}
+        for touches, number in zip(self._touches[key][start : start + len(numbers)], numbers, strict=True):
+            found.setdefault(touches, set()).add(number)
+        if len(differ := max(found.values(), key=len)) > 1:
+            raise Violation(f"{where}: elements of one chunk differ: {sorted(differ)}")
+        return tuple((touches, _digits(number, self.num_clients)) for touches, (number,) in found.items())
 
     def check_chains(self) -> None:
         """When all is quiet, every part is held as often as it should be, by servers that are equally far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 from kvmpi import optim
@@ -11,6 +12,7 @@ from kvmpi.ps import finds_position
 
 MOST_CLIENTS = 4
 KEYS = {"weight": 11, "bias": 1, "empty": 0, 4: 7}
+NUMBERS = {key: i for i, key in enumerate(KEYS)}
 
 
 @optim.register
@@ -38,6 +40,7 @@ class Plan:
         rule: "test" adds up what is pushed.
         answers_met: whether a fused push brings back what was there before.
         codec: how pushes travel: "none", "bf16", or "2bit", which leaves half of every third push for the next.
+        is_sparse: whether pushes by rows are of some rows only, or of none.
         in_place: whether fused pushes put their answer in the place of what was pushed.
         lands: whether programs go on when servers have taken a push, whose value comes in its own time.
         seldom: keys that are pushed in every n-th step only, from which on, or never.
@@ -73,6 +76,10 @@ class Plan:
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
         self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
         self.codec = random.Random(f"{seed} codec").choice(["none"] * 7 + ["bf16", "2bit", "2bit"])
+        # Of jobs that have no rounds the oracle knows of a snapshot only how many pushes may be in it, not which.
+        sparse = random.Random(f"{seed} sparse")
+        self.is_sparse = (mode == "sync" or not writes) and sparse.random() < 0.4
+        self._apart = sparse.random() < 0.5  # clients push rows in steps of their own, others all of it meanwhile
         self.in_place = random.Random(f"{seed} in place").random() < 0.3
         self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
         self.seldom, self.phases = self._choose_seldom(writes) if mode == "sync" else ({}, [[*KEYS]])
@@ -82,6 +89,7 @@ class Plan:
         after = {key: first + 1 for key, (_, first) in self.seldom.items() if first and policy == "fail"}
         self.late = {key: step for key, step in after.items() if late.random() < 0.7}
         self.loose = random.Random(f"{seed} loose").random() < 0.5
+        self._whole = {key for phase in self.phases if self.waits_for_none(phase) for key in phase}
         self.counts = random.Random(f"{seed} clock").random() < (0.7 if writes else 0.3)
         schedule = random.Random(f"{seed} schedule")
         has_schedule = mode == "sync" and schedule.random() < 0.3
@@ -107,6 +115,37 @@ class Plan:
             found[key] = (every, choose.randrange(every))
         often = [key for key in keys if key not in found]
         return found, choose.choice([[keys], [[*found], often], [often, [*found]], [[key] for key in keys]])
+
+    def waits_for_none(self, phase: list[Any]) -> bool:
+        """Whether nobody waits for the pushes of these keys."""
+        return self.loose and all(key in self.seldom for key in phase)
+
+    @cache  # noqa: B019 - goes with the job
+    def rows(self, client: int, key: Any, step: int) -> tuple[int, ...] | None:
+        """The rows of one element that a client pushes of a key in a step; None if it pushes the whole value."""
+        by_rows = (NUMBERS[key] + step // 2 + client * self._apart) % 3 == 0
+        # What meets an old value has all of it, and errors are kept of whole keys.
+        if not by_rows or key in self._whole or self.answers_met or self.codec == "2bit":
+            return None
+        everything = tuple(range(KEYS[key]))
+        if not self.is_sparse:
+            return everything
+        choose = random.Random(f"{self._seed} rows {client} {key} {step}")
+        share = choose.choice([0.0, 0.2, 0.5, 1.0])
+        return tuple(row for row in everything if choose.random() < share)
+
+    def touches(self, client: int, key: Any) -> tuple[int, ...]:
+        """For each element of a key the pushes of a client that have it; bit n is the n-th."""
+        if not self.is_sparse:
+            return (-1,) * KEYS[key]
+        found = [0] * KEYS[key]
+        for step in range(1, self.steps + 1):
+            if (push := self.pushes(key, step)) == self.pushes(key, step - 1):
+                continue
+            rows = self.rows(client, key, step)
+            for element in range(KEYS[key]) if rows is None else rows:
+                found[element] |= 1 << push
+        return tuple(pushes | pushes << self.steps for pushes in found)  # those of one that does all of them anew, too
 
     def batches(self, after: int, up_to: int) -> list[list[Any]]:
         """The keys that are made before the steps from ``after`` + 1 to ``up_to``, as they are made together."""

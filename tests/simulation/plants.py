@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmpi.ps import barriers, client, consistency, part, replay, shard, snapshot_book
+from kvmpi.ps import barriers, client, consistency, part, replay, rounds, shard, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
@@ -368,6 +368,17 @@ def _gives_memory_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClientSession, "_count_accepted", staticmethod(count_accepted))
 
 
+def _answers_a_repetition_with_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others have changed more in that round."""
+    monkeypatch.setattr(rounds, "distinct", lambda touched, ids: ids)
+
+
+def _reads_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them as others are asked for."""
+    real = Slot.take
+    monkeypatch.setattr(Slot, "take", lambda self, ids: real(self, ids - ids.min(initial=ids.size)))
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -407,6 +418,8 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "place forgotten": (_forgets_where_it_was, "goes on after step|pushes of client"),
     "error forgotten": (_forgets_what_codes_have_left, "must be there|rounds hold"),
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
+    "rows of others": (_answers_a_repetition_with_its_own_rows, "is not told of rows"),
+    "other rows": (_reads_the_first_rows, "pushes of client|who knew of"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits|logs of its servers end"),
     "copy without who has entered": (_copies_all_but_who_has_entered, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from simulation.cluster import Cluster
 from simulation.meetings import Meeting, Meetings
 from simulation.network import Program
 from simulation.oracle import BASE, Oracle
-from simulation.plan import KEYS, MOST_CLIENTS, Plan
+from simulation.plan import KEYS, MOST_CLIENTS, NUMBERS, Plan
 
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, KVTimeoutError
@@ -27,7 +27,6 @@ from kvmpi.store.checkpoint import SavedKey
 _HURRY_S = (0.3, 1.0, 3.0, 1e6)
 #: Of a threshold, by the number of the push: half of it is left by the first, and makes the second whole.
 _TWO_BIT = (1.0, 1.5, 0.5)
-_NUMBERS = {key: i for i, key in enumerate(KEYS)}
 #: What is read into, and what each client pushes.
 _UNFILLED = {key: np.full(count, np.nan, "f4") for key, count in KEYS.items()}
 _PUSHED = {(rank, key): np.full(KEYS[key], float(BASE**rank), "f4") for rank in range(MOST_CLIENTS) for key in KEYS}
@@ -65,7 +64,7 @@ class Programs:
         yield [ps.open_sessions(incarnation, deadline())]
         known = 1 + ps.resumed_step
         for i, keys in enumerate(plan.batches(-1, known)):
-            ps.add_keys([(key, (KEYS[key],), "float32") for key in keys])
+            self._add_keys(ps, keys)
             if rank == incarnation - 1 == i == 0 and self._dies_early is not None:
                 yield from self._dies_early()
             yield from self._init(ps, keys, known)
@@ -95,7 +94,7 @@ class Programs:
             self._meetings.skip(rank, first - 1)
             for keys in plan.batches(max(known, step - 1), step):
                 self._network.faults.count("late key")
-                ps.add_keys([(key, (KEYS[key],), "float32") for key in keys])
+                self._add_keys(ps, keys)
                 yield from self._init(ps, keys, step)
             if plan.doubles_from is not None:
                 yield from self._end_of(on_way.values())
@@ -118,6 +117,11 @@ class Programs:
             self._network.detach(f"client {rank}.{incarnation}")
             return  # another is about to take its place: if it left in good order now, that one would be alone
         yield from self._end(ps, rank)
+
+    def _add_keys(self, ps: PsClient, keys: list[Any]) -> None:
+        ps.add_keys([(key, (KEYS[key],), "float32") for key in keys])
+        for key in keys:
+            self._oracle.note_chunks(key, [chunk.start for chunk in ps._layouts[key].chunks])
 
     def _init(self, ps: PsClient, keys: list[Any], step: int) -> Program:
         """Make keys that have been added, before a step: as if they had been there when anything was put back."""
@@ -252,19 +256,30 @@ class Programs:
 
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
         outs = {key: _UNFILLED[key].copy() for key in ps._layouts}
-        told = self._oracle.told()
-        yield from self._pull(ps, outs, by_rows=lambda key: (_NUMBERS[key] + step) % 2 == 0)
+        told, by_rows = self._oracle.told(), {}
+        for key in outs:
+            if (NUMBERS[key] + step) % 2 == 0:
+                share = self._network.random.choice([0.0, 0.3, 1.0]) if self._plan.is_sparse else 1.0
+                by_rows[key] = np.flatnonzero([self._network.random.random() < share for _ in range(KEYS[key])])
+        yield from self._pull(ps, outs, by_rows)
         for key, out in outs.items():
-            self._oracle.check_read(rank, key, out, step, told, stale=self._is_stale(ps), **how)
+            rows = by_rows.get(key)
+            self._oracle.check_read(rank, key, out, step, told, rows=rows, stale=self._is_stale(ps), **how)
 
-    def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], *, by_rows: Callable[[Any], bool]) -> Program:
+    def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], by_rows: Mapping[Any, np.ndarray]) -> Program:
+        """Pull all of each key, or some rows of it."""
+
         def start(key: Any, deadline: Any) -> Work:
-            out = outs[key]
-            if by_rows(key):
-                return ps.pull_rows(key, np.arange(out.size), out.reshape(-1, 1), deadline)
-            return ps.pull(key, out, deadline)
+            if key not in by_rows:
+                return ps.pull(key, outs[key], deadline)
+            rows = np.empty((by_rows[key].size, 1), "f4")
+            came.append((key, rows))
+            return ps.pull_rows(key, by_rows[key], rows, deadline)
 
+        came: list[tuple[Any, np.ndarray]] = []
         yield from self._insist([partial(start, key) for key in outs])
+        for key, rows in came:  # that of one which had too little time is not the last
+            outs[key][by_rows[key]] = rows[:, 0]
 
     def _exchange(self, ps: PsClient, rank: int, step: int, on_way: dict[Any, Work], entered: int) -> Program:
         """A step with every key that is pushed in it; up to step ``entered`` nothing of that counts."""
@@ -272,7 +287,7 @@ class Programs:
         repeats = step <= max(entered, self._oracle.last_begun(rank))
         for phase in plan.phases:
             keys = [key for key in phase if plan.pushes(key, step) > plan.pushes(key, step - 1)]
-            if plan.loose and all(key in plan.seldom for key in phase):
+            if plan.waits_for_none(phase):
                 yield from self._end_of([on_way.pop(key) for key in keys if key in on_way])
                 for key in keys:
                     value = self._value(ps, rank, key, step)
@@ -315,7 +330,7 @@ class Programs:
                 turn.kept, value[:] = True, np.nan
                 kept.add(key)
 
-        works.append(ps.push_ahead(key, value, landing, deadline, -_NUMBERS[key], take, turn))
+        works.append(ps.push_ahead(key, value, landing, deadline, -NUMBERS[key], take, turn))
         return works[0]
 
     def _exchange_keys(
@@ -323,24 +338,24 @@ class Programs:
     ) -> Program:
         """Pushpull, or push and then pull; of the whole value, or of all its rows."""
         plan = self._plan
-        fused = {key for key in keys if (_NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
-        # Other clients push all of it in the same round.
-        by_rows = {key for key in keys if (_NUMBERS[key] + step // 2 + rank) % 3 == 0}
-        if plan.answers_met or plan.codec == "2bit":  # rows travel as they are
-            by_rows.clear()
+        fused = {key for key in keys if (NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
+        by_rows = {key: np.array(rows, np.int64) for key in keys if (rows := plan.rows(rank, key, step)) is not None}
         values = {key: self._value(ps, rank, key, step) for key in keys}
-        outs = {key: values[key] if plan.in_place and key in fused - by_rows else _UNFILLED[key].copy() for key in keys}
-        landing = {key: Landing(_UNFILLED[key].copy()) for key in fused - by_rows if plan.lands}
-        kept = {key for key in keys if key not in fused and plan.hurries and (_NUMBERS[key] + step) % 4 < 2}
+        outs = {
+            key: values[key] if plan.in_place and key in fused - by_rows.keys() else _UNFILLED[key].copy()
+            for key in keys
+        }
+        landing = {key: Landing(_UNFILLED[key].copy()) for key in fused - by_rows.keys() if plan.lands}
+        kept = {key for key in keys if key not in fused and plan.hurries and (NUMBERS[key] + step) % 4 < 2}
         arriving: dict[Any, ArrivingRows] = {}
         works: dict[Any, Work] = {}
 
         def start(key: Any, deadline: Any) -> Work:
-            priority, value = -_NUMBERS[key], values[key]
+            priority, value = -NUMBERS[key], values[key]
             turn = self._kept(ps, key) if key in kept else None
             if key in by_rows:
                 changed = arriving[key] = ArrivingRows(ps.rows_of(key)) if key in fused else None
-                rows = Rows(np.arange(value.size), value.reshape(-1, 1))
+                rows = Rows(by_rows[key], value[by_rows[key]].reshape(-1, 1))
                 work = ps.push_rows(key, rows, deadline, priority, changed, turn)
             elif key in landing:
                 work = self._push_ahead(ps, key, value, landing[key], deadline, kept)
@@ -361,20 +376,22 @@ class Programs:
                 outs[key] = _UNFILLED[key].copy()
             if outs[key] is not value and (works[key].error() is None or key not in kept):
                 value[:] = np.nan  # what was pushed is ours again
-        for key, changed in arriving.items():
-            if changed is not None:
-                outs[key][changed.rows().ids] = changed.rows().values[:, 0]
+        changed_rows = {key: changed.rows() for key, changed in arriving.items() if changed is not None}
+        for key, changed in changed_rows.items():
+            outs[key][changed.ids] = changed.values[:, 0]
+            self._oracle.check_changed(rank, key, changed.ids.tolist(), step, repeats=repeats)
         for key, landed in landing.items():
             if works[key].error() is None:
                 landed.copy_to(outs[key], last=True)
             else:
                 fused.remove(key)
         told = self._oracle.told()
-        yield from self._pull(ps, {key: outs[key] for key in keys if key not in fused}, by_rows=by_rows.__contains__)
+        yield from self._pull(ps, {key: outs[key] for key in keys if key not in fused}, by_rows)
         for key in keys:
             known, stale = {} if key in fused else told, self._is_stale(ps)
             met = plan.answers_met and key in fused
-            self._oracle.check_read(rank, key, outs[key], step, known, later=repeats, stale=stale, met=met)
+            rows = changed_rows[key].ids if key in changed_rows else by_rows.get(key)
+            self._oracle.check_read(rank, key, outs[key], step, known, rows=rows, later=repeats, stale=stale, met=met)
 
     def _is_stale(self, ps: PsClient) -> bool:
         """Whether another process has taken, or is to take, the place of this one, which does not know that yet."""

@@ -12,7 +12,8 @@ from simulation.copies import Copies
 from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
 from simulation.network import Faults, Network, Program, Violation
-from simulation.oracle import Oracle, Past
+from simulation.oracle import Oracle
+from simulation.past import Past
 from simulation.plan import MOST_CLIENTS, Plan
 from simulation.programs import Programs
 
@@ -88,7 +89,7 @@ class Job:
             seed, choose, mode=self.mode, policy=self.policy, num_clients=self.num_clients, steps=self.steps,
             resumed=0 if past is None else past.number, writes=disk is not None,
         )  # fmt: skip
-        for name, happens in (("seldom", plan.seldom), ("schedule", plan.doubles_from)):
+        for name, happens in (("seldom", plan.seldom), ("schedule", plan.doubles_from), ("sparse", plan.is_sparse)):
             if happens:
                 faults.count(name)
         self.oracle, self._copies = Oracle(self.cluster, plan, past), Copies(self.cluster)
