@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ProtocolError
@@ -101,14 +101,6 @@ class Barriers:
         others = [step for rank, step in arrivals.items() if rank not in self.returning]
         return max(others) if others else min(arrivals.values(), default=0)
 
-    def _is_before_entry(self, rank: int) -> bool:
-        """Whether the open barrier is one that ``rank``, which is back, is not at.
-
-        Where only those wait that have joined, nobody can say: as it is not over, whoever has entered comes to it yet.
-        """
-        before = self.returning.get(rank, -1)
-        return before == _NEVER or (self._step <= before and not self.finished.issuperset(self.waiting))
-
     def _ends(self, rank: int, why: str) -> bool:
         """Whether nobody has to wait for a client that is gone, since it will never come."""
         if self._on_loss == "shrink" or rank in self.finished:
@@ -122,10 +114,16 @@ class Barriers:
         return rank in self.dead and (self._on_loss == "shrink" or self.dead[rank] in FOR_GOOD)
 
     def _missing(self) -> Iterator[int]:
-        """Whom the open barrier waits for."""
-        for rank in range(self.num_clients):
+        """Whom the open barrier waits for: not for clients that are back and enter after it.
+
+        Where only those wait that have joined, nobody can say which those are: as it is not over, whoever has entered
+        comes to it yet.
+        """
+        # Both take a look at all that wait, and count only where somebody is back.
+        step = self._step if self.returning and not self.finished.issuperset(self.waiting) else _NEVER
+        for rank in filterfalse(self.waiting.__contains__, range(self.num_clients)):
             gone = rank in self.finished or (rank in self.dead and self._on_loss == "shrink")
-            if rank not in self.waiting and not gone and not self._is_before_entry(rank):
+            if not gone and self.returning.get(rank, -1) < step:
                 yield rank
 
     def _number(self, client: int, message: m.Barrier) -> int:
@@ -177,10 +175,12 @@ class Barriers:
         self.waiting[client] = _Arrival(route, message.request, message.step, error, text, message.yes)
         if replies := self._complete():
             return replies
+        if not known:
+            return []
         missing = list(islice(self._missing(), MAX_NAMED))
         silences_s = [int(silence_of(rank) or 0) for rank in missing]
         silent_s = silences_s if any(silences_s) else []
-        return [Reply(route, m.Waiting(message.request, missing, silent_s))] if known else []
+        return [Reply(route, m.Waiting(message.request, missing, silent_s))]
 
     def _repeat(self, client: int, route: bytes, message: m.Barrier) -> Reply:
         """To a client that makes calls again which others made before it has entered: nobody waits for anybody.

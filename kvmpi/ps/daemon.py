@@ -25,7 +25,7 @@ from kvmpi.ps.endings import Endings, Losses
 from kvmpi.ps.incarnations import last_incarnation, new_incarnation
 from kvmpi.ps.observing import observe
 from kvmpi.ps.reply import Forward, Outgoing, Reply, failure
-from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.scheduler import SchedulerState, without_old_views
 from kvmpi.ps.showing import Showing
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.snapshot_files import Claim
@@ -187,7 +187,7 @@ class SchedulerDaemon(Daemon):
                 losses.live(now_s)
                 shortage.look(now_s)
                 self._save(now_s)
-                self._send(listener, replies)
+                self._send(listener, without_old_views(replies))
                 showing.step(now_s)
         finally:
             if showing is not None:

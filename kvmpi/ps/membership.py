@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from kvmpi.errors import ClientLostError, ProtocolError
@@ -111,6 +111,10 @@ class Membership:
         """Whether ``client`` is gone, and rounds that need it can never be completed."""
         return client in self.gone and self.is_needed(client) and not self._returns(client)
 
+    def ending(self) -> Iterator[int]:
+        """The clients that are gone for which ``ends``."""
+        return filter(self.ends, () if self._on_loss == "shrink" else self.gone)  # where nobody waits for who is gone
+
     def knows(self, client: int, incarnation: int) -> bool:
         """Whether this very process is here already, or has been.
 
@@ -177,4 +181,4 @@ class Membership:
 
     def blame(self) -> str:
         """Who is gone and needed."""
-        return blame({client: why for client, why in self.gone.items() if self.ends(client)})
+        return blame({client: self.gone[client] for client in self.ending()})

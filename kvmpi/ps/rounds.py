@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Any
 
 import numpy.typing as npt
@@ -216,10 +216,7 @@ class Rounds:
 
     def fail_stuck(self, slot: Slot) -> list[Reply]:
         """Errors for all who wait for the open round, if a client that has not pushed to it never will."""
-        gone = self._clients.gone
-        if not gone or not any(
-            slot.steps.get(client, 0) <= slot.rounds and self._clients.ends(client) for client in gone
-        ):
+        if not slot.is_awaited or all(slot.steps.get(client, 0) > slot.rounds for client in self._clients.ending()):
             return []
         error = ClientLostError(
             f"key {slot.key!r} on server {self._server}: round {slot.rounds + 1} cannot be completed, because "
@@ -237,9 +234,10 @@ class Rounds:
 
     def missing(self, slot: Slot) -> list[int]:
         """Whom the open round still lacks: the first of them."""
-        awaited = (client for client in range(slot.cursor, self._num_clients) if self._clients.is_needed(client))
-        here = (client for client in awaited if slot.open_step > slot.entering.get(client, -1))
-        return list(islice((client for client in here if client not in slot.held), MAX_NAMED))
+        late = filterfalse(slot.held.__contains__, range(slot.cursor, self._num_clients))
+        awaited = filter(self._clients.is_needed, late)
+        step = slot.open_step if slot.entering else 0  # which takes a look at all that are here
+        return list(islice((client for client in awaited if step > slot.entering.get(client, -1)), MAX_NAMED))
 
     @staticmethod
     def read(slot: Slot, reader: Reader) -> Reply:

@@ -47,6 +47,15 @@ class Member:
     done: int = 0
 
 
+def without_old_views(replies: Sequence[Reply]) -> list[Reply]:
+    """All but the views that everyone gets, and a newer one after it: of many losses at once all have to hear once."""
+    newest = max((reply.message.epoch for reply in replies if isinstance(reply.message, m.View)), default=0)
+    return [
+        reply for reply in replies
+        if not isinstance(view := reply.message, m.View) or view.request >= 0 or view.epoch == newest
+    ]  # fmt: skip
+
+
 class SchedulerState:
     """What the scheduler knows.
 
@@ -80,11 +89,13 @@ class SchedulerState:
         if replicas and replicas >= num_servers:
             raise ConfigError(f"{replicas} replicas need {replicas + 1} servers or more, this job has {num_servers}")
         self.num_servers, self.heartbeat_timeout_s, self.replicas = num_servers, heartbeat_timeout_s, replicas
-        self._on_client_loss, self._workers = on_client_loss, workers
+        self._on_client_loss, self._num_launched = on_client_loss, len(workers)
+        self._home = {worker: client for client, those in enumerate(workers) for worker in those}
         self.book = book or SnapshotBook(num_servers * PARTS_PER_SERVER)
         self.statistics = statistics or Statistics(num_servers=num_servers)
         self.complete: list[Manifest] = []
         self.members: dict[MemberName, Member] = {}
+        self._servers: dict[int, Member] = {}  # of them, by rank: they are few where clients are many
         self.epoch = 0
         self._chains: Chains | None = None  # until all servers are there
         self._names: dict[bytes, MemberName] = {}
@@ -159,8 +170,7 @@ class SchedulerState:
             for store in self._stores.values() for rank, why in sorted(store.dead.items()) if why != CLOSED
         ]  # fmt: skip
         if self._chains is not None:
-            here = {rank for role, _, rank in self.members if role == "server"}
-            lost += [f"server {rank} is gone" for rank in range(self.num_servers) if rank not in here]
+            lost += [f"server {rank} is gone" for rank in range(self.num_servers) if rank not in self._servers]
         return self.statistics.snapshot(now_s, lost[:MAX_NAMED])
 
     def _hear_somebody(self, now_s: float) -> None:
@@ -267,13 +277,18 @@ class SchedulerState:
         if old is not None:
             self._remove(name)
         self.changes += 1
-        self.members[name] = Member(route, message.incarnation, now_s, message.host, message.endpoints)
-        self._names[route] = name
+        self._add(name, Member(route, message.incarnation, now_s, message.host, message.endpoints))
         self._waiting_for_view[route] = message.request
         known = old is not None and old.incarnation == message.incarnation
         if message.role == "server":
             return self._welcome_server(message.rank, known=known)
         return self._announce() if lacks else self._answer_waiting()
+
+    def _add(self, name: MemberName, member: Member) -> None:
+        self.members[name] = member
+        self._names[member.route] = name
+        if name[0] == "server":
+            self._servers[name[2]] = member
 
     def _new_store(self, num_clients: int) -> Barriers:
         return Barriers(num_clients, self._on_client_loss, self._note_change)
@@ -318,9 +333,9 @@ class SchedulerState:
                 self._chains.lose(rank, f"server {rank} was lost and started again")
             self._chains.join(rank)
             return self._announce()
-        if all(("server", -1, server) in self.members for server in range(self.num_servers)):
+        if self._servers.keys() >= set(range(self.num_servers)):
             self._chains = Chains(self.num_servers, self.replicas)
-            for _, _, one_more in sorted(name for name in self.members if name[0] == "server"):
+            for one_more in sorted(self._servers):
                 if one_more >= self.num_servers:
                     self._chains.join(one_more)
             return self._announce()
@@ -359,8 +374,7 @@ class SchedulerState:
             )
         for old in saved.members:
             name = (old.role, old.store, old.rank)
-            self.members[name] = Member(old.route, old.incarnation, now_s, old.host, old.endpoints)
-            self._names[old.route] = name
+            self._add(name, Member(old.route, old.incarnation, now_s, old.host, old.endpoints))
         for store in saved.stores:
             self._stores[store.number] = self._new_store(store.num_clients)
             self._stores[store.number].restore(store)
@@ -370,9 +384,8 @@ class SchedulerState:
     def _view(self, request: int = -1) -> m.View:
         assert self._chains is not None
         servers = [
-            m.ServerInfo(rank, member.incarnation, member.host, member.endpoints)
-            for (role, _, rank), member in sorted(self.members.items())
-            if role == "server"
+            m.ServerInfo(rank, server.incarnation, server.host, server.endpoints)
+            for rank, server in sorted(self._servers.items())
         ]
         resumed = (0, {}) if self.book.resumed is None else (self.book.resumed.number, dict(self.book.resumed.steps))
         lost = list(self._lost.values())
@@ -381,8 +394,8 @@ class SchedulerState:
     def _take_snapshot(self, number: int | None) -> list[Reply]:
         if number is None:
             return []
-        servers = [member.route for (role, *_), member in self.members.items() if role == "server"]
-        return [Reply(route, m.TakeSnapshot(number, self.book.missed, self.book.ahead)) for route in servers]
+        message = m.TakeSnapshot(number, self.book.missed, self.book.ahead)
+        return [Reply(server.route, message) for server in self._servers.values()]
 
     def _answer_waiting(self) -> list[Reply]:
         """The view for those who have just registered, if there is one."""
@@ -415,8 +428,7 @@ class SchedulerState:
         """Barriers that some have reached, and servers that are still to come."""
         found = []
         if self._chains is None and self.num_servers:
-            here = {rank for role, _, rank in list(self.members) if role == "server"}
-            absent = [str(rank) for rank in range(self.num_servers) if rank not in here]
+            absent = [str(rank) for rank in range(self.num_servers) if rank not in self._servers]
             if absent:
                 self._began_s = now_s if self._began_s is None else self._began_s
                 text = "the beginning of the job"
@@ -487,9 +499,7 @@ class SchedulerState:
 
     def _client_of(self, rank: int, num_clients: int) -> int:
         """The launcher's client that has ``rank`` in a store of ``num_clients``: its own rank, or that of a worker."""
-        if num_clients == len(self._workers):
-            return rank
-        return next((client for client, workers in enumerate(self._workers) if rank in workers), rank)
+        return rank if num_clients == self._num_launched else self._home.get(rank, rank)
 
     def _launched(self, name: MemberName) -> int:
         """The rank under which the launcher has a member."""
@@ -529,6 +539,8 @@ class SchedulerState:
         self.changes += 1
         member = self.members.pop(name)
         self._names.pop(member.route, None)
+        if name[0] == "server":
+            del self._servers[name[2]]
         self._waiting_for_view.pop(member.route, None)
 
     def _leave_barriers(self, name: MemberName, why: str, step: int = 0) -> list[Reply]:

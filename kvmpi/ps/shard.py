@@ -221,6 +221,17 @@ class Shard:
 
     def _forget_requests(self, client: int) -> list[Reply]:
         """A client's process is gone: what it waits for is dropped, and rounds that do not need it go on."""
+        replies = self._forget_early(client) if self._early else []
+        if self.discipline.in_rounds:
+            for slot in self.slots.values():
+                slot.held.pop(client, None)
+                slot.waiting.pop(client, None)
+                slot.readers.pop(client, None)
+            replies += self.go_on()
+        return replies
+
+    def _forget_early(self, client: int) -> list[Reply]:
+        """It waits for no key's value any more; those who do may wait for another now, or in vain."""
         replies: list[Reply] = []
         giver = self.clients.giver
         for key, early in list(self._early.items()):
@@ -234,12 +245,6 @@ class Shard:
                 replies += [Reply(route, m.Waiting(init.request, [giver])) for route, init in givers]
             if giver is None or not early:
                 del self._early[key]
-        if self.discipline.in_rounds:
-            for slot in self.slots.values():
-                slot.held.pop(client, None)
-                slot.waiting.pop(client, None)
-                slot.readers.pop(client, None)
-            replies += self.go_on()
         return replies
 
     def _no_value(self, key: Key) -> ClientLostError:
@@ -433,7 +438,7 @@ class Shard:
     def awaited(self) -> Iterator[tuple[Key, int, int, list[int]]]:
         """Rounds that somebody waits for: key, chunk, number, and the clients that they lack."""
         for slot in list(self.slots.values()) if self.discipline.in_rounds else ():
-            if slot.held or slot.waiting or slot.readers:
+            if slot.is_awaited:
                 yield slot.key, slot.chunk, slot.rounds + 1, self.rounds.missing(slot)
 
     def _pull(self, client: int, route: bytes, message: m.Pull, payloads: list[memoryview]) -> list[Reply]:

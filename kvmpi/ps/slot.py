@@ -166,24 +166,25 @@ class Slot:
         # Clients that are back and have not pushed here since: they are in the rounds of overall steps after these.
         self.entering: dict[int, int] = {}
         self.restored: tuple[int, int, int] | None = None  # client, incarnation, request that last put state back
-        self._loans: list[weakref.ref[Buffer]] = []
+        self._loan: weakref.ref[Buffer] | None = None  # what was lent of the value, if somebody still has it
 
     # ---- values
 
     def lend(self) -> Buffer:
-        """The value for sending. Until the receiver drops it, the slot does not write to that memory."""
-        view = self.value[:]
-        self._loans = [loan for loan in self._loans if loan() is not None]
-        self._loans.append(weakref.ref(view))
+        """The value for sending, the same to all: until the last of them drops it, the slot does not write there."""
+        view = None if self._loan is None else self._loan()
+        if view is None:
+            view = self.value[:]
+            self._loan = weakref.ref(view)
         return view
 
     def _lent(self) -> bool:
-        return any(loan() is not None for loan in self._loans)
+        return self._loan is not None and self._loan() is not None
 
     def _replace_value(self, value: Buffer) -> None:
         """Make ``value`` the value; the old memory becomes the next accumulator unless it is lent."""
         old, lent = self.value, self._lent()
-        self.value, self._loans = value, []
+        self.value, self._loan = value, None
         if not lent and old.dtype == self._accumulator_dtype() and old.flags.writeable:
             self._keep_spare(old)
 
@@ -371,7 +372,7 @@ class Slot:
             out = self._out_buffer(recycle)
             optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master, out=out)
             # The fused readers are still to be sent the old value, so its memory is not used again.
-            self.value, self._loans = out, []
+            self.value, self._loan = out, None
         self.updates = step
         return value
 
@@ -440,6 +441,11 @@ class Slot:
             np.copyto(out, wire)
         else:
             host.widen(wire, wire_dtype, out)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for the end of a round."""
+        return bool(self.held or self.waiting or self.readers)
 
     def forget_waiting(self) -> None:
         """Whoever waits for this server will ask another."""
