@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.ps.membership import CLOSED, FOR_GOOD, blame
-from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply
+from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply, listed
 from kvmpi.ps.scheduler_file import SavedStore
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
@@ -234,7 +234,7 @@ class Barriers:
             age = "not in the job" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
             late.append(f"client {rank} ({age})")
         what = f"barrier {self.done + 1} of store {store}"
-        return Wait(("barrier", store, self.done), self._opened_s, what, f"{', '.join(late)} did not reach it")
+        return Wait(("barrier", store, self.done), self._opened_s, what, f"{listed(late)} did not reach it")
 
     # ---- clients that come and go
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from kvmpi.errors import VALUES_LOST, KVError, ServerLostError
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
+from kvmpi.ps.reply import listed
 from kvmpi.wire import messages as m
 
 _LOOK = "check that process and the network to it"
@@ -47,10 +48,12 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
         missing = sorted({client for ask in asks for client in ask.missing or []})
         if missing:
             silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
-            shown = ", ".join(
-                f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
-                for client in missing[:16]
-            ) + (", ..." if len(missing) > 16 else "")
+            shown = listed(
+                [
+                    f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
+                    for client in missing
+                ]
+            )
             reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
         elif any(ask.accepted for ask in asks):
             reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.reply import MAX_NAMED, MAX_WHY
+from kvmpi.ps.reply import MAX_WHY, listed
 
 CLOSED = "has closed the store"
 #: Where others wait for clients that are lost: its program was done without that, and nobody starts it again.
@@ -14,6 +13,8 @@ ENDED = "has ended with exit status 0, and had not closed the store"
 FOR_GOOD = (CLOSED, ENDED)
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
+#: An error says of so many clients how they are gone.
+_MOST_BLAMED = 8
 
 
 def how_it_left(why: str) -> str:
@@ -23,7 +24,7 @@ def how_it_left(why: str) -> str:
 
 def blame(gone: Mapping[int, str]) -> str:
     """Which clients are gone, and how, and what to do; the end of an error of others that cannot go on."""
-    named = ", ".join(f"client {client} {why}" for client, why in islice(sorted(gone.items()), MAX_NAMED))
+    named = listed([f"client {client} {why}" for client, why in sorted(gone.items())], most=_MOST_BLAMED)
     if all(why in FOR_GOOD for why in gone.values()):
         return f"{named}; all clients must make the same calls, or kv.join() where one has fewer batches"
     return f"{named}; look at it first, and at its host; KVMPI_ON_CLIENT_LOSS and --restart let a job go on"

@@ -12,7 +12,7 @@ from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, Prot
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
 from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, MAX_CLIENTS, how_it_left
-from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure, listed
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
@@ -432,7 +432,7 @@ class SchedulerState:
             if absent:
                 self._began_s = now_s if self._began_s is None else self._began_s
                 text = "the beginning of the job"
-                found.append(Wait(("servers",), self._began_s, text, f"server {', '.join(absent)} has not come"))
+                found.append(Wait(("servers",), self._began_s, text, f"server {listed(absent)} has not come"))
         for number, store in list(self._stores.items()):
             wait = store.wait(number, functools.partial(self._client_silence_s, number, now_s))
             found += [] if wait is None else [wait]
