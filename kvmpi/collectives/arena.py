@@ -23,10 +23,17 @@ TOKEN_BYTES = 16
 _ALIGN_BYTES = 64
 _PAGE_BYTES = mmap.PAGESIZE
 _GIVE_BACK_BYTES = 1 << 20
+#: Addresses for all arenas of a host, each of which every rank maps: half of the 128 TiB that a process has on x86-64.
+_ALL_BYTES = 64 << 40
+
+
+def usual_bytes(memory_bytes: int, num_cores: int) -> int:
+    """How large an arena is on a host of that much memory: all of it, if each of as many ranks as cores can map all."""
+    return min(memory_bytes, _ALL_BYTES // max(1, num_cores))
 
 
 class Arena:
-    """A shared mapping as large as the machine's memory, of which only what is used costs anything.
+    """A shared mapping, as a rule as large as the machine's memory, of which only what is used costs anything.
 
     No name in the file system refers to it: it is gone with the last process that maps it, whatever ended that.
 
@@ -36,7 +43,7 @@ class Arena:
 
     def __init__(self, size_bytes: int | None = None) -> None:
         if size_bytes is None:
-            size_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            size_bytes = usual_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), os.cpu_count() or 1)
         self.size_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self.fd = os.memfd_create("kvmpi", os.MFD_CLOEXEC)
         try:

@@ -122,6 +122,8 @@ class Selection:
         topology = locate(
             self._comm, self._figures, deadline, label, attach=self._attach, wake=self._use_native
         )  # fmt: skip
+        if isinstance(topology.group, str):
+            _log.info("ranks of a host share no memory: %s", topology.group)
         if len(topology.layout.hosts) > 1 and self._ring_transport != "mpi":
             linked = link(
                 self._comm, topology.layout, max(MODEL_RINGS, self._num_rings), deadline, label,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmpi.collectives.arena import TOKEN_BYTES, Arena, own
+from kvmpi.collectives.arena import TOKEN_BYTES, Arena, own, usual_bytes
 
 U1, F4 = np.dtype("u1"), np.dtype("f4")
 
@@ -120,3 +120,12 @@ def test_a_forked_child_has_an_arena_of_its_own() -> None:
     assert os.read(read, 20) == b"own"
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.parametrize(("memory_tib", "cores"), [(0.02, 2), (0.5, 64), (1.5, 192), (6.0, 448), (24.0, 1920)])
+def test_a_process_has_addresses_for_the_arenas_of_all_ranks(memory_tib: float, cores: int) -> None:
+    memory_bytes = int(memory_tib * 2**40)
+    found = usual_bytes(memory_bytes, cores)
+    assert cores * found < 2**47 - 2**45, "a process on x86-64 has so many addresses, and needs some for itself"
+    assert found == memory_bytes or cores * found > 2**45, "smaller than it must be"
+    assert cores * found >= memory_bytes, "ranks that fill the memory evenly have room for that"
