@@ -21,10 +21,10 @@ from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, unpack
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
-from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for, pieces
+from kvmpi.collectives.host_sum import BLOCK_BYTES, Copies, HostSum, Posted, block_for
 from kvmpi.collectives.native import MOST_PIECE_BYTES, NativeRings
 from kvmpi.collectives.ring import TAG_RING, Chain, Machine, Ring, drive
-from kvmpi.collectives.schedule import Range, Schedule, chunks_of
+from kvmpi.collectives.schedule import HostRings, Schedule, chunks_of, host_rings
 from kvmpi.collectives.topology import Layout
 
 Buffer = npt.NDArray[Any]
@@ -45,10 +45,9 @@ class Hierarchical:
         self._host = layout.host_of(comm.rank)
         self._num_rings = min(map(len, layout.hosts))
 
-    def _chunks(self, ring: int, segments: Sequence[Range], max_chunk_count: int) -> list[list[Range]]:
-        """Of each host: the segments of the ranks that ``ring`` carries, in chunks."""
-        shares = [[segments[rank] for rank in ranks[ring :: self._num_rings]] for ranks in self._layout.hosts]
-        return chunks_of(shares, max_chunk_count)
+    def _rings(self, count: int, dtype: np.dtype[Any], act: Act, **half: bool) -> HostRings:
+        """``dtype``: of what travels. ``half``: as of ``host_rings``."""
+        return host_rings(self._layout.hosts, self._comm.rank, count, act.chunk_count(dtype.itemsize), **half)
 
     def allreduce(self, tensors: Sequence[Tensor], dtype: str, act: Act) -> None:
         packed = pack(tensors, act)
@@ -60,28 +59,31 @@ class Hierarchical:
         posted = Posted(group, [tensor], act)
         block = block_for(dtype, BLOCK_BYTES, act)
         terms = HostSum(group, posted, 0, tensor.vectors, dtype, block, act.scale, rounds=act.rounds)
-        result, segments = posted.results[0], act.segments(count)
-        machines: list[Machine] = []
-        for ring in range(self._num_rings):
-            chunks = self._chunks(ring, segments, act.chunk_count(terms.sum_dtype.itemsize))
-            schedule = Schedule(chunks, self._host)
-            if ring == group.index:
-                machines.insert(0, self._ring(ring, schedule, result, act, terms, announces=True))
-            else:
-                machines.append(Copies(group, ring, posted, [tensor], pieces(schedule.completed)))
+        result, rings = posted.results[0], self._rings(count, terms.sum_dtype, act)
+        machines = self._copies(rings, posted, tensor.out)
+        if rings.own is not None:
+            machines.insert(0, self._ring(rings.own, result, act, terms, announces=True))
         drive(machines, act.deadline, act.describe, tensor.out.nbytes)
-        if result is not tensor.out and group.index < self._num_rings:
-            for segment in self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize)):
-                for start, stop in segment:
-                    np.copyto(tensor.out[start:stop], result[start:stop])
+        if result is not tensor.out and rings.own is not None:
+            for start, stop in rings.own.completed:
+                np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
 
+    def _copies(self, rings: HostRings, posted: Posted, out: Buffer) -> list[Machine]:
+        """What the rings of this host's other ranks bring goes to ``out``."""
+        group = self._group
+        return [
+            Copies(group, ring, posted, out, completed)
+            for ring, completed in enumerate(rings.completed)
+            if ring != group.index
+        ]
+
     def _ring(
-        self, ring: int, schedule: Schedule, out: Buffer, act: Act, terms: HostSum | None = None, *, base: int = 0,
+        self, schedule: Schedule, out: Buffer, act: Act, terms: HostSum | None = None, *, base: int = 0,
         announces: bool = False,
     ) -> Machine:  # fmt: skip
-        """``announces``: others of the host copy what becomes final."""
-        group, ranks = self._group, [ranks[ring] for ranks in self._layout.hosts]
+        """The ring of this rank. ``announces``: others of the host copy what becomes final."""
+        group, ranks = self._group, [ranks[self._group.index] for ranks in self._layout.hosts]
         left, right = ranks[self._host - 1], ranks[(self._host + 1) % len(ranks)]
         channel = self._comm.channel(left, right, TAG_RING) if self._native and native.is_built() else None
         if channel is None:
@@ -105,26 +107,23 @@ class Hierarchical:
         group, tensors = self._group, [Tensor(vectors, out)]
         posted = Posted(group, tensors, act, with_results=False)
         terms = HostSum(group, posted, 0, vectors, dtype, block_for(dtype, BLOCK_BYTES, act), act.scale)
-        chunks = self._chunks(group.index, segments, act.chunk_count(terms.sum_dtype.itemsize))
-        schedule = Schedule(chunks, self._host, gathers=False)
-        ring = self._ring(group.index, schedule, out, act, terms, base=segments[act.rank][0])
+        schedule = self._rings(count, terms.sum_dtype, act, gathers=False).own
+        assert schedule is not None
+        ring = self._ring(schedule, out, act, terms, base=segments[act.rank][0])
         drive([ring], act.deadline, act.describe, vectors[0].nbytes)
         group.finish(group.others, act.deadline, act.describe)
 
     def allgather(self, out: Buffer, act: Act) -> None:
         group, segments, tensors = self._group, act.segments(out.size), [Tensor((), out)]
         posted = Posted(group, tensors, act, own=slice(*segments[act.rank]))
-        result, machines = posted.results[0], list[Machine]()
+        result = posted.results[0]
         for peer in group.others:
             # What lies on this host already: the driver of a ring needs it first.
             posted.copy_result(peer, 0, slice(*segments[group.members[peer]]), result)
-        for ring in range(self._num_rings):
-            chunks = self._chunks(ring, segments, act.chunk_count(out.itemsize))
-            schedule = Schedule(chunks, self._host, reduces=False)
-            if ring == group.index:
-                machines.insert(0, self._ring(ring, schedule, result, act, announces=True))
-            else:
-                machines.append(Copies(group, ring, posted, [Tensor((), result)], pieces(schedule.completed)))
+        rings = self._rings(out.size, out.dtype, act, reduces=False)
+        machines = self._copies(rings, posted, result)
+        if rings.own is not None:
+            machines.insert(0, self._ring(rings.own, result, act, announces=True))
         drive(machines, act.deadline, act.describe, out.nbytes)
         if result is not out:
             np.copyto(out, result)
@@ -140,7 +139,7 @@ class Hierarchical:
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
         if group.index != leader:
-            copies = Copies(group, leader, posted, tensors, pieces(chunks))
+            copies = Copies(group, leader, posted, buffer, chunks)
             drive([copies], act.deadline, act.describe, buffer.nbytes)
             group.check(leader)  # else it may be something else by now
             group.finish()

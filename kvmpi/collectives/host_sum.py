@@ -373,16 +373,14 @@ def block_for(dtype: str, block_bytes: int, act: Act) -> tuple[Buffer, Buffer]:
 
 
 class Copies:
-    """A ``ring.Machine`` that copies a rank's results to ``Tensor.out`` as they become final.
+    """A ``ring.Machine`` that copies a rank's results of the only tensor to ``out`` as they become final.
 
     Args:
-        order: what becomes final, in the order in which it is announced by ``HostGroup.advance``.
+        order: the elements that become final, in the order in which it is announced by ``HostGroup.advance``.
     """
 
-    def __init__(
-        self, group: HostGroup, peer: int, posted: Posted, tensors: Sequence[Tensor], order: Sequence[Piece]
-    ) -> None:
-        self._group, self._peer, self._posted, self._tensors, self._order = group, peer, posted, tensors, order
+    def __init__(self, group: HostGroup, peer: int, posted: Posted, out: Buffer, order: Sequence[Range]) -> None:
+        self._group, self._peer, self._posted, self._out, self._order = group, peer, posted, out, order
         self._taken = 0
 
     @property
@@ -396,13 +394,7 @@ class Copies:
         ready = min(self._group.blocks_of(self._peer), len(self._order))
         if ready == self._taken:
             return False
-        for number, start, stop in self._order[self._taken : ready]:
-            tensor, part = self._tensors[number], slice(start, stop)
-            self._posted.copy_result(self._peer, number, part, tensor.out)
+        for start, stop in self._order[self._taken : ready]:
+            self._posted.copy_result(self._peer, 0, slice(start, stop), self._out)
         self._taken = ready
         return True
-
-
-def pieces(order: Sequence[Range]) -> list[Piece]:
-    """Ranges of the only tensor."""
-    return [Piece(0, start, stop) for start, stop in order]

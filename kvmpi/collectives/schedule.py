@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +111,7 @@ class Schedule:
         """``receives`` and ``sends`` of shape ``(transfers, 3)``, for compiled code."""
         return np.array(self.receives, np.int64), np.array(self.sends, np.int64)
 
-    @property
+    @functools.cached_property
     def completed(self) -> list[Range]:
         """The chunks that become final, in that order; without those that an allgather begins with."""
         return [(start, stop) for start, stop, _ in self.receives[self.num_kept :]]
@@ -132,3 +133,36 @@ def even_schedules(
         )
         for ring in range(num_rings)
     )
+
+
+class HostRings(NamedTuple):
+    """Of rings between hosts, which carry the segments of some ranks each, what a rank does and what it waits for.
+
+    Attributes:
+        own: of the ring that this rank drives; None if it drives none.
+        completed: of each ring, ``Schedule.completed``.
+    """
+
+    own: Schedule | None
+    completed: tuple[list[Range], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def host_rings(
+    hosts: tuple[tuple[int, ...], ...], rank: int, count: int, max_chunk_count: int, *, reduces: bool = True,
+    gathers: bool = True,
+) -> HostRings:  # fmt: skip
+    """For ``rank`` of ranks on ``hosts``: as many ranks of each host as all hosts have drive a ring each.
+
+    Kept, because the same tensors come again and again: with many ranks this takes longer than to sum a small one.
+    """
+    place = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    segments, num_rings = segment_bounds(count, sum(map(len, hosts))), min(map(len, hosts))
+    own, completed = None, list[list[Range]]()
+    for ring in range(num_rings):
+        shares = [[segments[member] for member in ranks[ring::num_rings]] for ranks in hosts]
+        schedule = Schedule(chunks_of(shares, max_chunk_count), place, reduces=reduces, gathers=gathers)
+        completed.append(schedule.completed)
+        if ring == hosts[place].index(rank):
+            own = schedule
+    return HostRings(own, tuple(completed))

@@ -19,6 +19,7 @@ from kvmpi.collectives.schedule import (
     Schedule,
     chunks_of,
     even_schedules,
+    host_rings,
     part_of,
     segment_bounds,
     segments_of_step,
@@ -55,6 +56,31 @@ def test_chunks_of_all_rings_cover_every_segment_once_and_are_equally_many(
         assert all(stop - start <= max_chunk_count for chunked in chunks for start, stop in chunked)
     for segment, (start, stop) in enumerate(segments):
         assert [i for chunks in rings for a, b in chunks[segment] for i in range(a, b)] == list(range(start, stop))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=6), count=st.integers(0, 3000),
+    max_chunk_count=st.integers(1, 700), gathers=st.booleans(),
+)  # fmt: skip
+def test_rings_between_hosts_bring_every_element_once_whatever_ranks_these_have(
+    sizes: list[int], count: int, max_chunk_count: int, gathers: bool
+) -> None:
+    stops = np.cumsum(sizes).tolist()
+    hosts = tuple(tuple(range(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True))
+    found = []
+    for rank in range(stops[-1]):
+        rings = host_rings(hosts, rank, count, max_chunk_count, gathers=gathers)
+        assert len(rings.completed) == min(sizes)
+        place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+        assert (rings.own is None) == (place >= min(sizes)), "who drives a ring"
+        assert rings.own is None or rings.own.completed == rings.completed[place]
+        own = [i for start, stop in rings.own.completed for i in range(start, stop)] if rings.own else []
+        if gathers:
+            assert sorted(i for ring in rings.completed for a, b in ring for i in range(a, b)) == list(range(count))
+        found += own
+    assert gathers or sorted(found) == list(range(count)), "parts of a reduce-scatter"
+    again = host_rings(hosts, stops[-1] - 1, count, max_chunk_count, gathers=gathers)
+    assert again is rings, "what a call of many ranks needs is made once"
 
 
 def test_a_segment_may_consist_of_several_ranges() -> None:
