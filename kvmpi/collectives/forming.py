@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives import cross_memory, words
 from kvmpi.collectives.arena import TOKEN_BYTES, own
-from kvmpi.collectives.comm import Comm
+from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.cross_memory import CrossMemory
 from kvmpi.collectives.host_group import PAGE_WORDS, SLOT_BYTES, HostGroup, Peer, clear_page, free_retired
 from kvmpi.collectives.waiting import in_vain, wait_all
@@ -147,20 +147,29 @@ def exchange(
 ) -> list[Words]:  # fmt: skip
     """Collective over ``ranks``: the words of each of them. ``doing`` is what for, in error messages.
 
+    Cost for P ranks: log2(P) messages each way, rounded up, since what a rank has learned it passes on. So nobody has
+    to do with all others, to each of which MPI would make a connection.
+
     Raises:
-        KVTimeoutError: one of them did not take part.
+        KVTimeoutError: one of them did not take part, who need not be the one that it names: ``Guard`` finds out.
+    Source: Bruck et al., IEEE TPDS 8(11):1143-1156, 1997, doi:10.1109/71.642949.
     """
-    found = {rank: mine if rank == comm.rank else np.empty_like(mine) for rank in ranks}
-    others = [rank for rank in ranks if rank != comm.rank]
-    receives = {rank: comm.irecv(found[rank], rank, tag) for rank in others}
-    sends = [comm.isend(mine, rank, tag) for rank in others]
+    size, place = len(ranks), ranks.index(comm.rank)
+    found = np.empty((size, mine.size), mine.dtype)  # by rank, from this one on
+    found[0] = mine
+    known = 1
+    while known < size:
+        more = min(known, size - known)
+        source, dest = ranks[(place + known) % size], ranks[place - known]
+        receive = comm.irecv(found[known : known + more], source, tag)
+        send = comm.isend(found[:more], dest, tag)
 
-    def describe() -> str:
-        missing = ", ".join(str(rank) for rank, receive in receives.items() if not receive.test())
-        return (
-            f"{label}: {doing}, on MPI rank {comm.rank} of {comm.size}: "
-            f"MPI rank {missing or others} did not take part{in_vain(deadline)}"
-        )
+        def describe(receive: Request = receive, source: int = source, dest: int = dest) -> str:
+            return (
+                f"{label}: {doing}, on MPI rank {comm.rank} of {comm.size}: MPI rank "
+                f"{dest if receive.test() else source} did not take part, or waits for others{in_vain(deadline)}"
+            )
 
-    wait_all([*receives.values(), *sends], deadline, describe)
-    return list(found.values())
+        wait_all([receive, send], deadline, describe)
+        known += more
+    return list(np.roll(found, place, axis=0))

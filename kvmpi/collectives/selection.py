@@ -111,7 +111,7 @@ class Selection:
             UnsupportedError: hosts are not connected as the settings want it.
         """
         if self.topology is None:
-            self.topology = self._guard.run(lambda: self._locate(deadline, label))
+            self.topology = self._guard.run(lambda: self._locate(deadline, label), deadline)
             if not isinstance(self.topology.group, str):
                 self._guard.group = self.topology.group
         if self._unlinked and self._ring_transport == "tcp":  # all ranks know, and nothing is under way
