@@ -9,10 +9,10 @@ of them describes the call to those that have joined, and all ranks agree once m
 joins costs the others nothing before and one more message each way from then on, and it cannot come at a wrong moment:
 the next agreement is where its peers hear of it.
 
-Ranks of one host agree in shared memory as soon as all of them can, ``Shortcut``: each states its digest there, and
-looks at the others', which is one way instead of two. Whatever is not the same call on all ranks is then settled by
-messages. So are calls that may differ without being wrong: ranks that have joined, leave, close or fail state what no
-other call does, and go on by messages at once; the others do when they see that.
+As soon as all ranks can they take a ``Shortcut``, on which only ranks of different hosts exchange messages, and few of
+them. Whatever is not the same call on all ranks is then settled as above. So are calls that may differ without being
+wrong: ranks that have joined, leave, close or fail state what no other call does, and go on by messages at once; the
+others do when they see that.
 
 A rank that leaves, ``leave``, does not wait for long until the others do so. It leaves a message behind: for rank 0 a
 digest of its own, from rank 0 a verdict to each. Whoever makes a call then, or much later, finds it. Those who make
@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
-from kvmpi.collectives.host_group import HostGroup
-from kvmpi.collectives.waiting import Habit, Patience, wait_all
+from kvmpi.collectives.shortcut import Shortcut
+from kvmpi.collectives.waiting import Habit, Patience, listed, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import (
     BY_NAME,
@@ -130,27 +130,7 @@ class Verdict(NamedTuple):
 _AGREEMENT = Verdict()
 
 
-class Shortcut:
-    """Agreement in shared memory, from the first call on before which all ranks have said that they can.
-
-    Args:
-        find: the group of all ranks, when this rank has it.
-    """
-
-    def __init__(self, find: Callable[[], HostGroup | None]) -> None:
-        self._find = find
-        self.group: HostGroup | None = None  # from then on
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether this rank can."""
-        return self._find() is not None
-
-    def take(self) -> None:
-        """All ranks can, and know that."""
-        self.group = self._find()
-
-
+#: One that nobody takes.
 _NO_SHORTCUT = Shortcut(lambda: None)
 
 
@@ -199,19 +179,19 @@ def verdict(
 
 
 def _decide(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline, shortcut: Shortcut) -> Verdict:
-    group = shortcut.group
-    if group is not None:
-        group.state(digest)
-        if call.failure is None and call.op not in (JOIN, CLOSE):
+    alone = call.failure is not None or call.op in (JOIN, CLOSE)
 
-            def describe(missing: list[int]) -> str:
-                return str(_late(comm, call, missing, deadline))
+    def late(ranks: Sequence[int]) -> str:
+        return str(_late(comm, call, ranks, deadline))
 
-            try:
-                if group.all_state(digest, deadline, describe):
-                    return _AGREEMENT
-            except PeerLostError as error:
-                raise PeerLostError(f"{_at(comm, call)}: {error}") from None
+    def unheard(ranks: Sequence[int]) -> str:
+        return f"{_at(comm, call)}: no answer from MPI rank {listed(ranks)} of this client"
+
+    try:
+        if shortcut.settle(comm, digest, deadline, late, unheard, alone=alone):
+            return _AGREEMENT
+    except PeerLostError as error:
+        raise PeerLostError(f"{_at(comm, call)}: {error}") from None
     return (_judge if comm.rank == 0 else _ask)(comm, call, text, digest, deadline, shortcut)
 
 
@@ -229,9 +209,12 @@ def _judge(comm: Comm, call: Call, text: bytes, own: bytes, deadline: Deadline, 
     try:
         if call.op == JOIN:
             deadline = _await_another(requests, digests, _JOINED, deadline)
-        wait_all(requests.values(), deadline, lambda: _missing_text(comm, call, missing_of(requests)), _CALLS)
+        awaited = [*requests.values(), *shortcut.owed]
+        wait_all(
+            awaited, _by_messages(deadline, shortcut), lambda: _missing_text(comm, call, missing_of(requests)), _CALLS
+        )
     except KVTimeoutError:
-        missing = missing_of(requests)
+        missing = shortcut.surely(missing_of(requests))
         _report_missing(comm, [rank for rank in others if rank not in missing], missing, deadline)
         if call.op == CLOSE:
             _tell(comm, missing, [np.array([_LEFT, 0, 0], np.int64)], deadline)
@@ -320,13 +303,13 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline,
     if call.op == JOIN:  # rank 0 may come just in time, and wait for others then
         deadline = Deadline(2 * deadline.timeout_s)
     # Rank 0 names who is missing when its own deadline passes, which may be a little after ours.
-    grace = Deadline(deadline.remaining_s() + max(0.1 * deadline.timeout_s, min(0.5, 0.5 * deadline.timeout_s)))
+    grace = Deadline(_by_messages(deadline, shortcut).remaining_s() + _grace_s(deadline))
     what = f"{_at(comm, call)}: rank 0 does not explain its verdict; was it stopped?"
     wait_all(
-        [receive],
+        [receive, *shortcut.owed],
         grace,
         lambda: (
-            f"{_at(comm, call)}: no answer from MPI rank 0 of this client within {grace.timeout_s:.1f} s; "
+            f"{_at(comm, call)}: no answer from MPI rank 0 of this client within {deadline.timeout_s:.1f} s; "
             "is it in another call, stopped, or dead? Look at rank 0, or raise KVMPI_TIMEOUT_S"
         ),
         _CALLS,
@@ -354,6 +337,16 @@ def _ask(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadline,
     return Verdict(rebuild(name, message), last=last)
 
 
+def _grace_s(deadline: Deadline) -> float:
+    """How much later than this rank's another's time may be up."""
+    return max(0.1 * deadline.timeout_s, min(0.5, 0.5 * deadline.timeout_s))
+
+
+def _by_messages(deadline: Deadline, shortcut: Shortcut) -> Deadline:
+    """Until when messages may come: if time is up, since a shortcut was taken in vain, they are on their way now."""
+    return Deadline(max(deadline.remaining_s(), 0.5 * _grace_s(deadline))) if shortcut.is_taken else deadline
+
+
 def leave(comm: Comm, deadline: Deadline, shortcut: Shortcut | None = None) -> bool:
     """Make no further calls; whether all ranks have said so by ``deadline``, and nothing is under way on ``comm``.
 
@@ -361,16 +354,16 @@ def leave(comm: Comm, deadline: Deadline, shortcut: Shortcut | None = None) -> b
     they may: its number must not be given to another, which would find the messages of this one.
     """
     call, shortcut = Call("leave"), shortcut or _NO_SHORTCUT
-    if shortcut.group is not None:
-        shortcut.group.state(_LEAVING)
+    shortcut.settle(comm, _LEAVING, deadline, str, str, alone=True)
     try:
         if comm.rank != 0:
-            return _ask(comm, call, b"", _LEAVING, deadline, _NO_SHORTCUT) is _AGREEMENT
+            return _ask(comm, call, b"", _LEAVING, deadline, shortcut) is _AGREEMENT
         others = range(1, comm.size)
         requests, digests, _ = _receive_digests(comm)
         try:
             _await_another(requests, digests, _LEAVING, deadline)
             if not missing_of(requests) and digests[1:].tobytes() == _LEAVING * len(others):
+                wait_all(shortcut.owed, deadline, lambda: "")
                 _send_verdict(comm, call, [_AGREED, 0, 0], Deadline(_GRACE_S))
                 return True
         except KVTimeoutError:
@@ -422,7 +415,7 @@ def missing_of(requests: Mapping[int, Request]) -> list[int]:
 
 def _missing_text(comm: Comm, call: Call, missing: Sequence[int]) -> str:
     did_not = "made no call" if call.op == JOIN else "did not make the call"
-    return f"{_at(comm, call)}: MPI rank {', '.join(map(str, missing))} of this client {did_not}"
+    return f"{_at(comm, call)}: MPI rank {listed(missing)} of this client {did_not}"
 
 
 def _left_behind(comm: Comm, call: Call, rank: int) -> Verdict:

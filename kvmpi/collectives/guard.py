@@ -9,6 +9,7 @@ from kvmpi.collectives.agreement import roll_call
 from kvmpi.collectives.algorithm import Act
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.waiting import listed
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError
 
@@ -62,7 +63,7 @@ class Guard:
         silent = roll_call(self._comm, Deadline(min(_ROLL_CALL_S, 0.5 * deadline.timeout_s)))
         if not silent:
             return error
-        names, what = ", ".join(map(str, silent)), "" if all_fail else ", or through with it"
+        names, what = listed(silent), "" if all_fail else ", or through with it"
         return KVTimeoutError(f"{error}. No answer from MPI rank {names}: stopped, dead, cut off{what}")
 
     def note(self, error: BaseException) -> None:

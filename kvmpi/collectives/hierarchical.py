@@ -60,7 +60,7 @@ class Hierarchical:
         block = block_for(dtype, BLOCK_BYTES, act)
         terms = HostSum(group, posted, 0, tensor.vectors, dtype, block, act.scale, rounds=act.rounds)
         result, rings = posted.results[0], self._rings(count, terms.sum_dtype, act)
-        machines = self._copies(rings, posted, tensor.out)
+        machines: list[Machine] = [self._copies(rings, posted, tensor.out)]
         if rings.own is not None:
             machines.insert(0, self._ring(rings.own, result, act, terms, announces=True))
         drive(machines, act.deadline, act.describe, tensor.out.nbytes)
@@ -69,14 +69,10 @@ class Hierarchical:
                 np.copyto(tensor.out[start:stop], result[start:stop])
         group.finish(group.others, act.deadline, act.describe)
 
-    def _copies(self, rings: HostRings, posted: Posted, out: Buffer) -> list[Machine]:
+    def _copies(self, rings: HostRings, posted: Posted, out: Buffer) -> Copies:
         """What the rings of this host's other ranks bring goes to ``out``."""
-        group = self._group
-        return [
-            Copies(group, ring, posted, out, completed)
-            for ring, completed in enumerate(rings.completed)
-            if ring != group.index
-        ]
+        orders = {ring: completed for ring, completed in enumerate(rings.completed) if ring != self._group.index}
+        return Copies(self._group, posted, out, orders)
 
     def _ring(
         self, schedule: Schedule, out: Buffer, act: Act, terms: HostSum | None = None, *, base: int = 0,
@@ -121,7 +117,7 @@ class Hierarchical:
             # What lies on this host already: the driver of a ring needs it first.
             posted.copy_result(peer, 0, slice(*segments[group.members[peer]]), result)
         rings = self._rings(out.size, out.dtype, act, reduces=False)
-        machines = self._copies(rings, posted, result)
+        machines: list[Machine] = [self._copies(rings, posted, result)]
         if rings.own is not None:
             machines.insert(0, self._ring(rings.own, result, act, announces=True))
         drive(machines, act.deadline, act.describe, out.nbytes)
@@ -139,7 +135,7 @@ class Hierarchical:
         posted = Posted(group, tensors, act, own=own, wait_for=[leader] if group.index != leader else [])
         chunks = chunks_of([[(0, buffer.size)]], max_chunk_count)[0]
         if group.index != leader:
-            copies = Copies(group, leader, posted, buffer, chunks)
+            copies = Copies(group, posted, buffer, {leader: chunks})
             drive([copies], act.deadline, act.describe, buffer.nbytes)
             group.check(leader)  # else it may be something else by now
             group.finish()

@@ -17,9 +17,9 @@ from kvmpi.arrays import address_of
 from kvmpi.collectives import words as shared_words
 from kvmpi.collectives.comm import Waiter
 from kvmpi.collectives.cross_memory import CrossMemory, Source
-from kvmpi.collectives.waiting import Habit, Patience, in_vain
+from kvmpi.collectives.waiting import Habit, Patience, in_vain, listed
 from kvmpi.deadline import Deadline
-from kvmpi.errors import PeerLostError
+from kvmpi.errors import KVTimeoutError, PeerLostError
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
@@ -30,9 +30,11 @@ MAX_PLACES = 4096
 SLOT_BYTES = 256 << 10
 # Words of a page. Words that different moments of a call write are 128 bytes apart: ranks that wait for one of them
 # must not take the cache line of another from its writer. The word behind one of which somebody waits says so.
-_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _SUMMED, _STATED, _PLACES = 0, 16, 32, 35, 48, 64, 80
+_POSTED, _PROGRESS, _FINISHED, _GIVEN_UP, _SUMMED, _STATED, _ANSWERED, _PLACES = 0, 16, 32, 35, 48, 64, 80, 96
 #: What a rank states for a call that is to be agreed on, two times so many words: for every second one.
 _STATEMENTS, _STATEMENT_WORDS = 66, 2
+#: What the first rank answers to statements, likewise.
+_ANSWERS = 82
 PAGE_WORDS = _PLACES + MAX_PLACES
 _BLOCK_BITS = 32
 #: So many calls can be told apart by what is left of a word.
@@ -244,11 +246,15 @@ class HostGroup:
         self._mine[first : first + _STATEMENT_WORDS] = memoryview(statement).cast("Q")
         self._say(_STATED, self._stated)
 
-    def all_state(self, statement: bytes, deadline: Deadline, describe: Callable[[list[int]], str]) -> bool:
+    def all_state(
+        self, statement: bytes, deadline: Deadline, describe: Callable[[list[int]], str],
+        over: Callable[[], bool] = lambda: False,
+    ) -> bool:  # fmt: skip
         """After ``state``: whether all others state the same, as soon as one does not.
 
         Args:
             describe: the text of the error when time is up, given the ranks that have stated nothing.
+            over: whether it does not matter any more; then it is false.
         Raises:
             KVTimeoutError: at least one has not.
             PeerLostError: one has failed in a call, and will state nothing.
@@ -272,6 +278,8 @@ class HostGroup:
             polls += 1
             if polls < _FIRST_POLLS:
                 continue
+            if over():
+                return False
             if patience is None:
                 habit = _OTHERS_THAT_WAKE if self.wakes else _OTHERS
                 patience = Patience(
@@ -286,6 +294,37 @@ class HostGroup:
         for rank in self.others:
             self.check(rank)
         return True
+
+    def answer(self, agreed: bool) -> None:
+        """On the first rank, after ``state``: tell the others of the host what has come of it."""
+        self._mine[_ANSWERS + self._stated % 2] = agreed
+        self._say(_ANSWERED, self._stated)
+
+    def await_answer(self, deadline: Deadline, describe: Callable[[bool], str]) -> bool:
+        """After ``state``: the first rank's answer; no, if that takes for too long.
+
+        Args:
+            describe: what is waited for, given whether the first rank has stated something.
+        Raises:
+            KVTimeoutError: it has not; the text is that of ``describe``.
+            PeerLostError: it has failed in a call, and will answer nothing.
+        """
+        number, words = self._stated, self._words[0]
+        habit = _OTHERS_THAT_WAKE if self.wakes else _OTHERS
+        waiter = self._waiter([0], _ANSWERED, number)
+        patience = Patience(deadline, lambda: describe(words[_STATED] >= number), habit, waiter)
+        try:
+            while words[_ANSWERED] < number:
+                self.check(0)
+                patience.pause()
+        except KVTimeoutError:
+            if words[_STATED] < number:
+                raise
+            return False
+        patience.progress()
+        if not _ORDERED:
+            self._fence()
+        return bool(words[_ANSWERS + number % 2])
 
     # ---- calls
 
@@ -447,7 +486,7 @@ class HostGroup:
         if late:
 
             def describe() -> str:
-                names = ", ".join(str(self.members[rank]) for rank in late if words[rank][word] < call)
+                names = listed(self.members[rank] for rank in late if words[rank][word] < call)
                 return f"{what()}: MPI rank {names} {problem}{in_vain(deadline)}"
 
             habit = _PAGES_THAT_WAKE if self.wakes else _PAGES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
+from kvmpi.collectives.waiting import listed
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -373,28 +374,32 @@ def block_for(dtype: str, block_bytes: int, act: Act) -> tuple[Buffer, Buffer]:
 
 
 class Copies:
-    """A ``ring.Machine`` that copies a rank's results of the only tensor to ``out`` as they become final.
+    """A ``ring.Machine`` that copies ranks' results of the only tensor to ``out`` as they become final.
 
     Args:
-        order: the elements that become final, in the order in which it is announced by ``HostGroup.advance``.
+        orders: by rank: the elements that become final, in the order in which ``HostGroup.advance`` announces them.
     """
 
-    def __init__(self, group: HostGroup, peer: int, posted: Posted, out: Buffer, order: Sequence[Range]) -> None:
-        self._group, self._peer, self._posted, self._out, self._order = group, peer, posted, out, order
-        self._taken = 0
+    def __init__(self, group: HostGroup, posted: Posted, out: Buffer, orders: Mapping[int, Sequence[Range]]) -> None:
+        self._group, self._posted, self._out = group, posted, out
+        self._left = {rank: order for rank, order in orders.items() if order}
+        self._taken = dict.fromkeys(orders, 0)
 
     @property
     def done(self) -> bool:
-        return self._taken == len(self._order)
+        return not self._left
 
     def stuck(self) -> str:
-        return f"MPI rank {self._group.members[self._peer]} did not sum its part"
+        return f"MPI rank {listed(self._group.members[rank] for rank in self._left)} did not sum its part"
 
     def advance(self) -> bool:
-        ready = min(self._group.blocks_of(self._peer), len(self._order))
-        if ready == self._taken:
-            return False
-        for start, stop in self._order[self._taken : ready]:
-            self._posted.copy_result(self._peer, 0, slice(start, stop), self._out)
-        self._taken = ready
-        return True
+        moved = False
+        for rank, order in list(self._left.items()):
+            taken, ready = self._taken[rank], min(self._group.blocks_of(rank), len(order))
+            for start, stop in order[taken:ready]:
+                self._posted.copy_result(rank, 0, slice(start, stop), self._out)
+            self._taken[rank] = ready
+            moved |= ready > taken
+            if ready == len(order):
+                del self._left[rank]
+        return moved

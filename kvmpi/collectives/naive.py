@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.terms import HostTerms, times
-from kvmpi.collectives.waiting import wait_all
+from kvmpi.collectives.waiting import listed, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.kernels import host
 
@@ -98,7 +98,7 @@ def _await(comm: Comm, ranks: Sequence[int], requests: Sequence[Request], deadli
     """Return when each of ``ranks`` has done what its request is about."""
 
     def late() -> str:
-        names = ", ".join(str(rank) for rank, request in zip(ranks, requests, strict=True) if not request.test())
+        names = listed(rank for rank, request in zip(ranks, requests, strict=True) if not request.test())
         return (
             f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}; "
             "look at that worker, or raise KVMPI_TIMEOUT_S"

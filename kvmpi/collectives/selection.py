@@ -21,6 +21,7 @@ from kvmpi.collectives.naive import Naive
 from kvmpi.collectives.nccl import Nccl, connect
 from kvmpi.collectives.rings import Rings
 from kvmpi.collectives.shared import Shared
+from kvmpi.collectives.shortcut import Route
 from kvmpi.collectives.topology import Topology, locate
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, UnsupportedError
@@ -87,6 +88,14 @@ class Selection:
         if topology is None or isinstance(topology.group, str) or len(topology.layout.hosts) > 1:
             return None
         return topology.group
+
+    @property
+    def route(self) -> Route | None:
+        """By which ranks can agree, if they are known to share memory on their hosts."""
+        topology = self.topology
+        if topology is None or isinstance(topology.group, str) or len(topology.layout.hosts) == self._comm.size:
+            return None
+        return Route(topology.group, topology.layout.hosts)
 
     def close(self) -> None:
         """End the connections, and keep no memory but what others may still read."""

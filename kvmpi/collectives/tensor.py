@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives import arena, devices, narrowed, selection
-from kvmpi.collectives.agreement import CLOSE, Call, Shortcut, Verdict, leave, verdict
+from kvmpi.collectives.agreement import CLOSE, Call, Verdict, leave, verdict
 from kvmpi.collectives.algorithm import Act, Algorithm, Batch, Scratch, Tensor, shared_bytes
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Choice, Figures
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.guard import Guard
 from kvmpi.collectives.selection import SHARING, Selection
+from kvmpi.collectives.shortcut import Shortcut
 from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -65,7 +66,7 @@ class Collectives:
             comm, self._guard, algorithm, chunk_bytes, num_rings=num_rings, attach=attach, figures=figures or Figures(),
             ring_transport=ring_transport, interface=interface, use_native=use_native,
         )  # fmt: skip
-        self._shortcut = Shortcut(lambda: self._selection.group_of_all)
+        self._shortcut = Shortcut(lambda: self._selection.route)
         self._recorder = recorder or Recorder()
         self._scratch = Scratch()
         self.parted, self.waits_for = False, ""
@@ -187,7 +188,7 @@ class Collectives:
     def close(self) -> None:
         """End the connections of its own, and keep no more than others may still read; no call may follow."""
         self._selection.close()
-        self._shortcut.group = None
+        self._shortcut.close()
         self._scratch = Scratch()
 
     # ---- the collectives

@@ -11,6 +11,7 @@ from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Figures, as_words, from_words
 from kvmpi.collectives.forming import exchange, form
 from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.waiting import listed
 from kvmpi.deadline import Deadline
 
 _TAG_HOST = 9
@@ -28,8 +29,8 @@ class Layout:
         return next(h for h, ranks in enumerate(self.hosts) if rank in ranks)
 
     def describe(self) -> str:
-        """For people: ``0,1 | 2,3``."""
-        return " | ".join(",".join(map(str, ranks)) for ranks in self.hosts)
+        """For people: ``0-7 | 8, 9``."""
+        return " | ".join(map(listed, self.hosts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from kvmpi.collectives import SoloComm, mpi_comm
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.exchange import GroupCollectives
+from kvmpi.collectives.waiting import listed
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError
@@ -134,10 +135,12 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, where: str) -> l
     except RuntimeError as error:
         missing = [member for member in range(size) if not store.check([keys[member]])]
         raise KVTimeoutError(
-            f"{where}, on rank {rank} of it: its rank {', '.join(map(str, missing)) or '?'} did not come within "
+            f"{where}, on rank {rank} of it: its rank {listed(missing) or '?'} did not come within "
             f"{timeout.total_seconds():.1f} s; every member must create its groups in the same order ({error})"
         ) from None
-    found = [int(store.get(key)) for key in keys]
+    # All at once, where the store can: else there would be as many requests of each as there are members.
+    texts = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    found = list(map(int, texts))
     # A group of the same name may be made again, and must not find these.
     if store.add("kvmpi/read", 1) == size:
         for key in (*keys, "kvmpi/read"):

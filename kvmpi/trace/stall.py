@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _MOST_NAMED = 3
 #: How often a reported wait is looked at, to notice its end.
 _LOOK_S = 0.5
-_RANKS = re.compile(r"MPI rank (\d+(?:, \d+)*)(?!\d|, \d| of \d)")
+_RANKS = re.compile(r"MPI rank (\d+(?:(?:, |-)\d+)*)(?!\d|, \d|-\d| of \d)")
 
 
 class Wait(NamedTuple):
@@ -208,7 +208,7 @@ def _with_workers(text: str) -> str:
         return text
 
     def named(found: re.Match[str]) -> str:
-        workers = ", ".join(str(_process.first_worker + int(rank)) for rank in found[1].split(", "))
+        workers = re.sub(r"\d+", lambda rank: str(_process.first_worker + int(rank[0])), found[1])
         return f"{found[0]} (worker {workers})"
 
     return _RANKS.sub(named, text)

@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 
 from kvmpi.collectives import agreement, arena, tensor, words
-from kvmpi.collectives.agreement import Shortcut
 from kvmpi.collectives.forming import _page
 from kvmpi.collectives.host_group import HostGroup, Peer
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
+from kvmpi.collectives.shortcut import Route, Shortcut
 
 _lock = threading.Lock()
 
 
 class Shortcuts:
-    """Of every communicator, one for each rank. ``taken`` counts the agreements that needed no messages."""
+    """Of every communicator, one for each rank. ``taken`` counts agreements that ended there.
 
-    def __init__(self, wakes: bool) -> None:
-        self._wakes = wakes
+    Args:
+        per_host: so many ranks are on each host; 0: all are on one.
+    """
+
+    def __init__(self, wakes: bool, per_host: int = 0) -> None:
+        self._wakes, self.per_host = wakes, per_host
         self._peers: weakref.WeakKeyDictionary[MemoryWorld, dict[Any, list[Peer]]] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakKeyDictionary[MemoryComm, Shortcut] = weakref.WeakKeyDictionary()
         self.taken = 0
@@ -34,23 +38,30 @@ class Shortcuts:
                 of_world = self._peers.setdefault(comm._world, {})
                 if comm._context not in of_world:
                     of_world[comm._context] = [Peer(*_page(), arena.own().bytes, None) for _ in range(comm.size)]
-                group = HostGroup(range(comm.size), comm.rank, of_world[comm._context])
+                step = self.per_host or comm.size
+                hosts = tuple(tuple(range(comm.size))[first : first + step] for first in range(0, comm.size, step))
+                members = hosts[comm.rank // step]
+                peers = [of_world[comm._context][rank] for rank in members]
+                group = HostGroup(members, members.index(comm.rank), peers)
                 group.wakes = self._wakes
-                found = self._made[comm] = Shortcut(lambda: group)
+                found = self._made[comm] = Shortcut(lambda: Route(group, hosts))
                 found.take()
         return found
 
 
-@pytest.fixture(params=["messages", "shared memory", "shared memory that wakes"], autouse=True)
+WAYS = ["messages", "shared memory", "shared memory that wakes", "shared memory of several hosts"]
+
+
+@pytest.fixture(params=WAYS, autouse=True)
 def shortcuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shortcuts | None]:
     """Every test with agreement by messages, and once more in shared memory; None is by messages."""
     if request.param == "messages":
         yield None
         return
-    wakes = request.param != "shared memory"
+    wakes, per_host = request.param != "shared memory", 2 if request.param == WAYS[-1] else 0
     if wakes and not words.wakes():
         pytest.skip("no compiled code here that wakes")
-    made, plain, leave, all_state = Shortcuts(wakes), agreement.verdict, agreement.leave, HostGroup.all_state
+    made, plain, leave, settle = Shortcuts(wakes, per_host), agreement.verdict, agreement.leave, Shortcut.settle
 
     def verdict(comm: MemoryComm, call: Any, deadline: Any, settings: str = "", shortcut: Any = None) -> Any:
         return plain(comm, call, deadline, settings, made.of(comm))
@@ -58,13 +69,13 @@ def shortcuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def leave_shared(comm: MemoryComm, deadline: Any, shortcut: Any = None) -> bool:
         return leave(comm, deadline, made.of(comm))
 
-    def counting(group: HostGroup, *arguments: Any) -> bool:
-        found = all_state(group, *arguments)
+    def counting(shortcut: Shortcut, *arguments: Any, **options: Any) -> bool:
+        found = settle(shortcut, *arguments, **options)
         with _lock:
             made.taken += found
         return found
 
-    monkeypatch.setattr(HostGroup, "all_state", counting)
+    monkeypatch.setattr(Shortcut, "settle", counting)
     for module in (agreement, tensor, request.module):
         if hasattr(module, "verdict"):
             monkeypatch.setattr(module, "verdict", verdict)

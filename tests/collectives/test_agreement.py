@@ -237,9 +237,11 @@ def test_absent_ranks_are_named_by_all_others(run_ranks: RunRanks, size: int, ab
     assert all(0.9 * timeout_s <= seconds < 2 * timeout_s for seconds in waited_s), waited_s
 
 
-def test_many_absent_ranks_are_all_named(run_ranks: RunRanks) -> None:
+def test_many_absent_ranks_are_all_named(run_ranks: RunRanks, shortcuts: Shortcuts | None) -> None:  # noqa: F811
     """Their list is longer than any fixed buffer of a few hundred bytes."""
     size, absent = 130, tuple(range(2, 130))
+    # Of a host whose first rank is missing it cannot be known whether the others are.
+    named = ", 126, 128" if shortcuts is not None and shortcuts.per_host else " 2-129"
 
     def rank_main(comm: MemoryComm) -> str:
         with pytest.raises(KVTimeoutError) as caught:
@@ -247,7 +249,7 @@ def test_many_absent_ranks_are_all_named(run_ranks: RunRanks) -> None:
         return str(caught.value)
 
     for text in run_ranks(size, rank_main, absent=absent)[:2]:
-        assert ", 128, 129 of this client" in text
+        assert f"{named} of this client" in text
 
 
 def test_a_late_rank_is_waited_for(run_ranks: RunRanks) -> None:

@@ -222,7 +222,7 @@ def test_common_memory_of_a_worker_alone_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "hosts", "why"), [
-    ("shared", "aab", r"different hosts, 0,1 \| 2"), ("mpi", "aa", "needs an MPI communicator"),
+    ("shared", "aab", r"different hosts, 0, 1 \| 2"), ("mpi", "aa", "needs an MPI communicator"),
 ])  # fmt: skip
 def test_what_is_not_possible_says_why_on_every_rank(run_ranks: RunRanks, algorithm: str, hosts: str, why: str) -> None:
     def rank_main(comm: MemoryComm) -> None:

@@ -14,10 +14,11 @@ from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
 
 from kvmpi.arrays import address_of
 from kvmpi.collectives import Call, Collectives, Entry, words
-from kvmpi.collectives.agreement import Shortcut, verdict
+from kvmpi.collectives.agreement import verdict
 from kvmpi.collectives.forming import form
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.collectives.shortcut import Route, Shortcut
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, KVTimeoutError, OrderMismatchError, PeerLostError
 
@@ -62,19 +63,45 @@ def test_no_messages_once_a_sum_has_brought_the_ranks_together(run_ranks: RunRan
         assert sent == [one, one, 0, 0, 0, 0]
 
 
-def test_ranks_on_several_hosts_agree_by_messages(run_ranks: RunRanks) -> None:
-    def rank_main(comm: MemoryComm) -> int:
+@pytest.mark.parametrize(
+    ("hosts", "messages"), [("aabbbcc", [2, 0, 1, 0, 0, 1, 0]), ("abb", [1, 1, 0]), ("abc", [2, 1, 1])]
+)
+def test_one_rank_of_each_host_sends_a_message(run_ranks: RunRanks, hosts: str, messages: list[int]) -> None:
+    def rank_main(comm: MemoryComm) -> list[int]:
         counting = CountingComm(comm)
-        collectives = Collectives(counting)
-        for step in range(3):
+        collectives, sent = Collectives(counting), []
+        for step in range(4):
             own = vectors(comm.rank, 1, 50, "float32")
             collectives.allreduce(on_host(own, "float32"), own[0], "float32", Deadline(TIMEOUT_S), "test")
             before = counting.sent
             collectives.agree(call_of(str(step)), Deadline(TIMEOUT_S))
-            assert counting.sent > before
-        return counting.sent
+            sent.append(counting.sent - before)
+        return sent[1:]
 
-    run_ranks(3, rank_main, hosts="aab")
+    size = len(hosts)
+    assert run_ranks(size, rank_main, hosts=hosts) == [[count] * 3 for count in messages]
+
+
+@pytest.mark.parametrize(("missing", "late"), [(3, 2), (1, 2), (2, 1)])
+def test_who_comes_late_on_another_host_is_not_taken_for_missing(run_ranks: RunRanks, missing: int, late: int) -> None:
+    """When rank 0 gives up, a rank that came later would have waited for longer: it has to say at once that it came."""
+    timeout_s = 1.0
+
+    def rank_main(comm: MemoryComm) -> str:
+        collectives = Collectives(comm)
+        for step in range(3):
+            own = vectors(comm.rank, 1, 50, "float32")
+            collectives.allreduce(on_host(own, "float32"), own[0], "float32", Deadline(TIMEOUT_S), "test")
+            collectives.agree(call_of(str(step)), Deadline(TIMEOUT_S))
+        if comm.rank == missing:
+            return ""
+        time.sleep(0.6 * timeout_s if comm.rank == late else 0.0)
+        with pytest.raises(KVTimeoutError) as caught:
+            collectives.agree(call_of("last"), Deadline(timeout_s))
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(4, rank_main, hosts="aabb")):
+        assert rank == missing or f"MPI rank {missing} of this client did not make the call" in text, f"{rank}: {text}"
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
@@ -85,11 +112,13 @@ def test_all_take_the_shortcut_or_none_does(run_ranks: RunRanks, without: int) -
         group = form(comm, range(comm.size), Deadline(TIMEOUT_S))
         assert isinstance(group, HostGroup)
         steps, found = [0], []
-        shortcut = Shortcut(lambda: None if comm.rank == without and steps[0] < 3 else group)
+        shortcut = Shortcut(
+            lambda: None if comm.rank == without and steps[0] < 3 else Route(group, (tuple(range(comm.size)),))
+        )
         for step in range(6):
             steps[0] = step
             assert verdict(comm, call_of(str(step)), Deadline(TIMEOUT_S), "", shortcut).error is None
-            found.append(shortcut.group is not None)
+            found.append(shortcut.is_taken)
         return found
 
     assert run_ranks(3, rank_main) == [[False] * 3 + [True] * 3] * 3
@@ -103,7 +132,7 @@ def test_calls_that_differ_now_and_then_are_errors_on_all_ranks(run_ranks: RunRa
     def rank_main(comm: MemoryComm) -> list[str]:
         group = form(comm, range(comm.size), Deadline(TIMEOUT_S))
         assert isinstance(group, HostGroup)
-        shortcut, own, found = Shortcut(lambda: group), random.Random(comm.rank), []
+        shortcut, own, found = Shortcut(lambda: Route(group, (tuple(range(comm.size)),))), random.Random(comm.rank), []
         for step, rank in enumerate(odd):
             if not own.randrange(10):
                 time.sleep(own.random() * 2e-3)

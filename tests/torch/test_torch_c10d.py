@@ -174,8 +174,11 @@ class Meeting:
     def check(self, keys: list[str]) -> bool:
         return all(key in self.entries for key in keys)
 
-    def get(self, key: str) -> str:
-        return self.entries[key]
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self.entries[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         return amount

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kvmpi.collectives import JOIN, Call, Comm, Entry
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.collectives.transfers import Transfers
+from kvmpi.collectives.waiting import listed
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
@@ -293,7 +294,7 @@ class GroupBase(_ProcessGroup):
             .replace(" has key ", " has tensor ")
         )
         own = list(range(self.size())) == self._ranks
-        who = "" if own else f" of ranks {', '.join(map(str, self._ranks))}"
+        who = "" if own else f" of ranks {listed(self._ranks)}"
         return type(error)(f"process group {self._name!r}{who}: {text}")
 
     # ---- messages
