@@ -1,6 +1,8 @@
-"""Every exception that kvmpi raises, each also the builtin exception that fits."""
+"""Every exception that kvmpi raises, each also the builtin exception that fits; and how messages name many."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 class KVError(RuntimeError):
@@ -90,3 +92,26 @@ def rebuild(name: str, message: str) -> KVError:
     """The error called ``name`` with ``message``; names from elsewhere become a plain ``KVError``."""
     cls = BY_NAME.get(name)
     return cls(message) if cls is not None else KVError(f"{name}: {message}")
+
+
+def ranks_in_words(ranks: Iterable[int], most: int = 8) -> str:
+    """``3, 17, 201 to 296``: the first ``most`` numbers and ranges, and how many ranks there are besides."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][-1] + 1:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    # Two that follow each other are shorter as they are.
+    parts = [part for run in found for part in ([run] if len(run) > 2 else [[rank] for rank in run])]
+    words = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+    return _first_of(words, most, sum(map(len, parts[most:])))
+
+
+def names_in_words(names: Sequence[str], most: int = 8) -> str:
+    """``a, b, c``: the first ``most``, and how many there are besides."""
+    return _first_of(names, most, len(names) - most)
+
+
+def _first_of(words: Sequence[str], most: int, others: int) -> str:
+    return ", ".join(words[:most]) + (f" and {others} more" if len(words) > most else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -66,13 +67,16 @@ class BatchSystem(ABC):
         """
 
     @abstractmethod
-    def look(self, number: str) -> list[str]:
-        """The command that says how a job is."""
+    def look(self, numbers: Sequence[str]) -> list[str]:
+        """The command that says how jobs are: a line for each, its number and the system's word for its state."""
 
-    def state(self, answer: str) -> tuple[str, str]:
-        """Whether it waits, runs or has ended, and the system's own word for that; a job nobody knows has ended."""
-        word = answer.split()[0] if answer.split() else "UNKNOWN"
-        return WAITS if word in self.waits else RUNS if word in self.runs else ENDED, word
+    def words(self, answer: str) -> dict[str, str]:
+        """What ``look`` has printed: a word for each job that the system knows."""
+        return dict(line.split()[:2] for line in answer.splitlines() if len(line.split()) > 1)
+
+    def state(self, word: str) -> str:
+        """Whether a job of which the system says this word waits, runs or has ended."""
+        return WAITS if word in self.waits else RUNS if word in self.runs else ENDED
 
     @abstractmethod
     def cancel(self, number: str) -> list[str]:
@@ -106,8 +110,10 @@ class Slurm(BatchSystem):
             raise ValueError(f"sbatch has answered {answer.strip()!r}")
         return number
 
-    def look(self, number: str) -> list[str]:
-        return ["squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T"]
+    def look(self, numbers: Sequence[str]) -> list[str]:
+        # Without the user it would ask for those of the whole cluster, and leave out what it was not asked for.
+        mine = (f"--user={os.getuid()}",) if len(numbers) > 1 else ()
+        return ["squeue", "--noheader", "--states=all", *mine, f"--jobs={','.join(numbers)}", "--format=%A %T"]
 
     def cancel(self, number: str) -> list[str]:
         return ["scancel", number]
@@ -139,8 +145,8 @@ class Lsf(BatchSystem):
             raise ValueError(f"bsub has answered {answer.strip()!r}")
         return found[1]
 
-    def look(self, number: str) -> list[str]:
-        return ["bjobs", "-noheader", "-o", "stat", number]
+    def look(self, numbers: Sequence[str]) -> list[str]:
+        return ["bjobs", "-noheader", "-o", "jobid stat", *numbers]
 
     def cancel(self, number: str) -> list[str]:
         return ["bkill", number]

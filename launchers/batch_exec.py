@@ -22,13 +22,13 @@ import time
 from collections.abc import Sequence
 
 from kvmpi.launchers.batch import ENDED, QUEUED, RUNS, SYSTEMS, WAITS, BatchSystem, Resources, script
+from kvmpi.launchers.batch_states import States
 
 POLL_S = 1.0
 #: While a job runs it says itself when it ends: the system is asked seldom, since many may ask it.
 RUNS_S = 5.0
-#: A system that does not answer is asked again for so long; and so long it has for an answer, in which nothing is shown
-#: and no sign of life is given.
-PATIENCE_S, ANSWER_S = 120.0, 10.0
+#: A system that does not answer is asked again for so long.
+PATIENCE_S = 120.0
 #: After the end of a batch job, for its last output to come over a shared file system.
 SETTLE_S = 5.0
 #: Added to the time that a process has to end, for the order to come there; less than what the launcher adds.
@@ -68,6 +68,7 @@ class BatchJob:
         self._out, self._err = Follower(f"{self._base}.out", 1), Follower(f"{self._base}.err", 2)
         self._command, self._asked = [*command, self._base], asked
         self._number = ""
+        self._states: States | None = None
         self.grace_s = 0.0
         self._end_word = b""
         self._tail = b""
@@ -95,6 +96,9 @@ class BatchJob:
             self._number = self._system.number(done.stdout)
         except ValueError as error:
             raise OSError(str(error)) from None
+        here = os.environ.get("KVMPI_JOB_DIR") or os.path.dirname(self._base)
+        self._states = States(self._system, os.path.join(here, "states"), self._number)
+        os.write(2, f"{told['word']} submitted\n".encode())
 
     def _write(self, kind: str, text: bytes, mode: int) -> None:
         with os.fdopen(os.open(f"{self._base}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
@@ -115,21 +119,17 @@ class BatchJob:
             code = os.waitstatus_to_exitcode(int(self._tail[place + len(self._end_word) :].split()[0]))
             self.status = code if code >= 0 else 128 - code
 
-    def look(self) -> tuple[str, str]:
-        """Whether it waits, runs or has ended.
+    def look(self, most_s: float) -> tuple[str, str]:
+        """Whether it waits, runs or has ended, and the system's own word for that; a job nobody knows has ended.
 
+        Args:
+            most_s: how old the answer may be.
         Raises:
             OSError: the system does not answer.
         """
-        words, nothing = self._system.look(self._number), subprocess.DEVNULL
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, stdin=nothing, check=False, timeout=ANSWER_S)
-        except subprocess.TimeoutExpired:
-            raise OSError(f"{words[0]} has not answered for {ANSWER_S:.0f} s") from None
-        text = done.stdout.strip()
-        if done.returncode != 0 and not text and not _is_unknown(done.stderr):
-            raise OSError(f"{words[0]}: {done.stderr.strip()}")
-        return self._system.state(text)
+        assert self._states is not None
+        word = self._states.word(most_s)
+        return self._system.state(word), word
 
     def cancel(self) -> None:
         """Have the system end it."""
@@ -137,17 +137,18 @@ class BatchJob:
             words = self._system.cancel(self._number)
             subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, check=False, timeout=30)
 
-
-def _is_unknown(text: str) -> bool:
-    """Whether a system says that it has no such job, any more."""
-    lowered = text.lower()
-    return "invalid job id" in lowered or "is not found" in lowered
+    def close(self) -> None:
+        """Nobody has to ask about it any more."""
+        if self._states is not None:
+            with contextlib.suppress(OSError):  # the launcher may have removed all
+                self._states.close()
 
 
 def follow(job: BatchJob, orders: int) -> int:
     """Until the job ends, or the launcher does; an exit status."""
     told, waited, ending_s, silent_since_s = "", False, None, None
-    next_look_s = time.monotonic() + POLL_S
+    look_s = POLL_S
+    next_look_s = time.monotonic() + look_s
     while True:
         readable, _, _ = select.select([orders] if orders >= 0 else [], [], [], POLL_S / 4)
         if readable:
@@ -171,9 +172,10 @@ def follow(job: BatchJob, orders: int) -> int:
         if now_s < next_look_s:
             continue
         try:
-            state, word = job.look()
+            state, word = job.look(look_s)
             silent_since_s = None
-            next_look_s = time.monotonic() + (RUNS_S if state == RUNS else POLL_S)
+            look_s = RUNS_S if state == RUNS else POLL_S
+            next_look_s = time.monotonic() + look_s
         except OSError as error:
             next_look_s = time.monotonic() + POLL_S
             silent_since_s = silent_since_s or now_s
@@ -231,6 +233,8 @@ def main(argv: list[str]) -> int:
     except BaseException:
         job.cancel()
         raise
+    finally:
+        job.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvmpi.config import Config
+from kvmpi.errors import ranks_in_words
 from kvmpi.launchers import limits
 from kvmpi.launchers.batch import QUEUED
 from kvmpi.launchers.failure import Failure
@@ -17,6 +18,14 @@ from kvmpi.launchers.remote import Child, RemoteProcess
 from kvmpi.launchers.restarts import Restarts
 
 _OWN_FOLDERS = tuple(os.path.join(os.path.dirname(path), "") for path in (inspect.getfile(Config), __file__))
+
+
+def in_words(labels: Iterable[str]) -> str:
+    """``worker 3, 201 to 296, server 1``."""
+    ranks: dict[str, list[int]] = {}
+    for role, _, rank in (label.partition(" ") for label in labels):
+        ranks.setdefault(role, []).extend([int(rank)] if rank else [])
+    return ", ".join(f"{role} {ranks_in_words(its)}".strip() for role, its in ranks.items())
 
 
 class Explanation:
@@ -71,7 +80,7 @@ class Explanation:
         """Of ranks below an mpirun, or beside the rank ``label``: MPI begins and ends with all of them, or waits."""
         clients = [(client.label, client.workers) for client in self._job.of_role("client")]
         mates = next((ranks for own, ranks in clients if label in [own, *(f"worker {rank}" for rank in ranks)]), ())
-        gone = ", ".join(str(rank) for rank in mates if self._codes.get(f"worker {rank}") == 0)
+        gone = ranks_in_words(rank for rank in mates if self._codes.get(f"worker {rank}") == 0)
         if not gone:
             return ""
         if label not in (own for own, _ in clients):
@@ -110,6 +119,6 @@ class Explanation:
         if not queued:
             return ""
         return (
-            f"{', '.join(queued)} still waited in the queue; others wait KVMPI_TIMEOUT_S for them: set it to what that "
+            f"{in_words(queued)} still waited in the queue; others wait KVMPI_TIMEOUT_S for them: set it to what that "
             "may take, or call kvmpi run in one job that has all hosts (sbatch, salloc, bsub)"
         )

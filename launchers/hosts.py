@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, names_in_words
 
 #: One name of Slurm's short form, and one number, ``3`` or ``08-11``, in its brackets.
 _NAME = r"(?:[^,\[\]]|\[[^\[\]]+\])+"
@@ -194,11 +195,10 @@ def lay_out(
     num_workers = bounds[-1][1]
     slots = list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), num_workers))
     if len(slots) < num_workers:
-        listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        listed = names_in_words([f"{host.name} {host.slots}" for host in hosts])
         raise ConfigError(f"{num_workers} workers, and the hosts have {len(slots)} slots ({listed})")
     clients = []
     for first, end in bounds:
-        names = slots[first:end]
-        clients.append(tuple(Host(name, names.count(name)) for name in dict.fromkeys(names)))
+        clients.append(tuple(Host(name, number) for name, number in Counter(slots[first:end]).items()))
     homes = list(server_hosts) or [host.name for host in reversed(hosts)]
     return Layout(tuple(homes[i % len(homes)] for i in range(num_servers)), tuple(clients))

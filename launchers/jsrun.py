@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, names_in_words
 from kvmpi.launchers.hosts import Host, Layout, of_lsf
 from kvmpi.launchers.reach import Reach
 
@@ -171,7 +171,7 @@ def place(
     for cores in tried if min(left.values()) >= 0 and set(servers) <= set(left) else ():
         if (clients := fill(cores)) is not None:
             return Layout(servers, clients), cores
-    listed = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+    listed = names_in_words([f"{host.name} {host.slots}" for host in hosts])
     asked = " ".join(f"{name}={value}" for name, value in options)
     raise ConfigError(
         f"{bounds[-1][1]} workers and {num_servers} servers{f' with {asked}' if asked else ''} do not fit the cores of "

@@ -16,6 +16,10 @@ from kvmpi.launchers import module_main
 from kvmpi.launchers.batch import SYSTEMS, Resources
 
 CANCEL_S = 20.0  # for a batch system to take note
+#: Beyond 10 connections that have not proved who they are, sshd refuses some (MaxStartups); one is our watchdog's.
+_MOST_ENTERING = 8
+#: A batch system is the site's, and takes a job in a fraction of a second; some limit the rate of what they are asked.
+_MOST_SUBMITTING = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ class Reach:
         Otherwise the launcher reaches every host a second time, for a watchdog.
         """
         return self.is_batch
+
+    @property
+    def most_entering(self) -> int | None:
+        """How many processes may be on their way through one entrance at once; None: as many as there are."""
+        return _MOST_ENTERING if self.kind == "ssh" else None
+
+    def entrance(self, host: str) -> str:
+        """What lets processes in that go to ``host``: all that have the same name here go through it."""
+        return host
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         """``command`` on ``host``."""
@@ -87,6 +100,13 @@ class BatchReach(Reach):
     @property
     def is_batch(self) -> bool:
         return True
+
+    @property
+    def most_entering(self) -> int | None:
+        return _MOST_SUBMITTING
+
+    def entrance(self, host: str) -> str:
+        return self.kind
 
     def _name(self, host: str) -> str:
         return f"{os.path.basename(self.folder)}-{host}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -20,8 +17,6 @@ from kvmpi.launchers.reach import BatchReach, Reach
 REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
 #: Of the environment that a batch system gives to a process: which hosts and devices are its.
 KEPT = ("SLURM_", "SLURMD_", "LSB_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-#: What is to run, its whole environment included, is written before anybody reads.
-_PIPE_BYTES = 1 << 20
 
 
 class RemoteProcess:
@@ -29,6 +24,8 @@ class RemoteProcess:
 
     Attributes:
         returncode: that of the process there where it is known, else that of what reaches the host.
+        orders: a pipe to the process there; writable when ``write`` can go on with what it has not taken yet.
+        has_begun: whether it is let in: remote_exec runs there, or a batch system has taken the job.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class RemoteProcess:
             files: texts of files in the first of them, by name.
             address: ``network`` and ``towards``, by which the process finds the address that it listens on; or nothing.
         Raises:
-            OSError: what reaches the host cannot be started, or command and environment are too long to be told to it.
+            OSError: what reaches the host cannot be started.
         """
         self.host, self._word = host, f"kvmpi-{secrets.token_hex(16)}"
         self._is_step = is_step
@@ -58,28 +55,36 @@ class RemoteProcess:
             "alone": reach.is_apart, "spans": spans, "mpirun": role == "client" and not is_step,
             "job": env.get("KVMPI_JOB_ID", ""), **address,
         }  # fmt: skip
-        read_end, self._orders = os.pipe()
+        # Nobody reads yet, and a user who has many pipes gets small ones: what does not fit is written later.
+        self._unsent = json.dumps(spec).encode() + b"\n"
+        read_end, self.orders = os.pipe()
         try:
-            os.set_blocking(self._orders, False)  # nobody reads yet: a text that does not fit would wait for ever
-            line = json.dumps(spec).encode() + b"\n"
-            if hasattr(fcntl, "F_SETPIPE_SZ") and fcntl.fcntl(self._orders, fcntl.F_GETPIPE_SZ) < len(line):
-                with contextlib.suppress(OSError):  # the system limits what the pipes of one user may take
-                    fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, min(len(line), _PIPE_BYTES))
-            if os.write(self._orders, line) < len(line):
-                raise OSError(
-                    errno.E2BIG, f"command and environment take {len(line)} bytes; the pipe to {host} has less"
-                )
+            os.set_blocking(self.orders, False)
+            self.write()
             there = reach.process(role, host, (sys.executable, "-I", "-S", REMOTE_EXEC))
             if is_step:
                 there, local_env = tuple(command), env
             self._here = processes.start(there, local_env, stdout=stdout, stderr=stderr, stdin=read_end)
         except OSError:
-            os.close(self._orders)
+            os.close(self.orders)
             raise
         finally:
             os.close(read_end)
         self.pid = self._here.pid
         self._told: int | None = None
+        self.has_begun = False
+
+    def write(self, more: bytes = b"") -> bool:
+        """Tell the process there ``more``, behind what it has not taken yet; whether all is written now."""
+        self._unsent += more
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.orders, self._unsent) :]
+        except BlockingIOError:
+            return False
+        except OSError:  # nobody will read it
+            self._unsent = b""
+        return True
 
     @property
     def returncode(self) -> int | None:
@@ -92,9 +97,9 @@ class RemoteProcess:
 
     def poll(self) -> int | None:
         """As of ``Popen``."""
-        if self._here.poll() is not None and self._orders >= 0:
-            os.close(self._orders)
-            self._orders = -1
+        if self._here.poll() is not None and self.orders >= 0:
+            os.close(self.orders)
+            self.orders = -1
             if isinstance(self._reach, BatchReach) and self._here.returncode == -signal.SIGKILL:
                 self._reach.cancel(self.host)  # it cannot have done so itself
         return self.returncode
@@ -103,6 +108,8 @@ class RemoteProcess:
         """What of a line on standard error is the process's own."""
         own, word, text = line.partition(self._word.encode())
         kind, _, value = text.decode(errors="replace").strip().partition(" ")
+        if word:
+            self.has_begun = True
         if word and kind == "end":
             self._told = os.waitstatus_to_exitcode(int(value))
         if self._told is not None and own.startswith(b"srun: "):
@@ -119,16 +126,12 @@ class RemoteProcess:
         if number == signal.SIGKILL and not self._is_batch:  # there, somebody has to cancel the job
             processes.signal_group(self._here, number)
             return
-        try:
-            os.write(self._orders, f"{number}\n".encode())
-        except OSError:
-            pass
+        self.write(f"{number}\n".encode())
 
     def kill_there(self) -> None:
         """Have the process there killed. What reaches it stays, to say so, whenever its host can be reached."""
         if self._here.returncode is None and not self._is_step:
-            with contextlib.suppress(OSError):
-                os.write(self._orders, f"{int(signal.SIGKILL)}\n".encode())
+            self.write(f"{int(signal.SIGKILL)}\n".encode())
 
 
 Child = subprocess.Popen[bytes] | RemoteProcess

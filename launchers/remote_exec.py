@@ -2,9 +2,10 @@
 
 The launcher starts this file by path through ssh, srun or the like, and writes to its standard input: first one line of
 JSON that says what to run, so that nothing of it stands on a command line, then numbers of signals to pass on. End of
-file means that the launcher has ended. Output of the process is ours. One line of our own goes to standard error,
+file means that the launcher has ended. Output of the process is ours. Two lines of our own go to standard error,
 behind a word that only the launcher knows:
 
+    WORD begin               this has been let in, and knows what to run
     WORD end STATUS          how the process has ended, as os.wait has it
 
 With an argument BASE the first line is in BASE.spec, and the rest comes from BASE.orders as that grows; a launcher that
@@ -18,6 +19,7 @@ Only the standard library is used; ``python -I -S`` starts it in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import ipaddress
@@ -105,11 +107,17 @@ def read_line(fd: int) -> bytes:
     return line
 
 
+def say(spec: dict[str, object], text: str) -> None:
+    """A line for the launcher."""
+    with contextlib.suppress(OSError):  # nobody is there to be told
+        os.write(2, f"{spec['word']} {text}\n".encode())
+
+
 class Remote:
-    """One process and the way back to the launcher."""
+    """One process and the way to it."""
 
     def __init__(self, spec: dict[str, object]) -> None:
-        self._word, self.orders = str(spec["word"]), 0
+        self.orders = 0
         self._command = [str(word) for word in spec["command"]]  # type: ignore[attr-defined]
         self._env = {str(name): str(value) for name, value in spec["env"].items()}  # type: ignore[attr-defined]
         kept = tuple(spec["kept"])  # type: ignore[arg-type,var-annotated]
@@ -123,10 +131,6 @@ class Remote:
         if self._env.get("KVMPI_ROLE") == "worker":  # a client's ranks do so themselves
             sibling("cores").share_cores(self._env)
         self.pid = 0
-
-    def say(self, text: str) -> None:
-        """A line for the launcher."""
-        os.write(2, f"{self._word} {text}\n".encode())
 
     def start(self) -> None:
         """Start the process as leader of a session of its own; from then on signals reach its group."""
@@ -258,6 +262,7 @@ def main(argv: list[str]) -> int:
             spec = json.loads(file.readline())
     else:
         spec = json.loads(read_line(0))
+    say(spec, "begin")
     try:
         if spec["alone"]:  # before the folders, so that a kill -9 leaves none, whenever it comes
             sibling("watchdog").guard(spec["job"], spec["folders"], [f"KVMPI_JOB_DIR={spec['folders'][0]}"])
@@ -277,10 +282,7 @@ def main(argv: list[str]) -> int:
     if spec["alone"]:  # nobody else has anything in these folders
         for folder in spec["folders"]:
             shutil.rmtree(folder, ignore_errors=True)
-    try:
-        remote.say(f"end {status}")
-    except OSError:
-        pass  # nobody is there to be told
+    say(spec, f"end {status}")
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 #: What a server ends with when the job has taken it for lost (EX_TEMPFAIL): it may come back as a new one.
@@ -68,9 +69,10 @@ class Restarts:
         self._due[label] = now_s + min(_FIRST_PAUSE_S * 2.0**count, _LONGEST_PAUSE_S)
         return f"it is started again ({count + 1} of {self.most})"
 
-    def is_planned(self, label: str) -> bool:
-        """Whether ``label`` is about to be started again."""
-        return label in self._due
+    @property
+    def planned(self) -> Collection[str]:
+        """Those that are about to be started again."""
+        return self._due.keys()
 
     def left_s(self, now_s: float) -> float | None:
         """Seconds until something is to be started, or to be ended; None if nothing is."""

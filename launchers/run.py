@@ -13,10 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvmpi.config import STATUS_FILE, Config
-from kvmpi.errors import STORE_OVER, VALUES_LOST, ClientLostError, ConfigError, PeerLostError, ServerLostError
+from kvmpi.errors import (
+    STORE_OVER,
+    VALUES_LOST,
+    ClientLostError,
+    ConfigError,
+    PeerLostError,
+    ServerLostError,
+    names_in_words,
+)
 from kvmpi.launchers import processes, questions
 from kvmpi.launchers.endings import Endings, Losses, make_fifo
-from kvmpi.launchers.explanation import Explanation
+from kvmpi.launchers.explanation import Explanation, in_words
 from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
@@ -46,12 +54,15 @@ class Runner:
         self._watchdog = watchdog
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
+        self._living: dict[str, Child] = {}  # those that have not ended
         self._plans = {process.label: process for process in job.processes}
+        self._workers = job.of_role("worker", "client")
         config = Config.from_env(job.env)
         is_batch = job.places is not None and job.places.reach.is_batch
         self._grace_s = config.grace_s + (BATCH_S if is_batch else 0.0)
         self._restarts = Restarts(job.restarts, job.replicas, config.on_client_loss, config.heartbeat_timeout_s)
         self._starter = Starter(job)
+        self._has_unsent: dict[RemoteProcess, int] = {}  # and the pipes that we wait for to take more of it
         self._starts: Counter[str] = Counter()  # how often processes were started
         self._tails: dict[str, deque[bytes]] = {}
         self._codes: dict[str, int] = {}  # how processes have ended
@@ -61,6 +72,8 @@ class Runner:
         #: A worker that is a client, and has failed since another was gone; and until when that one may be found.
         self._follower: tuple[Failure, float] | None = None
         self._writers: dict[str, list[int]] = {}
+        self._streams: dict[str, list[tuple[int, Stream]]] = {}  # of a process and the ranks below it
+        self._may_have_ended = True  # some child: since SIGCHLD
         self._endpoint = b""  # what the scheduler has said about where it listens
         self._ready_closed = False
         self._stopping = False
@@ -81,9 +94,8 @@ class Runner:
         """Run the job; its exit status."""
         try:
             self._start_scheduler()
-            for process in self._job.of_role("server", "worker", "client"):
-                if not self._over():
-                    self._start(process)
+            self._starter.add(*self._job.of_role("server"), *self._workers)
+            self._start_due()
             while not self._over() and self._working():
                 self._step(None)
             if self._follower is not None and not self._over():
@@ -108,12 +120,12 @@ class Runner:
         return bool(self._signals) or self._failure is not None
 
     def _working(self) -> bool:
-        return any(self._alive(process) for process in self._job.of_role("worker", "client"))
+        labels = (*self._living, *self._restarts.planned)
+        return self._starter.has_waiting or any(self._plans[label].workers for label in labels)
 
     def _is_done(self) -> bool:
         """Whether some workers have done what was to be done, and no others are at work."""
-        ended = [self._codes.get(process.label) for process in self._job.of_role("worker", "client")]
-        return 0 in ended and not self._working()
+        return not self._working() and any(self._codes.get(process.label) == 0 for process in self._workers)
 
     def _is_wanted(self, label: str) -> bool:
         """Whether a process that has died is to be started again: not where others have come to the end without it."""
@@ -123,12 +135,6 @@ class Runner:
     def _goes_on_after(self, label: str) -> bool:
         """Whether a job whose process ``label`` has just failed still does, or has done, something."""
         return self._working() or self._is_done() or self._restarts.can_restart(label)
-
-    def _alive(self, process: Process) -> bool:
-        if self._restarts.is_planned(process.label):
-            return True
-        child = self._children.get(process.label)
-        return child is not None and child.returncode is None
 
     def _start_scheduler(self) -> None:
         """Start it and wait until it has said where it listens."""
@@ -159,10 +165,17 @@ class Runner:
             self._failure = Failure("scheduler", 1, f"said {endpoint!r} where tcp://HOST:PORT was expected")
         self._env["KVMPI_SCHEDULER"] = endpoint
 
+    def _start_due(self) -> None:
+        for process in self._starter.take_due():
+            if self._over():
+                break
+            self._start(process, self._again_env(process.label))
+
     def _start(self, process: Process, extra: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()) -> None:
         """Start one process with pipes for its output, and FIFOs for that of the ranks below it."""
         self._codes.pop(process.label, None)
         self._open_ranks.pop(process.label, None)
+        self._streams.setdefault(process.label, [])
         self._open_output(process.label)
         if process.role == "client":
             self._fifo(f"client-{process.rank}.status", Stream(process.label, 0))
@@ -189,8 +202,11 @@ class Runner:
                 os.close(write_end)
         for target, (read_end, _) in enumerate(pipes, start=1):
             self._watch(read_end, Stream(process.label, target))
-        self._children[process.label] = child
+        self._children[process.label] = self._living[process.label] = child
         self._watchdog.add(child.pid)
+        if isinstance(child, RemoteProcess) and not child.write():
+            self._selector.register(child.orders, selectors.EVENT_WRITE, child)
+            self._has_unsent[child] = child.orders
 
     def _open_output(self, label: str) -> None:
         self._tails[label] = deque(maxlen=_KEPT_LINES)
@@ -214,6 +230,7 @@ class Runner:
     def _watch(self, fd: int, stream: Stream) -> None:
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, stream)
+        self._streams[stream.client or stream.label].append((fd, stream))
 
     def _again_env(self, label: str) -> dict[str, str]:
         """What a process that is started again has to know: a scheduler, where the others look for it."""
@@ -240,12 +257,15 @@ class Runner:
         if self._answered != self._catcher.asked:
             self._answered = self._catcher.asked
             self._ask()
-        self._reap()
+        if self._may_have_ended:
+            self._may_have_ended = False
+            self._reap()
         if not self._stopping and not self._over():
             self._end_unheard()
             for label in self._restarts.take_due(time.monotonic()):
                 if self._is_wanted(label):
-                    self._start(self._plans[label], self._again_env(label))
+                    self._starter.add(self._plans[label])
+            self._start_due()
         if (suspect := self._inquest.suspect) is not None and time.monotonic() >= suspect.deadline_s:
             self._blame(suspect.failure)
         if self._follower is not None and not self._stopping and time.monotonic() >= self._follower[1]:
@@ -264,16 +284,21 @@ class Runner:
                 passed_on.add(child.pid)
                 asked.append(f"the ranks of {label}")
         asked += questions.ask(self._job.job_dir, but=passed_on)
-        names = ", ".join(asked) or "nobody: no process of the job answers yet"
+        names = names_in_words(asked) or "nobody: no process of the job answers yet"
         self._output.say(f"kvmpi run: SIGUSR1: asked {names}")
 
-    def _read(self, fd: int, what: Stream | str) -> bool:
-        """Read once; false when nothing was there."""
+    def _read(self, fd: int, what: Stream | RemoteProcess | str) -> bool:
+        """Read once; false when nothing was there. Those who are told something take what there is room for."""
+        if isinstance(what, RemoteProcess):
+            if what.write():
+                self._selector.unregister(self._has_unsent.pop(what))
+            return True
         try:
             chunk = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
         if what == "wakeup":
+            self._may_have_ended = True
             return bool(chunk)
         if what == "ready":
             self._endpoint += chunk
@@ -355,15 +380,15 @@ class Runner:
         raised = words[0] == "raised"
         if not raised:
             self._codes[failure.label] = code
-        lost = raised and self._has_lost_a_peer(failure.label)
+        lost = raised and self._has_lost_a_peer(failure.label, client)
         if self._inquest.hear(client, failure, code, time.monotonic(), raised=raised, has_lost_a_peer=lost):
             self._blame(failure)
 
-    def _has_lost_a_peer(self, worker: str) -> bool:
-        """Whether that is the error which a worker has ended with."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Stream) and (key.data.label, key.data.target) == (worker, 2):
-                self._read_all(key.fd, key.data)
+    def _has_lost_a_peer(self, worker: str, process: str) -> bool:
+        """Whether that is the error which a worker, by itself or below the mpirun ``process``, has ended with."""
+        for fd, stream in list(self._streams[process]):
+            if (stream.label, stream.target) == (worker, 2):
+                self._read_all(fd, stream)
         last = next((line for line in reversed(self._tails[worker]) if line.strip()), b"")
         names = (PeerLostError, ClientLostError, ServerLostError)
         return any(name.__name__.encode() in last.partition(b":")[0] for name in names)
@@ -388,11 +413,14 @@ class Runner:
 
     def _reap(self) -> None:
         # Workers first: one that has failed may have taken a server with it, and the last one ends the job.
-        for label, child in reversed(self._children.items()):
-            if child.returncode is not None or child.poll() is None:
+        for label, child in [*reversed(self._living.items())]:
+            if child.poll() is None:
                 continue
+            del self._living[label]
             self._watchdog.discard(child.pid)
-            self._drain()  # its last words, and the reports of its ranks, before the verdict on it
+            if isinstance(child, RemoteProcess) and (fd := self._has_unsent.pop(child, None)) is not None:
+                self._selector.unregister(fd)
+            self._drain(label)  # its last words, and the reports of its ranks, before the verdict on it
             code = child.returncode
             assert code is not None
             if code == 0 and self._open_ranks.get(label):
@@ -416,11 +444,11 @@ class Runner:
                     self._output.say(f"kvmpi run: {label} {how}; {what}")
                 else:
                     failure = Failure(label, processes.exit_status(code) or 1, how)
-                    if code and self._plans[label].role == "worker" and self._has_lost_a_peer(label):
+                    if code and self._plans[label].role == "worker" and self._has_lost_a_peer(label, label):
                         self._follower = self._follower or (failure, time.monotonic() + _FOLLOWED_S)
                     else:
                         self._blame(failure)
-        processes.bury_orphans({*self._watchdog.pids, *(child.pid for child in self._children.values())})
+        processes.bury_orphans({*self._watchdog.pids, *(child.pid for child in self._living.values())})
 
     def _hears_all(self, label: str) -> bool:
         """Whether all ranks of an mpirun report here, which they cannot from hosts that lack the job's folder."""
@@ -487,7 +515,7 @@ class Runner:
             labels = [label for label in self._children if self._plans[label].role in roles]
             self._end(labels, signal.SIGTERM, self._grace_s, enough=lambda: len(self._signals) > asked)
             if left := list(filter(self._still_runs, labels)):
-                self._output.say(f"kvmpi run: SIGTERM did not end {', '.join(left)}; killed")
+                self._output.say(f"kvmpi run: SIGTERM did not end {in_words(left)}; killed")
                 self._end(left, signal.SIGKILL, KILL_S, enough=lambda: False)
 
     def _end(self, labels: list[str], number: int, patience_s: float, enough: Callable[[], bool]) -> None:
@@ -504,7 +532,7 @@ class Runner:
                 self._step(left_s)
 
     def _still_runs(self, label: str) -> bool:
-        return self._children[label].returncode is None
+        return label in self._living
 
     def _signal(self, label: str, number: int) -> None:
         """To a process and its group. An mpirun would kill its ranks one second after SIGTERM, so they get that."""
@@ -535,6 +563,8 @@ class Runner:
         self._endings.close()
         for label in list(self._writers):
             self._release(label)
+        for fd in self._has_unsent.values():
+            self._selector.unregister(fd)
         for child in self._children.values():
             child.poll()
         self._drain()
@@ -548,16 +578,17 @@ class Runner:
             pass
         self._selector.close()
 
-    def _drain(self) -> None:
-        """Read all that is there now, without waiting; a grandchild may keep a pipe open for ever."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Stream):
-                self._read_all(key.fd, key.data)
+    def _drain(self, label: str = "") -> None:
+        """Read all that is there now, of one process or of all, without waiting; a grandchild may keep a pipe open."""
+        for streams in [self._streams[label]] if label else list(self._streams.values()):
+            for fd, stream in list(streams):
+                self._read_all(fd, stream)
 
     def _read_all(self, fd: int, stream: Stream) -> None:
         try:
             for _ in range(DRAIN_READS):
-                if fd not in self._selector.get_map() or not self._read(fd, stream):
+                known = self._selector.get_map().get(fd)
+                if known is None or known.data is not stream or not self._read(fd, stream):
                     break
         except OutputClosedError:
             if not self._stopping:

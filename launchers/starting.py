@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvmpi.launchers import processes
@@ -12,11 +12,44 @@ from kvmpi.launchers.remote import Child, RemoteProcess
 
 
 class Starter:
-    """For one job; it counts how often it has started what has folders of its own each time."""
+    """For one job; it counts how often it has started what has folders of its own each time.
+
+    Only so many may be on their way at once (see ``Reach.most_entering``): others wait until some of them have come in.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._starts: Counter[str] = Counter()
+        self._waiting: defaultdict[str, deque[Process]] = defaultdict(deque)  # by entrance; empty: none is needed
+        self._entering: defaultdict[str, list[RemoteProcess]] = defaultdict(list)
+
+    def add(self, *processes: Process) -> None:
+        """Have these started when their turn has come: at each entrance the first come first."""
+        for process in processes:
+            self._waiting[self._entrance(process)].append(process)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some wait for their turn."""
+        return bool(self._waiting)
+
+    def take_due(self) -> Iterator[Process]:
+        """Those whose turn has come; each has to be started before the next is asked for."""
+        for entrance, waiting in list(self._waiting.items()):
+            while waiting and self._has_room(entrance):
+                yield waiting.popleft()
+            if not waiting:
+                del self._waiting[entrance]
+
+    def _entrance(self, process: Process) -> str:
+        places = self._job.places
+        return places.reach.entrance(process.host) if places is not None and process.host else ""
+
+    def _has_room(self, entrance: str) -> bool:
+        most = self._job.places.reach.most_entering if self._job.places is not None and entrance else None
+        entering = [child for child in self._entering[entrance] if not child.has_begun and child.returncode is None]
+        self._entering[entrance] = entering
+        return most is None or len(entering) < most
 
     def start(
         self, process: Process, env: Mapping[str, str], local_env: Mapping[str, str], pipes: Sequence[tuple[int, int]],
@@ -46,9 +79,11 @@ class Starter:
         def own(text: str) -> str:
             return text.replace(f"kvmpi-{self._job.job_id}", mine)
 
-        return RemoteProcess(
+        child = RemoteProcess(
             places.reach, process.host, [own(word) for word in process.command],
             {name: own(value) for name, value in env.items()}, local_env=local_env,
             folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
             is_step=process.is_step, spans=process.spans, **out,
         )  # fmt: skip
+        self._entering[self._entrance(process)].append(child)
+        return child

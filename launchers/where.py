@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvmpi.errors import ConfigError
@@ -19,6 +20,8 @@ from kvmpi.launchers.remote_exec import own_address
 _ANYWHERE = "192.0.2.1"
 #: By which Slurm says where a process is: this need not be a name that anything else knows.
 _NODE = "SLURMD_NODENAME"
+#: Names that are looked up at once.
+_LOOKUPS = 32
 
 
 def find(
@@ -71,8 +74,7 @@ def find(
         if sum(host.slots for group in before for host in group) >= bounds[-1][1]:
             for_servers = [host.name for host in last]
     layout = lay_out(found, bounds, num_servers, for_servers)
-    node = environ.get(_NODE, "")
-    here = next((name for name in layout.names if is_here(name) or name == node), "")
+    here = find_here(layout.names, environ)
     others = [name for name in layout.names if name != here]
     address = _own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
     return Places(layout, way, here, address, network)
@@ -173,9 +175,13 @@ def _parse(option: str, text: str) -> list[Host]:
     return merge(found, f"{option} {text}")
 
 
+def _own_names() -> tuple[str, ...]:
+    return ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0])
+
+
 def is_here(name: str) -> bool:
     """Whether ``name`` is this host."""
-    if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+    if name in _own_names():
         return True
     try:
         address = socket.gethostbyname(name)
@@ -184,6 +190,18 @@ def is_here(name: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def find_here(names: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The first of ``names`` that this host has; empty: none is its."""
+    own = {*_own_names(), environ.get(_NODE, "")}
+    count = next((i for i, name in enumerate(names) if name in own), len(names))
+    pool = ThreadPoolExecutor(_LOOKUPS)  # a name service may take its time for each
+    try:
+        found = zip(names, pool.map(is_here, names[:count]), strict=False)
+        return next((name for name, is_its in found if is_its), "".join(names[count : count + 1]))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def look(

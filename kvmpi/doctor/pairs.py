@@ -18,6 +18,7 @@ from typing import Any
 
 import kvmpi
 from kvmpi.doctor.finding import Finding, Surroundings
+from kvmpi.errors import names_in_words
 from kvmpi.launchers import mpirun, where
 from kvmpi.launchers.hosts import Host
 from kvmpi.launchers.reach import Reach
@@ -92,7 +93,7 @@ def check(
 ) -> tuple[list[Finding], Pairs | None]:  # fmt: skip
     """All findings about these hosts and this one, where the scheduler will be."""
     names = [host.name for host in hosts]
-    here = next((name for name in names if where.is_here(name) or name == at.environ.get("SLURMD_NODENAME")), "")
+    here = where.find_here(names, at.environ)
     others = [name for name in names if name != here]
     try:
         address = own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
@@ -179,13 +180,13 @@ def _start(probes: Sequence[Probe]) -> tuple[list[Probe], list[Finding]]:
     others = [probe for probe in ready if not probe.here]
     versions = {probe.name: probe.about["kvmpi"] for probe in others if probe.about["kvmpi"] != kvmpi.__version__}
     if versions:
-        listed = ", ".join(f"{name} has {version}" for name, version in versions.items())
+        listed = names_in_words([f"{name} has {version}" for name, version in versions.items()])
         findings.append(Finding(
             "hosts", "problem", f"{listed}; this host has {kvmpi.__version__}",
             "Processes of different versions refuse each other.", "install the same everywhere",
         ))  # fmt: skip
     if others:
-        listed = ", ".join(f"{probe.name} {probe.about['address']}" for probe in others)
+        listed = names_in_words([f"{probe.name} {probe.about['address']}" for probe in others])
         findings.insert(0, Finding("hosts", "ok", f"reached {listed}", facts={p.name: p.about for p in others}))
     return ready, findings
 

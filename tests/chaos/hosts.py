@@ -153,7 +153,7 @@ class HostsJob:
         now_s = time.monotonic()
         for label, process in self._running.items():
             status = process.poll()
-            if status is None or label in self._ended or self._restarts.is_planned(label):
+            if status is None or label in self._ended or label in self._restarts.planned:
                 continue
             if status == 0 and label.split()[0] in ("worker", "client"):
                 self._ended.add(label)

@@ -54,14 +54,14 @@ def test_what_lsf_is_told() -> None:
         Lsf().number("No such queue")
 
 
-@pytest.mark.parametrize(("system", "answer", "state"), [
-    ("slurm", "PENDING\n", WAITS), ("slurm", "RUNNING", RUNS), ("slurm", "COMPLETED", ENDED), ("slurm", "", ENDED),
+@pytest.mark.parametrize(("system", "word", "state"), [
+    ("slurm", "PENDING", WAITS), ("slurm", "RUNNING", RUNS), ("slurm", "COMPLETED", ENDED), ("slurm", "UNKNOWN", ENDED),
     ("slurm", "NODE_FAIL", ENDED), ("slurm", "REQUEUED", WAITS), ("slurm", "COMPLETING", RUNS),
     ("lsf", "PEND", WAITS), ("lsf", "RUN", RUNS), ("lsf", "SSUSP", RUNS), ("lsf", "DONE", ENDED),
-    ("lsf", "EXIT", ENDED), ("lsf", "", ENDED),
+    ("lsf", "EXIT", ENDED), ("lsf", "UNKNOWN", ENDED),
 ])  # fmt: skip
-def test_states(system: str, answer: str, state: str) -> None:
-    assert SYSTEMS[system].state(answer)[0] == state
+def test_states(system: str, word: str, state: str) -> None:
+    assert SYSTEMS[system].state(word) == state
 
 
 # ---- real jobs

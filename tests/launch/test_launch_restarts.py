@@ -100,7 +100,7 @@ def test_pauses_double_and_there_is_an_end():
     restarts = Restarts(2, 1, "wait")
     for now_s, pause_s in ((0.0, 0.1), (10.0, 0.2)):
         assert "started again" in restarts.plan("worker 0", now_s)
-        assert restarts.is_planned("worker 0")
+        assert "worker 0" in restarts.planned
         assert restarts.left_s(now_s) == pytest.approx(pause_s)
         assert restarts.take_due(now_s + pause_s - 0.01) == []
         assert restarts.take_due(now_s + pause_s + 0.01) == ["worker 0"]

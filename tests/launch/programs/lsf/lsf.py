@@ -88,13 +88,18 @@ def run(words: list[str]) -> int:
 
 
 def bjobs(words: list[str]) -> int:
-    assert words[:3] == ["-noheader", "-o", "stat"], words
-    job = HOME / words[3]
-    if not job.exists():
-        print(f"Job <{words[3]}> is not found", file=sys.stderr)
-        return 255
-    print((job / "state").read_text())
-    return 0
+    assert words[:3] == ["-noheader", "-o", "jobid stat"], words
+    with open(HOME.parent / "asked", "a") as asked:
+        print(*words[3:], file=asked)
+    status = 0
+    for number in words[3:]:
+        job = HOME / number
+        if job.exists():
+            print(f"{number:<10} {(job / 'state').read_text()}")
+        else:
+            print(f"Job <{number}> is not found", file=sys.stderr)
+            status = 255
+    return status
 
 
 def bkill(words: list[str]) -> int:

@@ -1,0 +1,141 @@
+"""Jobs with many hosts, or many processes on one: what all of them ask of something that they share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import LaunchedJob
+
+from kvmpi.errors import names_in_words, ranks_in_words
+from kvmpi.launchers import where
+from kvmpi.launchers.batch import SYSTEMS, Lsf
+from kvmpi.launchers.batch_states import States
+
+#: Stands in for ssh and an sshd: of those who have not proved yet who they are it lets in ten, and refuses others.
+#: (It begins to refuse some of them at ten; one of the ten is no process of the job, but a watchdog.)
+DOOR = """#!{python} -IS
+import fcntl, os, sys, time
+entering = os.open({folder!r}, os.O_RDONLY)
+mine = f"{folder}/{{os.getpid()}}"
+fcntl.flock(entering, fcntl.LOCK_EX)
+refused = len(os.listdir({folder!r})) >= 10
+open(mine, "w").close()
+fcntl.flock(entering, fcntl.LOCK_UN)
+time.sleep(0.3)
+os.unlink(mine)
+if refused:
+    sys.exit("Connection closed by 10.9.0.1 port 22")
+os.execvp("sh", ["sh", "-c", *sys.argv[2:]])
+"""
+
+
+def test_a_host_lets_in_a_few_at_once(
+    launch: Callable[..., LaunchedJob], write: Callable[..., str], tmp_path: Path
+) -> None:
+    """So those of one host wait for each other on their way there; and what runs is not held up by who does not."""
+    (tmp_path / "entering").mkdir()
+    shell = tmp_path / write("door", DOOR.format(python=sys.executable, folder=str(tmp_path / "entering")))
+    shell.chmod(0o755)
+    program = write("says.sh", "#!/bin/sh\necho here\n")
+    (tmp_path / program).chmod(0o755)
+    words = ["--hosts", "10.9.0.1:20", "--interface", "lo", "--remote-shell", str(shell), "-n20", "-c20"]
+    job = launch(*words, f"./{program}", whole=True)
+    assert job.finish(60) == 0, job.stderr
+    assert sorted(line for line in job.stdout.splitlines() if "here" in line) == sorted(
+        f"[worker {rank}] here" for rank in range(20)
+    )
+
+
+def test_names_of_hosts_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name service that takes its time does so for each of thousands."""
+    together = threading.Barrier(4, timeout=10)
+    addresses = {f"n{i}": f"203.0.113.{i}" for i in range(8)} | {"n6": "127.0.0.1"}
+
+    def look_up(name: str) -> str:
+        together.wait()
+        return addresses[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    assert where.find_here([*addresses], {}) == "n6"
+    assert where.find_here([f"n{i}" for i in range(4)], {}) == ""
+    assert where.find_here(["localhost", *addresses], {}) == "localhost", "this needs no look"
+    assert where.find_here([*[*addresses][:4], "w1", "n6"], {"SLURMD_NODENAME": "w1"}) == "w1"
+
+
+# ---- one question to a batch system for all jobs
+
+
+class Counted(Lsf):
+    """A batch system that counts how often it is asked, and knows two jobs of three."""
+
+    def __init__(self, status: int = 0, complaint: str = "") -> None:
+        self.asked, self._status, self._complaint = 0, status, complaint
+
+    def look(self, numbers: Sequence[str]) -> list[str]:
+        self.asked += 1
+        lines = "".join(f"{number:<9} RUN\n" for number in numbers if int(number) % 3)
+        return ["sh", "-c", 'printf "%s" "$1"; printf "%s" "$2" >&2; exit "$3"', "-", lines, self._complaint,
+                str(self._status)]  # fmt: skip
+
+
+def test_one_asks_a_batch_system_for_all_jobs(tmp_path: Path) -> None:
+    system = Counted(255, "Job <9> is not found")
+    states = {number: States(system, str(tmp_path / "states"), str(number)) for number in range(200)}
+    words = {number: state.word(60) for number, state in states.items()}
+    assert words == {number: "RUN" if number % 3 else "UNKNOWN" for number in states}
+    assert system.asked == 1
+    late = States(system, str(tmp_path / "states"), "200")
+    with pytest.raises(OSError, match="nobody has asked about job 200"):
+        late.word(60)
+    os.utime(tmp_path / "states" / "answer", (0, 0))  # it is old
+    states[7].close()
+    assert (late.word(60), states[8].word(60), system.asked) == ("RUN", "RUN", 2)
+    assert b"\n7 " not in (tmp_path / "states" / "answer").read_bytes(), "nobody wants to know any more"
+
+
+def test_whoever_finds_another_one_asking_goes_on(tmp_path: Path) -> None:
+    system = Counted()
+    state = States(system, str(tmp_path / "states"), "1")
+    with open(tmp_path / "states" / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            state.word(60)
+    assert (state.word(60), system.asked) == ("RUN", 1)
+
+
+def test_a_batch_system_that_fails_says_nothing_of_any_job(tmp_path: Path) -> None:
+    """Else all that it does not name would have ended."""
+    system = Counted(1, "LSF is down. Please wait ...")
+    states = [States(system, str(tmp_path / "states"), str(number)) for number in range(3)]
+    with pytest.raises(OSError, match="LSF is down"):
+        states[0].word(60)
+
+
+def test_words_of_a_batch_system_about_several_jobs() -> None:
+    assert SYSTEMS["slurm"].words("12 PENDING\n13 RUNNING\n") == {"12": "PENDING", "13": "RUNNING"}
+    assert SYSTEMS["lsf"].words("12        PEND\n13  RUN \n\n") == {"12": "PEND", "13": "RUN"}
+    assert [w for w in SYSTEMS["slurm"].look(["12", "13"]) if w.startswith("--jobs")] == ["--jobs=12,13"]
+
+
+# ---- names of many
+
+
+@pytest.mark.parametrize(("ranks", "text"), [
+    ([], ""), ([3], "3"), ([4, 3], "3, 4"), ([1, 2, 3], "1 to 3"), ([3, 17, *range(201, 297)], "3, 17, 201 to 296"),
+    (range(1000), "0 to 999"), (range(0, 300, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 142 more"),
+    ([*range(0, 20, 2), 31, 32, 33], "0, 2, 4, 6, 8, 10, 12, 14 and 5 more"),
+])  # fmt: skip
+def test_many_ranks_are_named_briefly(ranks: Sequence[int], text: str) -> None:
+    assert ranks_in_words(ranks) == text
+
+
+def test_of_many_names_the_first_are_named() -> None:
+    assert names_in_words(["b", "a"]) == "b, a"
+    assert names_in_words([f"n{i}" for i in range(2000)], 3) == "n0, n1, n2 and 1997 more"
