@@ -22,14 +22,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmpi.config import STATUS_FILE, WATCHED_FILE
-from kvmpi.errors import ConfigError, KVError, KVTimeoutError
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError, ranks_in_words
 from kvmpi.launchers import questions
 from kvmpi.launchers.job import CARD
 from kvmpi.launchers.summary import Picture, counted, volume
 
 #: In which a scheduler that is there has written what it was asked for; it looks once a second.
 PATIENCE_S = 10.0
-_ROWS = 40
+_ROWS = 60
+#: Processes that are lost, a line for each.
+_MOST_LOST = 3
+#: Lines of a screen that are no rows of tables: what the job is, who is lost and slowest, and titles and notes of both.
+_LINES_BESIDE = 14
 #: Characters of a line in which every table has room.
 _WIDEST = 10_000
 
@@ -173,13 +177,18 @@ def _follow(card: Picture) -> None:
                 picture = look(card["folder"])
             except ConfigError:
                 break
-            live.update(show(picture, card, max(5, console.height - 14)), refresh=True)
+            live.update(show(picture, card, rows_of(console)), refresh=True)
             time.sleep(1.0)
     console.print(f"job {card['job'][:8]} has ended")
 
 
+def rows_of(console: Console) -> int:
+    """How many rows of tables the screen has room for."""
+    return max(6, console.height - _LINES_BESIDE)
+
+
 def show(picture: Picture, card: Picture, most_rows: int) -> Group:
-    """The tables of a picture."""
+    """The tables of a picture, with so many rows together; where there are more, those in trouble come first."""
     totals = picture["totals"]
     head = Text.assemble(
         ("kvmpi ", "bold"), f"{picture['job'][:8]}  {shlex.join(card['program'])[:60]}\n",
@@ -190,14 +199,18 @@ def show(picture: Picture, card: Picture, most_rows: int) -> Group:
         f"{totals['imbalance']:.2f}",
     )  # fmt: skip
     parts: list[Any] = [head]
-    parts += [Text(f"lost: {text}", "bold red") for text in picture["lost"]]
+    parts += [Text(f"lost: {text}", "bold red") for text in picture["lost"][:_MOST_LOST]]
+    if more := picture["lost"][_MOST_LOST:]:
+        parts.append(Text(f"and {len(more)} more are lost", "bold red"))
     if picture["slowest"] is not None:
         slow = next(worker for worker in picture["workers"] if worker["rank"] == picture["slowest"])
         own = f"worker {slow['rank']}, {1000 * slow['own_s_per_step']:.1f} ms of its own work in a step"
         parts.append(Text.assemble(("slowest: ", "dim"), (own, "yellow" if slow["straggler"] else "")))
-    parts.append(_workers(picture, most_rows))
+    # Servers are few, and have a third of the rows, or what workers leave.
+    for_servers = min(len(picture["servers"]), max(most_rows // 3, most_rows - len(picture["workers"])))
+    parts.append(_workers(picture, most_rows - for_servers))
     if picture["servers"]:
-        parts.append(_servers(picture, most_rows))
+        parts.append(_servers(picture, for_servers))
     return Group(*parts)
 
 
@@ -274,13 +287,16 @@ def _workers(picture: Picture, most_rows: int) -> Columns:
 
 def _servers(picture: Picture, most_rows: int) -> Columns:
     names = ["server", "state", "keys", "held", "requests/s", "GB/s", "updates", "queue", "memory", "waits for"]
+    servers = picture["servers"]
+    if len(servers) > most_rows:  # who is in trouble, and who is behind
+        servers = sorted(servers, key=lambda s: (s["state"] != "silent", -s["queue"], -len(s["missing"])))[:most_rows]
     rows: list[list[str | Text]] = [
         [
             str(s["rank"]), _state(s), str(s["keys"]), volume(s["held_bytes"]), f"{s['requests_per_s']:.4g}",
             f"{s['bytes_per_s'] / 1e9:.3f}", str(s["rounds"]), str(s["queue"]), volume(s["resident_bytes"]),
-            ", ".join(f"client {rank}" for rank in s["missing"][:6]) or "-",
+            f"client {ranks_in_words(s['missing'], 4)}" if s["missing"] else "-",
         ]
-        for s in picture["servers"][:most_rows]
+        for s in servers
     ]  # fmt: skip
     spare = ["memory", "keys", "updates", "GB/s", "held", "queue"]
     return Columns("servers", names, rows, spare, len(picture["servers"]) - len(rows))

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 from conftest import LaunchedJob
+from rich.console import Console
 
 from kvmpi.errors import names_in_words, ranks_in_words
-from kvmpi.launchers import where
+from kvmpi.launchers import top, where
 from kvmpi.launchers.batch import SYSTEMS, Lsf
 from kvmpi.launchers.batch_states import States
+from kvmpi.ps.statistics import Statistics
+from kvmpi.wire.messages import Report
 
 #: Stands in for ssh and an sshd: of those who have not proved yet who they are it lets in ten, and refuses others.
 #: (It begins to refuse some of them at ten; one of the ten is no process of the job, but a watchdog.)
@@ -139,3 +142,33 @@ def test_many_ranks_are_named_briefly(ranks: Sequence[int], text: str) -> None:
 def test_of_many_names_the_first_are_named() -> None:
     assert names_in_words(["b", "a"]) == "b, a"
     assert names_in_words([f"n{i}" for i in range(2000)], 3) == "n0, n1, n2 and 1997 more"
+
+
+# ---- what people look at
+
+
+def test_top_shows_who_is_in_trouble_on_one_screen() -> None:
+    statistics = Statistics(300, 20, 300, job="many")
+    for now_s in range(1, 30):
+        for role, count, silent in (("worker", 300, 211), ("server", 20, 18)):
+            for rank in range(count):
+                if rank != silent or now_s < 10:
+                    totals = {"steps": 10.0 * now_s, "elapsed_s": now_s, "queue": 90.0 if rank == 17 else 1.0}
+                    awaited = [3, 4, 5, 211] if role == "server" else []
+                    report = Report(role, rank, rank, 1, now_s, f"n{rank}/1", totals, missing=awaited)
+                    statistics.hear(report, float(now_s))
+    picture = statistics.snapshot(29.0, [f"client {rank} has not been heard for 15.0 s" for rank in range(40)])
+    for height in (24, 50):
+        console = Console(width=120, height=height)
+        with console.capture() as shown:
+            console.print(top.show(picture, {"program": ["train.py"]}, top.rows_of(console)))
+        text = shown.get()
+        assert len(text.splitlines()) <= height
+        told = [" ".join(line.split()) for line in text.splitlines()]
+        assert "lost: client 2 has not been heard for 15.0 s" in told
+        assert "and 37 more are lost" in told
+        first = {title: told[told.index(title) + 2] for title in ("workers", "servers")}
+        assert first["workers"].startswith("211 211 silent 20 s")
+        assert first["servers"].startswith("18 silent 20 s")
+        assert told[told.index("servers") + 3].startswith("17 running"), "it has the longest queue"
+        assert first["servers"].endswith("client 3 to 5, 211")

@@ -4,6 +4,7 @@
 const token = new URLSearchParams(location.search).get("token") || "";
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 8;
+const [MANY_ROWS, MANY_NAMES] = [40, 8];
 const byId = (id) => document.getElementById(id);
 let tag = "";
 let newest = null;
@@ -162,6 +163,18 @@ function table(place, caption, columns, rows) {
   place.replaceChildren(element("table", { "aria-label": caption }, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
+// Of many rows those in trouble come first, so that nobody has to look for them.
+function ordered(rows) {
+  const trouble = (row) => (row.state === "silent" ? 2 : row.straggler ? 1 : 0);
+  return rows.length > MANY_ROWS ? [...rows].sort((a, b) => trouble(b) - trouble(a) || a.rank - b.rank) : rows;
+}
+
+// The first of them, and how many there are besides.
+function first(items, separator) {
+  const more = items.length - MANY_NAMES;
+  return items.slice(0, MANY_NAMES).join(separator) + (more > 0 ? ` and ${more} more` : "");
+}
+
 const state = ["state", (row) => (row.state === "silent" ? `silent ${seconds(row.silent_s)}` : row.straggler ? "slow" : row.state),
   (row) => (row.state === "running" && row.straggler ? "slow" : row.state)];
 
@@ -175,7 +188,7 @@ function workers(data) {
   ];
   const told = (y) => (y === null ? "not finite" : digits(y));
   for (const name of Object.keys(data.curves)) columns.push([name, (w) => told(w.newest[name])]);
-  table(byId("workers"), "Workers", columns, data.workers);
+  table(byId("workers"), "Workers", columns, ordered(data.workers));
 }
 
 function servers(data) {
@@ -183,8 +196,8 @@ function servers(data) {
     ["server", (s) => `server ${s.rank}`], ["host", (s) => s.host], state, ["keys", (s) => digits(s.keys)],
     ["held", (s) => bytes(s.held_bytes)], ["requests/s", (s) => digits(s.requests_per_s)], ["moved", (s) => rate(s.bytes_per_s)],
     ["updates", (s) => digits(s.rounds)], ["queue", (s) => s.queue],
-    ["waits for client", (s) => s.missing.join(", ") || "–"], ["memory", (s) => bytes(s.resident_bytes)],
-  ], data.servers);
+    ["waits for client", (s) => first(s.missing, ", ") || "–"], ["memory", (s) => bytes(s.resident_bytes)],
+  ], ordered(data.servers));
 }
 
 // ---- the page
@@ -197,7 +210,7 @@ function show(data) {
   const parts = [`${counted(shape.workers, "worker")} in ${counted(shape.clients, "client")}`, counted(shape.servers, "server"), `up ${seconds(data.elapsed_s)}`];
   byId("state").textContent = parts.join(" · ");
   byId("lost").hidden = !data.lost.length;
-  byId("lost").textContent = data.lost.join("; ");
+  byId("lost").textContent = first(data.lost, "; ");
   const slowest = data.slowest === null ? "–" : `worker ${data.slowest}`;
   const straggles = data.workers.some((w) => w.rank === data.slowest && w.straggler);
   const tiles = [
