@@ -12,7 +12,7 @@ from kvmpi.launchers.reach import Reach
 
 COMMAND = (sys.executable, "-m", "kvmpi", "doctor", "--machine", "--json")
 _ANSWER_S = 25.0
-_AT_ONCE = 16
+_AT_ONCE = 64
 
 
 def check(at: Surroundings, names: Sequence[str], way: Reach) -> list[Finding]:

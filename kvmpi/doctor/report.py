@@ -15,10 +15,12 @@ from rich.text import Text
 import kvmpi
 from kvmpi.doctor.finding import LEVELS, Finding
 from kvmpi.doctor.pairs import Pairs, slow
+from kvmpi.errors import names_in_words
 
 WIDTH = 80
 _MOST_COLUMNS = 6
 _LONGEST_NAME = 24
+_MOST_ALIKE = 8
 _STYLES = {"ok": "green", "skipped": "dim", "warning": "yellow", "problem": "bold red"}
 
 
@@ -49,13 +51,12 @@ def show(findings: Sequence[Finding], pairs: Pairs | None, ceiling: Sequence[str
 def _show(findings: Sequence[Finding], pairs: Pairs | None, ceiling: Sequence[str], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=console.width)
     table.add_column(width=7)
-    longest = max((len(_name(finding)) for finding in findings), default=0)
+    rows = _rows(findings)
+    longest = max((len(name) for _, name, _ in rows), default=0)
     table.add_column(width=min(longest, _LONGEST_NAME), overflow="fold")
     table.add_column(overflow="fold", ratio=1)
-    for finding in findings:
-        table.add_row(
-            Text(finding.level, _STYLES[finding.level]), Text(_name(finding)), Text(finding.seen, overflow="fold")
-        )
+    for level, name, seen in rows:
+        table.add_row(Text(level, _STYLES[level]), Text(name), Text(seen, overflow="fold"))
     console.print(table)
     if pairs is not None:
         console.print()
@@ -77,6 +78,23 @@ def _show(findings: Sequence[Finding], pairs: Pairs | None, ceiling: Sequence[st
         console.print(Text("nothing to complain about", _STYLES["ok"]))
 
 
+def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
+    """Level, name and text of each row: hosts that have found the same share one, and of many kinds some are shown."""
+    kinds: dict[tuple[str, str], dict[str, list[Finding]]] = {}
+    for finding in findings:
+        kinds.setdefault((finding.level, finding.check), {}).setdefault(finding.seen, []).append(finding)
+    rows = []
+    for (level, check), alike in kinds.items():
+        shown = list(alike.items())[:_MOST_ALIKE]
+        for seen, its in shown:
+            where = f" ({names_in_words([finding.host or 'this host' for finding in its], 3)})" if len(its) > 1 else ""
+            rows.append((level, check if where else _name(its[0]), seen + where))
+        if len(alike) > len(shown):
+            count = sum(map(len, alike.values())) - sum(len(its) for _, its in shown)
+            rows.append((level, check, f"the same kind {count} times more; --json has all"))
+    return rows
+
+
 def _name(finding: Finding) -> str:
     return f"{finding.host}: {finding.check}" if finding.host and finding.host not in finding.seen else finding.check
 
@@ -92,11 +110,14 @@ def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
 def _explain(alike: Sequence[Finding], console: Console) -> None:
     first = alike[0]
     hosts = [finding.host or "this host" for finding in alike]
-    where = f" ({', '.join(hosts)})" if hosts != ["this host"] else ""
+    where = f" ({names_in_words(hosts)})" if hosts != ["this host"] else ""
     console.print()
     console.print(Text.assemble((f"{first.level}: ", _STYLES[first.level]), (first.check + where, "bold")))
-    for seen in dict.fromkeys(finding.seen for finding in alike):
+    said = list(dict.fromkeys(finding.seen for finding in alike))
+    for seen in said[:_MOST_ALIKE]:
         _say(console, seen, 2)
+    if len(said) > _MOST_ALIKE:
+        _say(console, f"and {len(said) - _MOST_ALIKE} more like these", 2)
     for line in first.means.splitlines():
         _say(console, line, 2)
     advice, *commands = first.do.splitlines() or [""]

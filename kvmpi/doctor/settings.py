@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from kvmpi.collectives import cost
 from kvmpi.config import Config, env_name
 from kvmpi.doctor.finding import Finding, Surroundings, ask
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, names_in_words
 from kvmpi.launchers import where
 from kvmpi.launchers.job import OWNED
 
@@ -137,7 +137,7 @@ def batch(at: Surroundings) -> Finding:
                 "load the batch system's module, or name hosts for ssh: kvmpi run --hosts a:4,b:4 ...",
             )  # fmt: skip
         if found:
-            names = ", ".join(f"{host.name}:{host.slots}" for host in found)
+            names = names_in_words([f"{host.name}:{host.slots}" for host in found])
             return _allocation(at, system, f"in a {_NAMES[system]} allocation: {names}")
     for system, (start, submit) in _COMMANDS.items():
         if shutil.which(submit, path=path) is None:

@@ -21,8 +21,8 @@ from jobs import HANGS_S
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.collectives.cost import Figures
-from kvmpi.doctor import ceiling, pair_program, pairs, remote
-from kvmpi.doctor.finding import Answer, Surroundings
+from kvmpi.doctor import ceiling, pair_program, pairs, remote, report
+from kvmpi.doctor.finding import Answer, Finding, Surroundings
 from kvmpi.doctor.pairs import Pairs
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import reach
@@ -253,3 +253,20 @@ def test_a_slow_link_is_found_between_real_hosts() -> None:
         problems = [seen for _, level, seen in json.loads(done.stdout) if level == "problem"]
         assert f"{lab.hosts[1]} -> {slow_host}: connect: No route to host" in problems, done.stdout
         assert len(problems) == 2, "there and back"
+
+
+def test_what_many_hosts_have_found_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = [f"n{i:03}" for i in range(200)]
+    findings = [Finding("machine", "ok", "12 checks, nothing to complain about", host=name) for name in hosts]
+    findings += [
+        Finding("swap", "warning", f"{i} GB", "slow", "turn it off", host=name) for i, name in enumerate(hosts)
+    ]
+    report.show(findings, None, (), "title")
+    lines = capsys.readouterr().out.splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert "ok machine 12 checks, nothing to complain about (n000, n001, n002 and 197 more)" in text
+    assert "n007: swap 7 GB warning swap the same kind 192 times more; --json has all" in text
+    assert "warning: swap (n000, n001, n002, n003, n004, n005, n006, n007 and 192 more)" in text
+    assert "7 GB and 192 more like these slow To do: turn it off" in text
+    assert "200 warnings" in text
+    assert len(lines) < 40
