@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.shortcut import Shortcut
-from kvmpi.collectives.waiting import Habit, Patience, listed, wait_all
+from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import (
     BY_NAME,
@@ -43,6 +43,7 @@ from kvmpi.errors import (
     OrderMismatchError,
     PeerLostError,
     ShapeMismatchError,
+    ranks_in_words,
     rebuild,
 )
 
@@ -185,7 +186,7 @@ def _decide(comm: Comm, call: Call, text: bytes, digest: bytes, deadline: Deadli
         return str(_late(comm, call, ranks, deadline))
 
     def unheard(ranks: Sequence[int]) -> str:
-        return f"{_at(comm, call)}: no answer from MPI rank {listed(ranks)} of this client"
+        return f"{_at(comm, call)}: no answer from MPI rank {ranks_in_words(ranks)} of this client"
 
     try:
         if shortcut.settle(comm, digest, deadline, late, unheard, alone=alone):
@@ -415,7 +416,7 @@ def missing_of(requests: Mapping[int, Request]) -> list[int]:
 
 def _missing_text(comm: Comm, call: Call, missing: Sequence[int]) -> str:
     did_not = "made no call" if call.op == JOIN else "did not make the call"
-    return f"{_at(comm, call)}: MPI rank {listed(missing)} of this client {did_not}"
+    return f"{_at(comm, call)}: MPI rank {ranks_in_words(missing)} of this client {did_not}"
 
 
 def _left_behind(comm: Comm, call: Call, rank: int) -> Verdict:

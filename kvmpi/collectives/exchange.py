@@ -13,9 +13,9 @@ from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup, What
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.tensor import Collectives
-from kvmpi.collectives.waiting import in_vain, listed, wait_all
+from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ShapeMismatchError
+from kvmpi.errors import ShapeMismatchError, ranks_in_words
 from kvmpi.kernels import combine, host
 
 Buffer = npt.NDArray[Any]
@@ -157,7 +157,7 @@ class GroupCollectives(Collectives):
     ) -> None:
         def describe(ranks: list[int]) -> str:
             return (
-                f"{label} on MPI rank {self.rank} of {self.size}: MPI rank {listed(ranks)} did not take "
+                f"{label} on MPI rank {self.rank} of {self.size}: MPI rank {ranks_in_words(ranks)} did not take "
                 f"part{in_vain(deadline)}"
             )
 

@@ -9,9 +9,8 @@ from kvmpi.collectives.agreement import roll_call
 from kvmpi.collectives.algorithm import Act
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.host_group import HostGroup
-from kvmpi.collectives.waiting import listed
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, PeerLostError
+from kvmpi.errors import KVTimeoutError, PeerLostError, ranks_in_words
 
 #: Seconds at most to find out who answers when a call has failed.
 _ROLL_CALL_S = 5.0
@@ -63,7 +62,7 @@ class Guard:
         silent = roll_call(self._comm, Deadline(min(_ROLL_CALL_S, 0.5 * deadline.timeout_s)))
         if not silent:
             return error
-        names, what = listed(silent), "" if all_fail else ", or through with it"
+        names, what = ranks_in_words(silent), "" if all_fail else ", or through with it"
         return KVTimeoutError(f"{error}. No answer from MPI rank {names}: stopped, dead, cut off{what}")
 
     def note(self, error: BaseException) -> None:

@@ -17,9 +17,9 @@ from kvmpi.arrays import address_of
 from kvmpi.collectives import words as shared_words
 from kvmpi.collectives.comm import Waiter
 from kvmpi.collectives.cross_memory import CrossMemory, Source
-from kvmpi.collectives.waiting import Habit, Patience, in_vain, listed
+from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, PeerLostError
+from kvmpi.errors import KVTimeoutError, PeerLostError, ranks_in_words
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
@@ -486,7 +486,7 @@ class HostGroup:
         if late:
 
             def describe() -> str:
-                names = listed(self.members[rank] for rank in late if words[rank][word] < call)
+                names = ranks_in_words(self.members[rank] for rank in late if words[rank][word] < call)
                 return f"{what()}: MPI rank {names} {problem}{in_vain(deadline)}"
 
             habit = _PAGES_THAT_WAKE if self.wakes else _PAGES

@@ -15,7 +15,7 @@ from kvmpi.collectives.cross_memory import Source
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
-from kvmpi.collectives.waiting import listed
+from kvmpi.errors import ranks_in_words
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -390,7 +390,7 @@ class Copies:
         return not self._left
 
     def stuck(self) -> str:
-        return f"MPI rank {listed(self._group.members[rank] for rank in self._left)} did not sum its part"
+        return f"MPI rank {ranks_in_words(self._group.members[rank] for rank in self._left)} did not sum its part"
 
     def advance(self) -> bool:
         moved = False

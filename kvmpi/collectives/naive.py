@@ -11,8 +11,9 @@ import numpy.typing as npt
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.terms import HostTerms, times
-from kvmpi.collectives.waiting import listed, wait_all
+from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
+from kvmpi.errors import ranks_in_words
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -98,7 +99,7 @@ def _await(comm: Comm, ranks: Sequence[int], requests: Sequence[Request], deadli
     """Return when each of ``ranks`` has done what its request is about."""
 
     def late() -> str:
-        names = listed(rank for rank, request in zip(ranks, requests, strict=True) if not request.test())
+        names = ranks_in_words(rank for rank, request in zip(ranks, requests, strict=True) if not request.test())
         return (
             f"{label}: MPI rank {comm.rank} of {comm.size} waited in vain for MPI rank {names}; "
             "look at that worker, or raise KVMPI_TIMEOUT_S"

@@ -11,8 +11,8 @@ from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.cost import Figures, as_words, from_words
 from kvmpi.collectives.forming import exchange, form
 from kvmpi.collectives.host_group import HostGroup
-from kvmpi.collectives.waiting import listed
 from kvmpi.deadline import Deadline
+from kvmpi.errors import ranks_in_words
 
 _TAG_HOST = 9
 _TAG_FORMED = 10
@@ -30,7 +30,7 @@ class Layout:
 
     def describe(self) -> str:
         """For people: ``0-7 | 8, 9``."""
-        return " | ".join(map(listed, self.hosts))
+        return " | ".join(map(ranks_in_words, self.hosts))
 
 
 @dataclass(frozen=True, slots=True)

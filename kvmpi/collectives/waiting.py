@@ -200,17 +200,6 @@ class Patience:
         self._tell_at_s = now_s + _TELL_EVERY_S
 
 
-def listed(ranks: Iterable[int]) -> str:
-    """Ranks in an error's text, ascending: ``0, 3-31``. See ``trace.stall``, which names workers beside them."""
-    parts = list[list[int]]()
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
-
-
 def in_vain(deadline: Deadline) -> str:
     """How an error ends that says which rank is missing. What stands before `` within `` is shown while one waits."""
     return f" within {deadline.timeout_s:.1f} s; look at that worker, or raise KVMPI_TIMEOUT_S"

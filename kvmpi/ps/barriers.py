@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import filterfalse, islice
 from typing import NamedTuple
 
-from kvmpi.errors import ClientLostError, ProtocolError
+from kvmpi.errors import ClientLostError, ProtocolError, ranks_in_words
 from kvmpi.ps.membership import CLOSED, FOR_GOOD, blame
-from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply, listed
+from kvmpi.ps.reply import MAX_ERROR_NAME, MAX_NAMED, MAX_TEXT, Reply
 from kvmpi.ps.scheduler_file import SavedStore
 from kvmpi.trace import timeline
 from kvmpi.trace.stall import Wait
@@ -25,6 +25,8 @@ NOBODY = -1
 _OVER = ("", "", 0, False)
 #: Of so many barriers the outcome is known to who asks again, or meets them late.
 _MAX_OUTCOMES = 16
+#: Of clients that are late, so many are told with how long they are silent.
+_MOST_LATE = 8
 #: So many steps after which there were barriers are remembered, for those that go on before the last.
 _KEPT_STEPS = 64
 
@@ -228,13 +230,15 @@ class Barriers:
         """Whom those wait for that have come to the open barrier of this store."""
         if not self.waiting:
             return None
-        late = []
-        for rank in islice(self._missing(), MAX_NAMED):
-            silence_s = silence_of(rank)
-            age = "not in the job" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
-            late.append(f"client {rank} ({age})")
+        silences_s = {rank: silence_of(rank) for rank in self._missing()}
+        known = {rank: silence_s for rank, silence_s in silences_s.items() if silence_s is not None}
+        absent = ranks_in_words(rank for rank in silences_s if rank not in known)
+        late = [f"client {absent} (not in the job)"] if absent else []
+        most_silent = sorted(known, key=known.__getitem__, reverse=True)[:_MOST_LATE]
+        late += [f"client {rank} (last heartbeat {known[rank]:.1f} s ago)" for rank in sorted(most_silent)]
+        late += [f"{len(known) - _MOST_LATE} more clients"] if len(known) > _MOST_LATE else []
         what = f"barrier {self.done + 1} of store {store}"
-        return Wait(("barrier", store, self.done), self._opened_s, what, f"{listed(late)} did not reach it")
+        return Wait(("barrier", store, self.done), self._opened_s, what, f"{', '.join(late)} did not reach it")
 
     # ---- clients that come and go
 

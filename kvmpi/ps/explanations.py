@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvmpi.errors import VALUES_LOST, KVError, ServerLostError
+from kvmpi.errors import VALUES_LOST, KVError, ServerLostError, names_in_words, ranks_in_words
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
-from kvmpi.ps.reply import listed
+from kvmpi.ps.reply import MAX_NAMED
 from kvmpi.wire import messages as m
 
 _LOOK = "check that process and the network to it"
@@ -48,12 +48,10 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
         missing = sorted({client for ask in asks for client in ask.missing or []})
         if missing:
             silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
-            shown = listed(
-                [
-                    f"{client} (silent for {silent_s[client]} s)" if silent_s.get(client) else str(client)
-                    for client in missing
-                ]
-            )
+            silent = [client for client in missing if silent_s.get(client)]
+            shown = names_in_words([f"{client} (silent for {silent_s[client]} s)" for client in silent])
+            others = ranks_in_words(set(missing) - set(silent))
+            shown = ", ".join(filter(None, (shown, others))) + (", ..." if len(missing) >= MAX_NAMED else "")
             reasons.append(f"{name} still waits for client {shown}; look at that client's workers")
         elif any(ask.accepted for ask in asks):
             reasons.append(f"{name} has accepted it and not answered; look at the other clients' workers")

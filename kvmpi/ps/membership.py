@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvmpi.errors import ClientLostError, ProtocolError
-from kvmpi.ps.reply import MAX_WHY, listed
+from kvmpi.errors import ClientLostError, ProtocolError, ranks_in_words
+from kvmpi.ps.reply import MAX_WHY
 
 CLOSED = "has closed the store"
 #: Where others wait for clients that are lost: its program was done without that, and nobody starts it again.
@@ -13,8 +13,8 @@ ENDED = "has ended with exit status 0, and had not closed the store"
 FOR_GOOD = (CLOSED, ENDED)
 #: No job has so many; a peer that claims more is wrong, and lists as long as that must not be made.
 MAX_CLIENTS = 1 << 16
-#: An error says of so many clients how they are gone.
-_MOST_BLAMED = 8
+#: Ways in which clients have gone that an error tells.
+_MOST_WHYS = 3
 
 
 def how_it_left(why: str) -> str:
@@ -23,8 +23,18 @@ def how_it_left(why: str) -> str:
 
 
 def blame(gone: Mapping[int, str]) -> str:
-    """Which clients are gone, and how, and what to do; the end of an error of others that cannot go on."""
-    named = listed([f"client {client} {why}" for client, why in sorted(gone.items())], most=_MOST_BLAMED)
+    """Which clients are gone, and how, and what to do; the end of an error of others that cannot go on.
+
+    Those are named that began it: who has ended with a ``ClientLostError`` has only lost others.
+    """
+    alike: dict[str, list[int]] = {}  # in the order in which they have gone
+    for client, why in gone.items():
+        alike.setdefault(why, []).append(client)
+    first = [why for why in alike if ClientLostError.__name__ not in why] or list(alike)[:1]
+    shown = first[:_MOST_WHYS]
+    named = ", ".join(f"client {ranks_in_words(alike[why])} {why}" for why in shown)
+    if others := len(gone) - sum(len(alike[why]) for why in shown):
+        named += f"; {others} more {'is' if others == 1 else 'are'} gone"
     if all(why in FOR_GOOD for why in gone.values()):
         return f"{named}; all clients must make the same calls, or kv.join() where one has fewer batches"
     return f"{named}; look at it first, and at its host; KVMPI_ON_CLIENT_LOSS and --restart let a job go on"

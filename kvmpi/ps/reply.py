@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvmpi.errors import KVError
@@ -38,16 +37,6 @@ class Forward(NamedTuple):
 
 
 Outgoing = Reply | Forward
-
-
-def listed(names: Sequence[str], *, most: int = 16) -> str:
-    """The first of ``names``, and how many more there are: a message must not be cut before it says what to do.
-
-    A list of ``MAX_NAMED`` may have been cut itself.
-    """
-    more = len(names) - most
-    at_least = "at least " if len(names) == MAX_NAMED else ""
-    return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {at_least}{more} more"
 
 
 def failure(route: bytes, request: int, error: Exception, *, used: bool = False) -> Reply:

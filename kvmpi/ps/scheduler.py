@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError
+from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError, ranks_in_words
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.chains import PARTS_PER_SERVER, Chains
 from kvmpi.ps.membership import CLOSED, ENDED, FOR_GOOD, MAX_CLIENTS, how_it_left
-from kvmpi.ps.reply import MAX_NAMED, Reply, failure, listed
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure
 from kvmpi.ps.scheduler_file import SavedMember, SavedScheduler
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.ps.statistics import Statistics
@@ -428,11 +428,11 @@ class SchedulerState:
         """Barriers that some have reached, and servers that are still to come."""
         found = []
         if self._chains is None and self.num_servers:
-            absent = [str(rank) for rank in range(self.num_servers) if rank not in self._servers]
+            absent = [rank for rank in range(self.num_servers) if rank not in self._servers]
             if absent:
                 self._began_s = now_s if self._began_s is None else self._began_s
                 text = "the beginning of the job"
-                found.append(Wait(("servers",), self._began_s, text, f"server {listed(absent)} has not come"))
+                found.append(Wait(("servers",), self._began_s, text, f"server {ranks_in_words(absent)} has not come"))
         for number, store in list(self._stores.items()):
             wait = store.wait(number, functools.partial(self._client_silence_s, number, now_s))
             found += [] if wait is None else [wait]

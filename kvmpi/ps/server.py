@@ -7,10 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError, ServerLostError
+from kvmpi.errors import (
+    STORE_OVER,
+    ClientLostError,
+    ConfigError,
+    KVError,
+    ProtocolError,
+    ServerLostError,
+    names_in_words,
+)
 from kvmpi.ps.membership import MAX_CLIENTS, how_it_left
 from kvmpi.ps.part import Part
-from kvmpi.ps.reply import Outgoing, Reply, failure, listed
+from kvmpi.ps.reply import Outgoing, Reply, failure
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Empty, new_buffer
 from kvmpi.ps.snapshots import PartCopy, ServerSnapshots
@@ -267,7 +275,7 @@ class ServerState:
             heard_s = self._heard_s.get((store, client))
             age = "not here" if heard_s is None else f"last request {now_s - heard_s:.1f} s ago"
             names.append(f"client {client} ({age})")
-        return f"no push from {listed(names)}" if names else "all have pushed"
+        return f"no push from {names_in_words(names)}" if names else "all have pushed"
 
     def held_bytes(self, route: bytes) -> int:
         """Answers to a client that wait until other servers have what they speak of."""

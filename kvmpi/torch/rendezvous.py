@@ -13,10 +13,9 @@ import torch.distributed as dist
 from kvmpi.collectives import SoloComm, mpi_comm
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.exchange import GroupCollectives
-from kvmpi.collectives.waiting import listed
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, KVTimeoutError
+from kvmpi.errors import ConfigError, KVTimeoutError, ranks_in_words
 from kvmpi.store.factory import client_comm, close_at_exit
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.group.process_group import KvmpiProcessGroup
@@ -135,7 +134,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, where: str) -> l
     except RuntimeError as error:
         missing = [member for member in range(size) if not store.check([keys[member]])]
         raise KVTimeoutError(
-            f"{where}, on rank {rank} of it: its rank {listed(missing) or '?'} did not come within "
+            f"{where}, on rank {rank} of it: its rank {ranks_in_words(missing) or '?'} did not come within "
             f"{timeout.total_seconds():.1f} s; every member must create its groups in the same order ({error})"
         ) from None
     # All at once, where the store can: else there would be as many requests of each as there are members.

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _MOST_NAMED = 3
 #: How often a reported wait is looked at, to notice its end.
 _LOOK_S = 0.5
-_RANKS = re.compile(r"MPI rank (\d+(?:(?:, |-)\d+)*)(?!\d|, \d|-\d| of \d)")
+_RANKS = re.compile(r"MPI rank (\d+(?:(?:, | to )\d+)*)(?!\d|, \d| to \d| of \d)")
 
 
 class Wait(NamedTuple):

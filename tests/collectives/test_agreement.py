@@ -237,11 +237,11 @@ def test_absent_ranks_are_named_by_all_others(run_ranks: RunRanks, size: int, ab
     assert all(0.9 * timeout_s <= seconds < 2 * timeout_s for seconds in waited_s), waited_s
 
 
-def test_many_absent_ranks_are_all_named(run_ranks: RunRanks, shortcuts: Shortcuts | None) -> None:  # noqa: F811
-    """Their list is longer than any fixed buffer of a few hundred bytes."""
+def test_many_absent_ranks_are_told_of(run_ranks: RunRanks, shortcuts: Shortcuts | None) -> None:  # noqa: F811
+    """In few words; whole, their list is longer than any fixed buffer of a few hundred bytes."""
     size, absent = 130, tuple(range(2, 130))
     # Of a host whose first rank is missing it cannot be known whether the others are.
-    named = ", 126, 128" if shortcuts is not None and shortcuts.per_host else " 2-129"
+    named = ", 14, 16 and 56 more" if shortcuts is not None and shortcuts.per_host else " 2 to 129"
 
     def rank_main(comm: MemoryComm) -> str:
         with pytest.raises(KVTimeoutError) as caught:

@@ -14,7 +14,7 @@ from kvmpi.collectives.comm import SoloComm
 from kvmpi.collectives.cost import Choice
 from kvmpi.collectives.waiting import Habit, Patience, wait_all
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError
+from kvmpi.errors import KVTimeoutError, ranks_in_words
 from kvmpi.trace import stall
 
 
@@ -273,11 +273,11 @@ def test_a_wait_is_over_when_it_has_failed(clock: Clock) -> None:
 
 
 def test_many_ranks_are_named_in_few_words_and_workers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [waiting.listed(ranks) for ranks in ([], [4], [5, 4], [7, 2, 3, 4], range(64))] == [
-        "", "4", "4, 5", "2-4, 7", "0-63"
+    assert [ranks_in_words(ranks) for ranks in ([], [4], [5, 4], [7, 2, 3, 4], range(64))] == [
+        "", "4", "4, 5", "2 to 4, 7", "0 to 63"
     ]  # fmt: skip
     monkeypatch.setattr(stall._process, "first_worker", 100)
-    text = f"sum on MPI rank 3 of 64: MPI rank {waiting.listed([0, 2, 3, 4, 9])} did not start within 3.0 s; look"
+    text = f"sum on MPI rank 3 of 64: MPI rank {ranks_in_words([0, 2, 3, 4, 9])} did not start within 3.0 s; look"
     assert stall._with_workers(text) == (
-        "sum on MPI rank 3 of 64: MPI rank 0, 2-4, 9 (worker 100, 102-104, 109) did not start"
+        "sum on MPI rank 3 of 64: MPI rank 0, 2 to 4, 9 (worker 100, 102 to 104, 109) did not start"
     )

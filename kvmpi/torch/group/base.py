@@ -18,12 +18,11 @@ import torch.distributed as dist
 from kvmpi.collectives import JOIN, Call, Comm, Entry
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.collectives.transfers import Transfers
-from kvmpi.collectives.waiting import listed
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work, create_engine
-from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import ConfigError, DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError, ranks_in_words
 from kvmpi.torch.group.tensors import octets
 from kvmpi.torch.group.work import GroupWork
 
@@ -294,7 +293,7 @@ class GroupBase(_ProcessGroup):
             .replace(" has key ", " has tensor ")
         )
         own = list(range(self.size())) == self._ranks
-        who = "" if own else f" of ranks {listed(self._ranks)}"
+        who = "" if own else f" of ranks {ranks_in_words(self._ranks)}"
         return type(error)(f"process group {self._name!r}{who}: {text}")
 
     # ---- messages
