@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvmpi.errors import ConfigError
+from kvmpi.errors import ConfigError, names_in_words
 from kvmpi.trace import merge, parts
 
 
@@ -53,9 +53,9 @@ class Timeline:
         if merged.dropped:
             text += f"; {merged.dropped} more were dropped, see KVMPI_TIMELINE_SPANS"
         if merged.truncated:
-            text += f"; what {', '.join(merged.truncated)} wrote is not whole"
+            text += f"; what {names_in_words(merged.truncated)} wrote is not whole"
         if merged.unaligned:
-            text += f"; nobody has compared the clocks of {', '.join(merged.unaligned)} with the others'"
+            text += f"; nobody has compared the clocks of {names_in_words(merged.unaligned)} with the others'"
         return text
 
 

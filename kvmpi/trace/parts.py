@@ -49,9 +49,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Part:
-    """What one process has written.
+    """What one process has written. Its spans stay in its file: all of a job may not fit into memory.
 
     Attributes:
+        path: the file.
+        blocks: where in it spans are: places, and numbers of bytes.
         about: role, rank, pid, host, clock (the name of the clock), begin_ns, begin_time, client, job.
         names: by kind ("key", "thread", "phase") the names by their numbers.
         dropped: spans that found no room.
@@ -63,16 +65,20 @@ class Part:
     names: dict[str, dict[int, Any]] = field(default_factory=lambda: {"key": {}, "thread": {}, "phase": {}})
     dropped: int = 0
     clocks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    spans: list[bytes] = field(default_factory=list)
+    path: str = ""
+    blocks: list[tuple[int, int]] = field(default_factory=list)
     truncated: bool = False
 
     @property
     def num_spans(self) -> int:
-        return sum(map(len, self.spans)) // SPAN.size
+        return sum(length for _, length in self.blocks) // SPAN.size
 
     def all_spans(self) -> Iterator[Span]:
         """In the order in which they were written, which is that of their ends in each thread."""
-        return (Span._make(fields) for block in self.spans for fields in SPAN.iter_unpack(block))
+        with open(self.path, "rb") as file:
+            for place, length in self.blocks:
+                file.seek(place)
+                yield from map(Span._make, SPAN.iter_unpack(file.read(length)))
 
 
 def folder_of(timeline: str) -> str:
@@ -107,22 +113,23 @@ def spans_block(spans: bytes | bytearray | memoryview) -> bytes:
 
 def read(path: str | Path) -> Part:
     """What is in a part, as far as it was written. A file that is none gives an empty one."""
-    part, place = Part(), 0
-    content = Path(path).read_bytes()
-    while place + _HEAD.size <= len(content):
-        kind, length = _HEAD.unpack_from(content, place)
-        block = content[place + _HEAD.size : place + _HEAD.size + length]
-        if len(block) < length or kind not in (b"J", b"S"):
-            break
-        if kind == b"S":
-            part.spans.append(block[: length - length % SPAN.size])
-        else:
-            try:
-                _learn(part, json.loads(block))
-            except (ValueError, TypeError, LookupError, AttributeError):
-                break  # it is damaged
-        place += _HEAD.size + length
-    part.truncated = place < len(content)
+    part, place, size = Part(path=str(path)), 0, os.path.getsize(path)
+    with open(path, "rb") as file:
+        while place + _HEAD.size <= size:
+            file.seek(place)
+            kind, length = _HEAD.unpack(file.read(_HEAD.size))
+            begin, place_after = place + _HEAD.size, place + _HEAD.size + length
+            if place_after > size or kind not in (b"J", b"S"):
+                break
+            if kind == b"S":
+                part.blocks.append((begin, length - length % SPAN.size))
+            else:
+                try:
+                    _learn(part, json.loads(file.read(length)))
+                except (ValueError, TypeError, LookupError, AttributeError):
+                    break  # it is damaged
+            place = place_after
+    part.truncated = place < size
     return part
 
 

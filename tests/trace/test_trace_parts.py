@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,21 @@ def test_a_timeline_takes_the_place_of_files_only(tmp_path: Path) -> None:
     path.unlink()
     path.write_text("of a job before")
     assert merge.merge(str(path)).spans == 1
+
+
+def test_the_spans_of_many_processes_stay_in_their_files(tmp_path: Path) -> None:
+    count, spans = 30, 5_000
+    about = {"role": "worker", "rank": 0, "pid": 1, "clock": "c", "begin_ns": 0, "begin_time": 0.0, "job": "j"}
+    for rank in range(count):
+        block = b"".join(parts.SPAN.pack(rank, k, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0) for k in range(spans))
+        told = parts.names_block({"about": {**about, "rank": rank}})
+        (tmp_path / f"{rank}.part").write_bytes(told + parts.spans_block(block))
+    tracemalloc.start()
+    try:
+        found = [parts.read(tmp_path / f"{rank}.part") for rank in range(count)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < spans * parts.SPAN.size, "those of one"
+    assert [part.num_spans for part in found] == [spans] * count
+    assert [(span.start_ns, span.end_ns) for span in found[7].all_spans()] == [(7, k) for k in range(spans)]
