@@ -166,7 +166,7 @@ class Runner:
         self._env["KVMPI_SCHEDULER"] = endpoint
 
     def _start_due(self) -> None:
-        for process in self._starter.take_due():
+        for process in self._starter.take_due(time.monotonic()):
             if self._over():
                 break
             self._start(process, self._again_env(process.label))
@@ -245,6 +245,7 @@ class Runner:
         for left_s in (
             None if (suspect := self._inquest.suspect) is None else max(0.0, suspect.deadline_s - now_s),
             None if self._stopping else self._restarts.left_s(now_s),
+            None if self._stopping else self._starter.left_s(now_s),
             None if self._stopping or self._follower is None else max(0.0, self._follower[1] - now_s),
         ):
             if left_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 from kvmpi.launchers import processes
 from kvmpi.launchers.job import AGENT, Job, Process
 from kvmpi.launchers.remote import Child, RemoteProcess
+
+#: ssh gives up after 20 s. Of who reaches a host by other means, and drops what is said on standard error, nothing is
+#: heard: after so long it counts as having come in.
+ENTER_S = 30.0
 
 
 class Starter:
@@ -21,7 +26,7 @@ class Starter:
         self._job = job
         self._starts: Counter[str] = Counter()
         self._waiting: defaultdict[str, deque[Process]] = defaultdict(deque)  # by entrance; empty: none is needed
-        self._entering: defaultdict[str, list[RemoteProcess]] = defaultdict(list)
+        self._entering: defaultdict[str, list[tuple[float, RemoteProcess]]] = defaultdict(list)  # since when
 
     def add(self, *processes: Process) -> None:
         """Have these started when their turn has come: at each entrance the first come first."""
@@ -33,10 +38,15 @@ class Starter:
         """Whether some wait for their turn."""
         return bool(self._waiting)
 
-    def take_due(self) -> Iterator[Process]:
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds until somebody's turn comes though nothing is heard of those before; None if nobody waits."""
+        since_s = [self._entering[entrance][0][0] for entrance in self._waiting if self._entering[entrance]]
+        return max(0.0, min(since_s) + ENTER_S - now_s) if since_s else None
+
+    def take_due(self, now_s: float) -> Iterator[Process]:
         """Those whose turn has come; each has to be started before the next is asked for."""
         for entrance, waiting in list(self._waiting.items()):
-            while waiting and self._has_room(entrance):
+            while waiting and self._has_room(entrance, now_s):
                 yield waiting.popleft()
             if not waiting:
                 del self._waiting[entrance]
@@ -45,11 +55,13 @@ class Starter:
         places = self._job.places
         return places.reach.entrance(process.host) if places is not None and process.host else ""
 
-    def _has_room(self, entrance: str) -> bool:
+    def _has_room(self, entrance: str, now_s: float) -> bool:
         most = self._job.places.reach.most_entering if self._job.places is not None and entrance else None
-        entering = [child for child in self._entering[entrance] if not child.has_begun and child.returncode is None]
-        self._entering[entrance] = entering
-        return most is None or len(entering) < most
+        self._entering[entrance] = [
+            (since_s, child) for since_s, child in self._entering[entrance]
+            if not child.has_begun and child.returncode is None and now_s < since_s + ENTER_S
+        ]  # fmt: skip
+        return most is None or len(self._entering[entrance]) < most
 
     def start(
         self, process: Process, env: Mapping[str, str], local_env: Mapping[str, str], pipes: Sequence[tuple[int, int]],
@@ -85,5 +97,5 @@ class Starter:
             folders=[own(folder) for folder in self._job.folders], files=files, address=listens, role=process.role,
             is_step=process.is_step, spans=process.spans, **out,
         )  # fmt: skip
-        self._entering[self._entrance(process)].append(child)
+        self._entering[self._entrance(process)].append((time.monotonic(), child))
         return child

@@ -7,17 +7,21 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import LaunchedJob
 from rich.console import Console
 
 from kvmpi.errors import names_in_words, ranks_in_words
-from kvmpi.launchers import top, where
+from kvmpi.launchers import starting, top, where
 from kvmpi.launchers.batch import SYSTEMS, Lsf
 from kvmpi.launchers.batch_states import States
+from kvmpi.launchers.job import Process
+from kvmpi.launchers.reach import Reach
 from kvmpi.ps.statistics import Statistics
 from kvmpi.wire.messages import Report
 
@@ -54,6 +58,34 @@ def test_a_host_lets_in_a_few_at_once(
     assert sorted(line for line in job.stdout.splitlines() if "here" in line) == sorted(
         f"[worker {rank}] here" for rank in range(20)
     )
+
+
+def test_who_is_not_heard_of_does_not_hold_others_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its remote shell may drop what it says."""
+    silent = SimpleNamespace(has_begun=False, returncode=None)
+    monkeypatch.setattr(starting, "RemoteProcess", lambda *_, **__: silent)
+    places = SimpleNamespace(reach=Reach("ssh", ("ssh",)), network="", address="")
+    starter = starting.Starter(SimpleNamespace(job_id="j", folders=[], places=places))  # type: ignore[arg-type]
+    starter.add(*(Process("worker", rank, ("true",), {}, host="a") for rank in range(20)))
+    assert starter.left_s(0.0) is None, "nobody is on the way"
+
+    def started(now_s: float) -> list[int]:
+        found = []
+        for process in starter.take_due(now_s):
+            starter.start(process, {}, {}, [(0, 0), (0, 0)])
+            found.append(process.rank)
+        return found
+
+    begin_s = time.monotonic()
+    assert started(begin_s) == [*range(8)]
+    assert started(begin_s + 0.9 * starting.ENTER_S) == []
+    left_s = starter.left_s(begin_s)
+    assert left_s is not None
+    assert left_s == pytest.approx(starting.ENTER_S, abs=5.0)
+    assert started(time.monotonic() + starting.ENTER_S) == [*range(8, 16)]
+    silent.has_begun = True
+    assert started(begin_s) == [*range(16, 20)]
+    assert (starter.has_waiting, starter.left_s(begin_s)) == (False, None)
 
 
 def test_names_of_hosts_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
