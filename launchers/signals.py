@@ -30,6 +30,8 @@ class SignalCatcher:
         self._before = {number: signal.signal(number, self._note) for number in handled}
         self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_question)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # A mask is inherited, and who has started us may have blocked it: nobody would hear that a child has ended.
+        self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -41,6 +43,7 @@ class SignalCatcher:
     def close(self) -> None:
         """Give the signals back to whom they belonged."""
         signal.set_wakeup_fd(self._wakeup_before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self.wakeup_fd)

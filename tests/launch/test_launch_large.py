@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -41,6 +42,20 @@ if refused:
     sys.exit("Connection closed by 10.9.0.1 port 22")
 os.execvp("sh", ["sh", "-c", *sys.argv[2:]])
 """
+
+
+#: Runs ``kvmpi run`` where the signal that says of the end of a child is blocked.
+BLOCKED = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+os.execv(sys.executable, [sys.executable, "-m", "kvmpi", "run", *sys.argv[1:]])
+"""
+
+
+def test_ends_are_heard_of_whoever_has_started_the_launcher() -> None:
+    """Signals that are blocked stay so in what a process starts."""
+    words = ("-n2", "-c2", "/bin/sh", "-c", "exec >&- 2>&-; sleep 0.3")
+    subprocess.run([sys.executable, "-c", BLOCKED, *words], check=True, timeout=60)
 
 
 def test_a_host_lets_in_a_few_at_once(
