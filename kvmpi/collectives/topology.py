@@ -29,7 +29,7 @@ class Layout:
         return next(h for h, ranks in enumerate(self.hosts) if rank in ranks)
 
     def describe(self) -> str:
-        """For people: ``0-7 | 8, 9``."""
+        """For people: ``0 to 7 | 8, 9``."""
         return " | ".join(map(ranks_in_words, self.hosts))
 
 

@@ -208,7 +208,7 @@ def test_tune_writes_what_auto_chooses_by(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kvmpi", "bench", "tune", "-n", "2", "--out", str(path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert "ranks by host: 0,1" in done.stdout
+    assert "ranks by host: 0, 1" in done.stdout
     figures = load_figures(str(path))
     assert 1e8 < figures.copy_bytes_per_s < 1e12
     assert 1e-7 < figures.meeting_s < 0.1

@@ -64,7 +64,7 @@ FOUND_BY = {
     "value of a head that was replaced": 817, "snapshot of several rounds": 61, "lost acknowledgement": 10,
     "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 17,
     "snapshot of what has ended": 197, "successor without values": 19, "store begun anew": 453,
-    "answer of a repetition": 17, "memory in use": 235, "late push forgotten": 72,
+    "answer of a repetition": 17, "memory in use": 363, "late push forgotten": 72,
     "error forgotten": 218,
     "snapshot not copied": 126, "barriers counted from 1": 174, "met without who is back": 17, "stale read": 3,
     "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 17,
