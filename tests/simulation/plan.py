@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 from kvmpi import optim
@@ -79,6 +78,7 @@ class Plan:
         # Of jobs that have no rounds the oracle knows of a snapshot only how many pushes may be in it, not which.
         sparse = random.Random(f"{seed} sparse")
         self.is_sparse = (mode == "sync" or not writes) and sparse.random() < 0.4
+        self._rows: dict[tuple[int, Any, int], tuple[int, ...] | None] = {}
         self._apart = sparse.random() < 0.5  # clients push rows in steps of their own, others all of it meanwhile
         self.in_place = random.Random(f"{seed} in place").random() < 0.3
         self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
@@ -120,9 +120,14 @@ class Plan:
         """Whether nobody waits for the pushes of these keys."""
         return self.loose and all(key in self.seldom for key in phase)
 
-    @cache  # noqa: B019 - goes with the job
     def rows(self, client: int, key: Any, step: int) -> tuple[int, ...] | None:
         """The rows of one element that a client pushes of a key in a step; None if it pushes the whole value."""
+        where = client, key, step
+        if where not in self._rows:
+            self._rows[where] = self._choose_rows(*where)
+        return self._rows[where]
+
+    def _choose_rows(self, client: int, key: Any, step: int) -> tuple[int, ...] | None:
         by_rows = (NUMBERS[key] + step // 2 + client * self._apart) % 3 == 0
         # What meets an old value has all of it, and errors are kept of whole keys.
         if not by_rows or key in self._whole or self.answers_met or self.codec == "2bit":
