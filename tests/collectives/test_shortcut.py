@@ -31,6 +31,16 @@ def call_of(name: str) -> Call:
     return Call("push", (Entry(name, (2, 3), "float32"),))
 
 
+def after_some_calls(comm: MemoryComm) -> Collectives:
+    """Collectives whose ranks take the shortcut by now."""
+    collectives = Collectives(comm)
+    for step in range(3):
+        own = vectors(comm.rank, 1, 50, "float32")
+        collectives.allreduce(on_host(own, "float32"), own[0], "float32", Deadline(TIMEOUT_S), "test")
+        collectives.agree(call_of(str(step)), Deadline(TIMEOUT_S))
+    return collectives
+
+
 class CountingComm(MemoryComm):
     """Counts the messages that its rank sends."""
 
@@ -88,11 +98,7 @@ def test_who_comes_late_on_another_host_is_not_taken_for_missing(run_ranks: RunR
     timeout_s = 1.0
 
     def rank_main(comm: MemoryComm) -> str:
-        collectives = Collectives(comm)
-        for step in range(3):
-            own = vectors(comm.rank, 1, 50, "float32")
-            collectives.allreduce(on_host(own, "float32"), own[0], "float32", Deadline(TIMEOUT_S), "test")
-            collectives.agree(call_of(str(step)), Deadline(TIMEOUT_S))
+        collectives = after_some_calls(comm)
         if comm.rank == missing:
             return ""
         time.sleep(0.6 * timeout_s if comm.rank == late else 0.0)
@@ -155,11 +161,7 @@ def test_who_comes_when_the_others_have_given_up_is_told_at_once(run_ranks: RunR
     gone = threading.Barrier(3)
 
     def rank_main(comm: MemoryComm) -> tuple[BaseException, float]:
-        collectives = Collectives(comm)
-        for step in range(3):
-            own = vectors(comm.rank, 1, 50, "float32")
-            collectives.allreduce(on_host(own, "float32"), own[0], "float32", Deadline(TIMEOUT_S), "test")
-            collectives.agree(call_of(str(step)), Deadline(TIMEOUT_S))
+        collectives = after_some_calls(comm)
         if comm.rank == late:
             gone.wait(TIMEOUT_S)
         began_s = time.monotonic()
