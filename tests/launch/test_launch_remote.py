@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jobs import HANGS_S
 
-from kvmpi.launchers import batch_exec, batch_states, job, processes, reach, remote
+from kvmpi.launchers import batch_exec, batch_states, job, processes, reach
 from kvmpi.launchers.batch import SYSTEMS
 from kvmpi.launchers.hosts import Host, Layout
 from kvmpi.launchers.mpirun import MPI
@@ -69,7 +68,6 @@ def test_a_long_environment_goes_through_small_pipes(tmp_path: Path, monkeypatch
         return ends
 
     monkeypatch.setattr(os, "pipe", small)
-    monkeypatch.setattr(remote, "fcntl", SimpleNamespace(), raising=False)  # nor can they be made larger
     told = " ".join(map(str, range(20_000)))
     assert run_there("ssh", {"MINE": told}, tmp_path, monkeypatch)["MINE"] == told
 
