@@ -31,7 +31,11 @@ FOREIGN_PREFIXES = (
 _ORTE_SERVER = "OMPI_MCA_orte_hnp_uri"
 _ORTE = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_UNIVERSE_SIZE")
 #: By which torchrun, or kvmpi.torch.c10d, tells the processes of a job where they meet.
-TORCH_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_RENDEZVOUS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
 
 #: Open MPI would count the slots of an allocation, which other processes of the job use too.
 _NO_ALLOCATION = ("ras", "^slurm,lsf,pbs,tm,gridengine")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import os
 import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from jobs import HANGS_S, run_job
@@ -86,6 +88,7 @@ def test_code_in_docstrings_is_code_on_the_page():
     assert "\n::\n" not in page
 
 
+@mock.patch.dict(os.environ)  # kvmpi.torch.c10d says there where the processes of a job meet
 def test_what_the_reference_shows_with_parentheses_is_called():
     headings = re.findall(r"^####? ((?:\w+\.)+)(\w+)(.*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert len(headings) == len({of + name for of, name, _ in headings}) > 100

@@ -314,9 +314,13 @@ def test_as_the_first_process_of_a_container_it_buries_orphans(tmp_path):
             os.wait()
         orphans = sum(len(os.read(read_end, 1)) for _ in range(20))
         until_s = time.monotonic() + 20
+        def state(path):
+            try:
+                return path.read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it has ended since it was listed
+                return []
         while True:
-            stats = [path.read_text().rpartition(")")[2].split()[:2] for path in Path("/proc").glob("[0-9]*/stat")]
-            zombies = stats.count(["Z", "1"])
+            zombies = [state(path) for path in Path("/proc").glob("[0-9]*/stat")].count(["Z", "1"])
             if not zombies or time.monotonic() > until_s:
                 break
             time.sleep(0.05)

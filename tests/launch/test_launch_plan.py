@@ -102,7 +102,12 @@ def test_what_an_mpirun_of_open_mpi_4_has_told_its_ranks_is_dropped():
 
 
 def test_where_another_job_of_torch_meets_is_dropped():
-    of_torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    of_torchrun = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+        "MASTER_PORT": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "2",
+        "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
     assert mpirun.clean({**of_torchrun, "HOME": "/"}) == {"HOME": "/"}
     assert mpirun.clean({"MASTER_ADDR": "a"}) == {"MASTER_ADDR": "a"}, "the user's own, for a job to come"
 
