@@ -195,6 +195,11 @@ def read(array: Any) -> Vector:
     return Vector(flat, dtype, f"cuda:{array.device.id}", contiguous, fence(array))
 
 
+def flat(array: Any) -> Buffer:
+    """The memory of an array that has a ``layout_of``, as a vector of storage dtype which keeps it."""
+    return array.reshape(-1) if type(array) is np.ndarray else read(array).buffer
+
+
 def may_be_on_devices() -> bool:
     """Whether any array can be: not before CuPy is imported, or torch has begun to use a GPU."""
     torch = sys.modules.get("torch")

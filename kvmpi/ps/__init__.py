@@ -6,19 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvmpi.ps.client import PsClient
+    from kvmpi.ps.client import Exchange, PsClient
     from kvmpi.ps.embedded import EmbeddedJob
     from kvmpi.ps.landing import Landing
     from kvmpi.ps.placement import Placement
     from kvmpi.ps.row_chunks import ArrivingRows
     from kvmpi.ps.steps import Turn, finds_position
 
-__all__ = ["ArrivingRows", "EmbeddedJob", "Landing", "Placement", "PsClient", "Turn", "finds_position"]
+__all__ = ["ArrivingRows", "EmbeddedJob", "Exchange", "Landing", "Placement", "PsClient", "Turn", "finds_position"]
 
 # Loaded at first use: a scheduler, which has no values, starts without NumPy.
 _LAZY = {
     "ArrivingRows": "row_chunks",
     "EmbeddedJob": "embedded",
+    "Exchange": "client",
     "Landing": "landing",
     "Placement": "placement",
     "PsClient": "client",

@@ -65,9 +65,9 @@ class Ask:
         withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
     """
 
-    __slots__ = ("accepted", "cost_bytes", "ended", "fields", "kind", "left_s", "may_be_quiet", "missing", "number",
-                 "old", "on_reply", "operation", "part", "pause_s", "payloads", "peer", "quiet", "reads", "sent_s",
-                 "silent_s", "used", "withheld")  # fmt: skip
+    __slots__ = ("accepted", "answered", "cost_bytes", "ended", "fields", "kind", "left_s", "may_be_quiet", "missing",
+                 "number", "old", "on_reply", "operation", "part", "pause_s", "payloads", "peer", "quiet", "reads",
+                 "sent_s", "silent_s", "used", "withheld")  # fmt: skip
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Ask:
         self.left_s = self.pause_s = 0.0  # when it was sent first; the silence after which it is sent again
         self.accepted = False  # a push that is in its round, and no longer takes from its window
         self.used = False  # a push that failed, and whose step is used up nevertheless
-        self.ended = False
+        self.ended = self.answered = False  # answered: it has ended well
         self.old = False  # the answer is kept by its server
         self.missing: list[int] | None = None
         self.silent_s: list[int] = []  # for how long each of the missing has been silent

@@ -17,7 +17,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, ProtocolError
+from kvmpi.errors import ConfigError, KVError, ProtocolError, names_in_words
 from kvmpi.kernels import host, quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
@@ -40,6 +40,8 @@ Key = int | str
 
 #: Arrays that a rule may keep of a value beside it: a copy in a wider dtype, and two moments.
 _MOST_STATES = 3
+#: Keys of one request of many that a message names.
+_MOST_IN_LABEL = 3
 
 
 class _Piece(NamedTuple):
@@ -50,6 +52,23 @@ class _Piece(NamedTuple):
     sent_bytes: int
     payloads: Callable[[], Sequence[Buffer]]
     on_reply: OnReply
+
+
+class _Push(NamedTuple):
+    """A push of one key with what goes to each chunk, and its place among all of the client's: None for the next."""
+
+    key: Key
+    pieces: Sequence[_Piece]
+    turn: Turn | None
+
+
+class Exchange(NamedTuple):
+    """One key of a pushpull: ``value`` to be pushed and ``out`` to be filled, as of ``PsClient.pushpull``."""
+
+    key: Key
+    value: Buffer
+    out: Buffer
+    turn: Turn
 
 
 @dataclass(slots=True)
@@ -167,7 +186,7 @@ class PsClient(Participant):
 
     def init(self, key: Key, value: Buffer | None, deadline: Deadline) -> Work:
         """Create the key; client 0 gives the value, or another if that one is lost. Done when it is readable."""
-        return self._start(self._label("init", key), self._init_asks(key, self._layouts[key], value), deadline)
+        return self._start(self._label("init", [key]), self._init_asks(key, self._layouts[key], value), deadline)
 
     def _init_asks(self, key: Key, layout: KeyLayout, value: Buffer | None) -> list[Ask]:
         asks = []
@@ -250,13 +269,30 @@ class PsClient(Participant):
         """
         return self._exchange(key, value, landing, deadline, priority, turn, on_accepted)
 
+    def pushpull_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
+        """``pushpull`` of several small keys, which all end together, in the time that one takes and not much more."""
+        pushes = [_Push(key, self._pieces_of(key, value, out), turn) for key, value, out, turn in exchanges]
+        return self._push_pieces(pushes, "pushpull", self._codec, deadline, priority, fused=True)
+
     def _exchange(
         self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
         turn: Turn | None, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
-        layout = self._layouts[key]
-        chosen, dtype = self._codec, layout.dtype
-        feedback = self._feedback(key, value)
+        pieces = self._pieces_of(key, value, out)
+        op = "pushpull" if isinstance(out, np.ndarray) else "push"
+        pushes = [_Push(key, pieces, turn)]
+        return self._push_pieces(
+            pushes, op, self._codec, deadline, priority, fused=out is not None, on_accepted=on_accepted
+        )
+
+    def _pieces_of(self, key: Key, value: Buffer, out: Buffer | Landing | None) -> list[_Piece]:
+        """What goes to each chunk of the key, encoded when it leaves, and where its answer goes.
+
+        Raises:
+            KVError: ``value`` has something that cannot be pushed as pushes travel now.
+        """
+        layout, chosen = self._layouts[key], self._codec
+        dtype, feedback = layout.dtype, self._feedback(key, value)
 
         def payloads(where: slice, piece: Buffer) -> Callable[[], Sequence[Buffer]]:
             return (lambda: (chosen.encode(piece, dtype),)) if feedback is None else feedback.payloads(where, piece)
@@ -268,10 +304,7 @@ class PsClient(Participant):
             sent_bytes = chosen.wire_bytes(piece.size, dtype)
             on_reply = self._on_value(key, layout, i, out, pushed=True, feedback=feedback)
             pieces.append(_Piece(-1, piece.nbytes, sent_bytes, payloads(where, piece), on_reply))
-        op = "pushpull" if isinstance(out, np.ndarray) else "push"
-        return self._push_pieces(
-            key, op, pieces, chosen, deadline, priority, turn, fused=out is not None, on_accepted=on_accepted
-        )
+        return pieces
 
     def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
         """What earlier pushes of the key have left out, if the codec keeps it.
@@ -292,33 +325,38 @@ class PsClient(Participant):
         return layout.feedback
 
     def _push_pieces(
-        self, key: Key, op: str, pieces: Sequence[_Piece], encoded: codec.Codec, deadline: Deadline, priority: int,
-        turn: Turn | None, *, fused: bool, on_accepted: Callable[[], None] | None = None,
+        self, pushes: Sequence[_Push], op: str, encoded: codec.Codec, deadline: Deadline, priority: int, *,
+        fused: bool, on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
-        """Push what there is for each chunk, as one step of the key."""
-        layout = self._layouts[key]
-        if layout.pushing:
-            raise KVError(
-                f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
-            )
-        layout.pushing = True
-        turn = turn or self.next_pushes([key])[key]
-        turn.begun = True
-        layout.steps = layout.track.begin(layout.steps)
+        """Push what there is for each chunk of some keys, as one step of each key."""
+        for key, _, _ in pushes:
+            if self._layouts[key].pushing:
+                raise KVError(
+                    f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
+                )
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
         # Nobody waits for that word, unless it is to be seen in a timeline; in an asynchronous store none is said.
         may_be_quiet = fused and on_accepted is None and self._mode == "sync" and not timeline.on
-        step, codec_text, done = layout.steps + 1, encoded.text, self._steps.done()
-        asks = [
-            about(
-                part := layout.part(i), m.Push,
-                (key, i, step, codec_text, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span),
-                cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads, on_reply=piece.on_reply,
-            )
-            for i, piece in enumerate(pieces)
-        ]  # fmt: skip
-
+        begun: list[tuple[KeyLayout, Turn, int, list[Ask]]] = []
+        asks: list[Ask] = []
+        for key, pieces, turn in pushes:
+            layout, turn = self._layouts[key], turn or self.next_pushes([key])[key]
+            layout.pushing = turn.begun = True
+            layout.steps = layout.track.begin(layout.steps)
+            step, done = layout.steps + 1, self._steps.done()
+            asks_of_key = [
+                about(
+                    part := layout.part(i), m.Push,
+                    (key, i, step, encoded.text, fused, acknowledge, part, piece.rows, False, turn.at, done,
+                     *turn.span),
+                    cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
+                    on_reply=piece.on_reply,
+                )
+                for i, piece in enumerate(pieces)
+            ]  # fmt: skip
+            asks += asks_of_key
+            begun.append((layout, turn, step, asks_of_key))
         asks += (entry := self._entry())
 
         is_late = False
@@ -326,25 +364,31 @@ class PsClient(Participant):
         def goes_on() -> bool:
             # The program does not make it again: it counts, and what has not left yet is still to.
             nonlocal is_late
-            if is_late := turn.kept:
-                layout.pushing, layout.steps = False, step
+            if is_late := all(turn.kept for _, turn, _, _ in begun):
+                for layout, _, step, _ in begun:
+                    layout.pushing, layout.steps = False, step
             return is_late
 
         def count(error: KVError | None) -> None:
-            if not is_late:
-                layout.pushing = False
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
-            if used := error is None or is_late or any(ask.used for ask in asks):
-                layout.steps = max(layout.steps, step)
-            if layout.feedback is not None:
-                layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
-            self._steps.end(layout.track, turn, used=used)
+            for layout, turn, step, asks_of_key in begun:
+                if not is_late:
+                    layout.pushing = False
+                used = error is None or is_late or any(ask.used for ask in asks_of_key)
+                # With others that have failed, it may have come to a good end itself.
+                if used := used or (len(begun) > 1 and all(ask.answered for ask in asks_of_key)):
+                    layout.steps = max(layout.steps, step)
+                if layout.feedback is not None:
+                    layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
+                self._steps.end(layout.track, turn, used=used)
 
-        label, nbytes = self._label(op, key, step), sum(piece.sent_bytes for piece in pieces)
+        steps = {step for _, _, step, _ in begun}
+        label = self._label(op, [push.key for push in pushes], min(steps) if len(steps) == 1 else None)
+        nbytes = sum([piece.sent_bytes for push in pushes for piece in push.pieces])
         return self._start(
             label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted, goes_on=goes_on,
-            behind=layout.pushes,
+            behind=[layout.pushes for layout, _, _, _ in begun], calls=len(begun),
         )  # fmt: skip
 
     # ---- rows
@@ -383,7 +427,8 @@ class PsClient(Participant):
             sent_bytes = ids.nbytes + chosen.wire_bytes(piece.size, dtype)
             pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
         op = "push of rows" if changed is None else "pushpull of rows"
-        return self._push_pieces(key, op, pieces, chosen, deadline, priority, turn, fused=changed is not None)
+        pushes = [_Push(key, pieces, turn)]
+        return self._push_pieces(pushes, op, chosen, deadline, priority, fused=changed is not None)
 
     def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
@@ -416,7 +461,7 @@ class PsClient(Participant):
                     )
                 )
                 nbytes += numbers.nbytes
-        label = self._label("pull of rows", key, layout.steps)
+        label = self._label("pull of rows", [key], layout.steps)
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes)
 
     def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
@@ -437,7 +482,7 @@ class PsClient(Participant):
             )
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
-        label = self._label("pull", key, layout.steps)
+        label = self._label("pull", [key], layout.steps)
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
 
     def _on_value(
@@ -500,9 +545,10 @@ class PsClient(Participant):
         """
         return self._command("set_hyperparams", m.SetHyperparams, (hyperparams, self.clock), deadline, counts="hyper")
 
-    def _label(self, op: str, key: Key, step: int | None = None) -> str:
+    def _label(self, op: str, keys: Sequence[Key], step: int | None = None) -> str:
         at = "" if step is None else f" at step {step}"
-        return f"{op} of key {key!r} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
+        of = repr(keys[0]) if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
+        return f"{op} of key {of} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
 
     def _furthest_step(self) -> int:
         return max((layout.steps for layout in self._layouts.values()), default=0)
@@ -546,7 +592,7 @@ class PsClient(Participant):
             )
             for i, chunk in enumerate(layout.chunks)
         ]  # fmt: skip
-        return self._start(self._label("save", key), asks, deadline), saved
+        return self._start(self._label("save", [key]), asks, deadline), saved
 
     def _rule_of(self, said: RuleInForce) -> optim.Rule | None:
         """The rule that servers say with every key, made once: what differs for many keys is long."""
@@ -566,7 +612,7 @@ class PsClient(Participant):
             fields = (key, i, updates, list(arrays), layout.part(i))
             size = sum(piece.nbytes for piece in pieces)
             asks.append(about(layout.part(i), m.PutState, fields, payloads=_all(pieces), cost_bytes=size))
-        return self._start(self._label("load", key), asks, deadline)
+        return self._start(self._label("load", [key]), asks, deadline)
 
 
 def _all(parts: Sequence[Buffer]) -> Callable[[], Sequence[Buffer]]:

@@ -45,6 +45,7 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
             reasons.append("no server answers for it at present; look at the servers and the scheduler")
             continue
         name = "the scheduler" if peer == SCHEDULER else f"server {peer}"
+        name += _which(operation, asks)
         missing = sorted({client for ask in asks for client in ask.missing or []})
         if missing:
             silent_s = {client: s for ask in asks for client, s in zip(ask.missing or [], ask.silent_s, strict=False)}
@@ -65,3 +66,11 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
         else:
             reasons.append(f"no answer from {name}; {_LOOK}")
     return reasons
+
+
+def _which(operation: Operation, asks: Collection[Ask]) -> str:
+    """Which of the keys that are pushed together ``asks`` are about; nothing where there is one."""
+    pushed = [ask.fields[0] for ask in operation.asks if ask.kind is m.Push]
+    if not pushed or pushed.count(pushed[0]) == len(pushed):
+        return ""
+    return f" (key {names_in_words([repr(ask.fields[0]) for ask in asks if ask.kind is m.Push], 4)})"

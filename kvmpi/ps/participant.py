@@ -298,16 +298,17 @@ class Participant(ABC):
     def _start(
         self, label: str, asks: Sequence[Ask], deadline: Deadline, priority: int = 0, phase: str = "", nbytes: int = 0,
         settle: Settle | None = None, on_accepted: Callable[[], None] | None = None,
-        goes_on: Callable[[], bool] | None = None, behind: list[Operation] | None = None,
-        after: Sequence[Operation] = (),
+        goes_on: Callable[[], bool] | None = None, behind: Sequence[list[Operation]] = (),
+        after: Sequence[Operation] = (), calls: int = 1,
     ) -> Work:  # fmt: skip
         """Submit ``asks``.
 
         Args:
             settle: runs before anyone learns of the end: a waiter may go on to the next step.
             goes_on: asked when the time is over, of which the waiter learns: whether the requests go on all the same.
-            behind: operations that are under way, behind which this one takes its place.
+            behind: of each key, operations that are under way, behind which this one takes its place.
             after: others that have to be over before its requests leave.
+            calls: how many of ``phase`` it stands for.
         """
         work = Work(label)
         started_s = time.perf_counter()
@@ -317,12 +318,13 @@ class Participant(ABC):
 
         def on_done(error: KVError | None) -> None:
             try:
-                if behind is not None and operation in behind:
-                    behind.remove(operation)
+                for others in behind:
+                    if operation in others:
+                        others.remove(operation)
                 if settle is not None:
                     settle(error)
                 if phase:
-                    self._recorder.add(phase, time.perf_counter() - started_s, nbytes)
+                    self._recorder.add(phase, time.perf_counter() - started_s, nbytes, calls)
                 if spans is not None and asks:
                     spans.end(phase, self._staleness(asks[0].fields[0]))
             except BaseException as interruption:  # of a signal's handler; nobody else would end it
@@ -339,9 +341,9 @@ class Participant(ABC):
             return True
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        after = [*after, *[*(behind or ())][-1:]]  # they end in another thread
+        after = [*after, *(last for others in behind for last in [*others][-1:])]  # they end in another thread
         operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, after)
-        if behind is not None:
-            behind.append(operation)
+        for others in behind:
+            others.append(operation)
         self._link.submit(operation, asks, priority)
         return work

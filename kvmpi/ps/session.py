@@ -465,6 +465,7 @@ class ClientSession:
             self._greeted.add(ask.peer)
             self._ready.update(dict.fromkeys(self._queues))
         self._close(ask)
+        ask.answered = error is None
         operation.pending -= 1
         operation.error = operation.error or error
         if operation.pending == 0:

@@ -1,9 +1,10 @@
-"""Values that come from servers: one on its way, and where a pulled one goes."""
+"""Values that come from servers: one on its way, where a pulled one goes, and which of them go together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -15,6 +16,11 @@ from kvmpi.store.call import Invocation, KeyState, deliver
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
+T = TypeVar("T")
+
+#: Values up to this size go together with others.
+_SMALL_BYTES = 64 << 10
+_MOST_ASKED, _ASKED_BYTES = 16, 256 << 10
 
 
 @dataclass(slots=True)
@@ -65,3 +71,21 @@ class Coming(NamedTuple):
     state: KeyState
     target: Target
     work: Work
+
+
+def together(
+    items: Sequence[T], nbytes_of: Callable[[T], int], room_bytes: int = _ASKED_BYTES, most: int = _MOST_ASKED
+) -> list[list[T]]:
+    """Small ones together, at most so many in so many bytes, and others each by itself: by sizes and their order alone,
+    so that all workers agree. As given, what servers are asked for at once: the first are on their way while others are
+    got ready."""
+    found: list[list[T]] = []
+    room = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not found or nbytes > min(room, _SMALL_BYTES) or len(found[-1]) >= most:
+            found.append([])
+            room = room_bytes if nbytes <= _SMALL_BYTES else 0
+        found[-1].append(item)
+        room -= nbytes
+    return found

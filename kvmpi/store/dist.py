@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,14 @@ from kvmpi.engine import Variable, Work
 from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows, Landing, PsClient, Turn, finds_position
-from kvmpi.store.answers import Answer, Coming, Target
+from kvmpi.ps import ArrivingRows, Exchange, Landing, PsClient, Turn, finds_position
+from kvmpi.store.answers import Answer, Coming, Target, together
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, label_of, nothing, on_host
 from kvmpi.store.checkpoint import SavedKey
-from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import INLINE_BYTES
 from kvmpi.store.grammar import Group, Key
+from kvmpi.store.known_exchanges import KnownExchanges
 from kvmpi.trace import timeline
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ Buffer = npt.NDArray[Any]
 #: From this size on a blocking push waits for the servers rather than copy first; below, the copy is faster than an
 #: answer (benchmarks/ps_worker.py: 256 KB take 1.3 ms for push and pull with the copy, 1.6 ms without).
 _LEND_FROM_BYTES = 2 << 20
-#: Values up to this size go from the master to other workers of its client with others, up to so many bytes.
-_SMALL_BYTES, _TOGETHER_BYTES = 64 << 10, 512 << 10
+#: Small values go from the master to other workers of its client together, up to so many bytes.
+_TOGETHER_BYTES = 512 << 10
 #: Stores are numbered in the order of their creation, which is the same in every worker.
 _numbers = itertools.count(1)
 
 
 @methods_not_compiled
-class DistStore(Commanding):
+class DistStore(KnownExchanges):
     """A store on servers.
 
     Args:
@@ -152,7 +153,7 @@ class DistStore(Commanding):
             def ask(ps: PsClient, state: KeyState = state, vector: Vector = vector) -> Work:
                 return ps.init(state.key, on_host(vector, call) if gives else None, call.deadline)
 
-            works.append(self._ask_op(state, ask, call))
+            works.append(self._ask_op([state], ask, call))
         if self.mpi_size > 1:
             works = [self._tell_op(label_of("init", states), [state.value for state in states], call)]
         return works
@@ -167,7 +168,7 @@ class DistStore(Commanding):
 
     def _check_pushable(self, op: str, state: KeyState) -> None:
         super()._check_pushable(op, state)
-        if self._told_position > self._position:
+        if self._is_told_too_much:
             raise KVError(
                 f"{op} of key {state.key!r} on worker {self.rank}: the program was told that it goes on at step "
                 f"{self._resumed_step + self._told_position}, but with keys that were made since it is "
@@ -198,13 +199,14 @@ class DistStore(Commanding):
         summed = self._sum_rows_op(part, call)
         arriving: list[ArrivingRows] = []
 
-        def ask(ps: PsClient, turn: Turn) -> Work:
+        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
             assert part.rows is not None
+            [turn] = turns
             arriving.extend([ArrivingRows(ps.rows_of(state.key))] if fused else [])
             changed, turn.kept = (arriving[0] if fused else None), not (fused or call.async_op)
             return ps.push_rows(state.key, part.rows, call.deadline, call.priority, changed, turn)
 
-        work = self._push_op(state, ask, call, reads=[state.sent])
+        work = self._push_op([state], ask, call, reads=[state.sent])
         if part.whole:
             [pulled] = self._start_pull([part], call)
             return pulled
@@ -221,7 +223,7 @@ class DistStore(Commanding):
             found.append(Rows(ids[0], np.empty((ids[0].size, state.width), DTYPES[state.dtype])))
             return ps.pull_rows(state.key, ids[0], found[0].values, call.deadline, call.priority)
 
-        self._ask_op(state, ask, call, reads=known)
+        self._ask_op([state], ask, call, reads=known)
         return self._spread_rows_op(part, lambda: found[0], call)
 
     def _check_by_rows(self, op: str, state: KeyState) -> None:
@@ -242,12 +244,13 @@ class DistStore(Commanding):
 
         ends_with_it = self._ps is not None and (call.async_op or (waits and lent is not None))
 
-        def ask(ps: PsClient, turn: Turn) -> Work:
+        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+            [turn] = turns
             turn.kept = not ends_with_it
             value = state.host_buffer() if lent is None else lent
             return ps.push(state.key, value, call.deadline, call.priority, turn)
 
-        work = self._push_op(state, ask, call, reads=[state.sent] if lent is None else [])
+        work = self._push_op([state], ask, call, reads=[state.sent] if lent is None else [])
         # The caller's arrays are free once the sum is in the key's own buffer.
         return work if ends_with_it else local
 
@@ -258,7 +261,8 @@ class DistStore(Commanding):
         then it is not ``kept`` where the caller waits for that, and may change what it has lent if it fails."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
 
-        def ask(ps: PsClient, turn: Turn) -> Work:
+        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+            [turn] = turns
             turn.kept = kept
 
             def accept() -> None:
@@ -273,7 +277,7 @@ class DistStore(Commanding):
             if not accepted.done():  # nothing was lent, or it was never sent
                 accepted.finish(None if kept else work.error())
 
-        answer.work = self._push_op(state, ask, call, writes=[state.sent])
+        answer.work = self._push_op([state], ask, call, writes=[state.sent])
         answer.work.add_done_callback(end)
         return accepted
 
@@ -301,7 +305,9 @@ class DistStore(Commanding):
         answer = self._answers.get(state.key)
         work = None if answer is None else self._answer_op(state, answer, target, call)
         if work is None:
-            work = self._ask_op(state, lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call)
+            work = self._ask_op(
+                [state], lambda ps: ps.pull(state.key, target.buffer, call.deadline, call.priority), call
+            )
         return Coming(state, target, work)
 
     def _answer_op(self, state: KeyState, answer: Answer, target: Target, call: Invocation) -> Work | None:
@@ -330,24 +336,54 @@ class DistStore(Commanding):
         )  # fmt: skip
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        self._answers |= dict.fromkeys(part.state.key for part in parts)  # their buffers are about to be overwritten
+        self._begin_pushpull([part.state.key for part in parts], call)
         sums = self._sum_ops(parts, call)
-        call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
-        works = self._spread_ops([self._pushpull_part(part, summed, call) for part, summed in sums], call)
-        return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
+        # Where the call does not wait for all, what has failed is an error of its key alone.
+        alone = call.async_op or timeline.on
+        batches = [[each] for each in sums] if alone else together(sums, lambda each: each[0].state.nbytes)
+        coming = [each for batch in batches for each in self._pushpull_parts(batch, call)]
+        return self._spread_ops(coming, call) + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
-    def _pushpull_part(self, part: Part, summed: Work | None, call: Invocation) -> Coming:
-        state = part.state
-        target = Target(state, part.outs, call)
-        source = self._lent(part.vectors, call, until_done=True)
-        if source is None and summed is None:
-            self._sum_op([part], call)
+    def _begin_pushpull(self, keys: Sequence[Key], call: Invocation) -> None:
+        self._answers |= dict.fromkeys(keys)  # their buffers are about to be overwritten
+        call.turns = {} if self._ps is None else self._ps.next_pushes(keys)
 
-        def ask(ps: PsClient, turn: Turn) -> Work:
-            value = state.host_buffer() if source is None else source
-            return ps.pushpull(state.key, value, target.buffer, call.deadline, call.priority, turn)
+    @property
+    def _is_told_too_much(self) -> bool:
+        return self._told_position > self._position
 
-        return Coming(state, target, self._push_op(state, ask, call, reads=[state.sent] if source is None else []))
+    def _pushpull_parts(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> list[Coming]:
+        states, targets, sources = [], [], []
+        for part, summed in batch:
+            source = self._lent(part.vectors, call, until_done=True)
+            if source is None and summed is None:
+                self._sum_op([part], call)
+            states.append(part.state)
+            targets.append(Target(part.state, part.outs, call))
+            sources.append(source)
+        work = self._pushpull_op(states, sources, [target.buffer for target in targets], call)
+        return [Coming(state, target, work) for state, target in zip(states, targets, strict=True)]
+
+    def _pushpull_op(
+        self, states: Sequence[KeyState], sources: Sequence[Buffer | None], outs: Sequence[Buffer], call: Invocation
+    ) -> Work:
+        """Push on the master: send ``sources``, or what is in the keys' own buffers, and fill ``outs``."""
+
+        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+            if len(states) == 1:
+                [state], [source], [out], [turn] = states, sources, outs, turns
+                value = state.host_buffer() if source is None else source
+                return ps.pushpull(state.key, value, out, call.deadline, call.priority, turn)
+            return ps.pushpull_together(
+                [
+                    Exchange(state.key, state.host_buffer() if source is None else source, out, turn)
+                    for state, source, out, turn in zip(states, sources, outs, turns, strict=True)
+                ],
+                call.deadline, call.priority,
+            )  # fmt: skip
+
+        reads = [state.sent for state, source in zip(states, sources, strict=True) if source is None]
+        return self._push_op(states, ask, call, reads=reads)
 
     def _lent(self, vectors: list[Vector], call: Invocation, *, until_done: bool) -> Buffer | None:
         """The memory that can be sent as it is: a single host vector that nobody changes while it is sent."""
@@ -372,17 +408,18 @@ class DistStore(Commanding):
         return self._reduce_op(bucket, call, keeps=self._ps is not None)
 
     def _ask_op(
-        self, state: KeyState, ask: Callable[[PsClient], Work], call: Invocation, *,
+        self, states: Sequence[KeyState], ask: Callable[[PsClient], Work], call: Invocation, *,
         reads: Sequence[Variable] = (), writes: Sequence[Variable] = (),
     ) -> Work:  # fmt: skip
-        """Push on the master: ask the servers about one key. Other workers have nothing to do."""
+        """Push on the master: ask the servers about some keys. Other workers have nothing to do."""
         ps = self._ps
         if ps is None:
             return nothing()
 
         def abandon(asked: Work) -> None:
             if asked.error() is not None:
-                state.buffer = None  # a server may be reading it still
+                for state in states:
+                    state.buffer = None  # a server may be reading it still
 
         def run() -> Work:
             asked = ask(ps)
@@ -390,30 +427,40 @@ class DistStore(Commanding):
             return asked
 
         return self._engine.push(
-            run, reads=[*call.done, *reads], writes=[state.value, *writes], lane="inline", priority=call.priority,
-            name=f"{call.op} of key {state.key!r}",
+            run, reads=[*call.done, *reads], writes=[*(state.value for state in states), *writes], lane="inline",
+            priority=call.priority, name=label_of(call.op, states),
         )  # fmt: skip
 
-    def _push_op(self, state: KeyState, ask: Callable[[PsClient, Turn], Work], call: Invocation, **how: Any) -> Work:
-        """Push on the master: push one key to the servers, in its place among all that the program pushes."""
+    def _push_op(
+        self, states: Sequence[KeyState], ask: Callable[[PsClient, Sequence[Turn]], Work], call: Invocation, **how: Any
+    ) -> Work:
+        """Push on the master: push some keys to the servers, in their places among all that the program pushes."""
         ps = self._ps
         if ps is None:
             return nothing()
-        turn = call.turns.pop(state.key)
-        work = self._ask_op(state, lambda ps: ask(ps, turn), call, **how)
-        work.add_done_callback(lambda _: ps.give_up(state.key, turn))
+        turns = [call.turns.pop(state.key) for state in states]
+
+        def give_up(_: Work) -> None:
+            for state, turn in zip(states, turns, strict=True):
+                ps.give_up(state.key, turn)
+
+        work = self._ask_op(states, lambda ps: ask(ps, turns), call, **how)
+        work.add_done_callback(give_up)
         return work
 
     def _spread_ops(self, coming: Sequence[Coming], call: Invocation) -> list[Work]:
         """Push: what the master gets goes to all workers of the client and into all arrays of ``out``."""
         if self.mpi_size > 1:
-            return [self._broadcast_op(together, call) for together in _in_order(coming)]
+            some = together(coming, lambda each: each.state.nbytes, _TOGETHER_BYTES, sys.maxsize)
+            return [self._broadcast_op(found, call) for found in some]
         return [
-            work if target.complete
-            else self._engine.push(
-                target.spread, writes=[state.value], lane="cpu", name=f"{call.op} of key {state.key!r}: copy out"
-            )
-            for state, target, work in coming
+            *dict.fromkeys(work for _, target, work in coming if target.complete),
+            *(
+                self._engine.push(
+                    target.spread, writes=[state.value], lane="cpu", name=f"{call.op} of key {state.key!r}: copy out"
+                )
+                for state, target, _ in coming if not target.complete
+            ),
         ]  # fmt: skip
 
     def _broadcast_op(self, coming: Sequence[Coming], call: Invocation) -> Work:
@@ -492,17 +539,3 @@ class DistStore(Commanding):
                 self._ps.close(Deadline(10.0), failure)
             self._ps.abort()
         super().abort(failure)
-
-
-def _in_order(coming: Sequence[Coming]) -> list[list[Coming]]:
-    """Small ones together, others each by itself: by sizes and their order alone, so that all workers agree."""
-    found: list[list[Coming]] = []
-    room = 0
-    for each in coming:
-        nbytes = each.state.nbytes
-        if not found or nbytes > min(room, _SMALL_BYTES):
-            found.append([])
-            room = _TOGETHER_BYTES if nbytes <= _SMALL_BYTES else 0
-        found[-1].append(each)
-        room -= nbytes
-    return found

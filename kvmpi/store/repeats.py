@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
@@ -26,6 +26,7 @@ from kvmpi.store.operations import Operations
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
+T = TypeVar("T")
 #: An operation, its scale, the keys, and the layouts of what is pushed and, if it is something else, pulled into.
 Signature = tuple[str, float, tuple[Key, ...], tuple[Any, ...], "tuple[Any, ...] | None"]
 
@@ -83,11 +84,11 @@ class Repeat:
         self.values = memory
 
 
-class Repeats:
-    """The calls of one store that have been made twice or more."""
+class Repeats(Generic[T]):
+    """The calls of one store that have been made twice or more, and what is known of each."""
 
     def __init__(self) -> None:
-        self._known: dict[Signature, Repeat] = {}
+        self._known: dict[Signature, T] = {}
         self._num_keys = 0  # of all of them
         self._made: set[int] = set()  # hashes of signatures
         self._misses = self._skipped = 0
@@ -112,7 +113,7 @@ class Repeats:
             return None
         return op, scale, tuple(key), pushed, pulled
 
-    def find(self, signature: Signature) -> Repeat | None:
+    def find(self, signature: Signature) -> T | None:
         """What is known of the call."""
         found = self._known.get(signature)
         self._misses = 0 if found is not None else self._misses + 1
@@ -128,7 +129,7 @@ class Repeats:
         self._made.add(found)
         return False
 
-    def keep(self, signature: Signature, repeat: Repeat) -> None:
+    def keep(self, signature: Signature, repeat: T) -> None:
         """Next time ``find`` returns this."""
         self._num_keys += len(signature[2])
         if self._num_keys > _MOST_KEYS:
@@ -170,7 +171,7 @@ class Repeating(Operations):
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
-        self._repeats = Repeats()
+        self._repeats: Repeats[Repeat] = Repeats()
 
     @property
     @abstractmethod

@@ -1,0 +1,143 @@
+"""Lists of keys that are exchanged with servers again and again, in place, into other arrays, and otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmpi
+from kvmpi import arrays, optim
+from kvmpi.errors import KVError, ShapeMismatchError
+from kvmpi.store.dist import DistStore
+
+#: Of these only the small ones travel together; keys that are ints are taken in their own order.
+SHAPES = {7: (3, 5), 2: (0,), 9: (40_000,), 1: (1,), 4: (17,), 3: (2, 2, 2), 8: (16_384,), 5: (16_385,)}
+Make = Callable[[np.ndarray], Any]
+
+
+def numbers(key: int, *seeds: int) -> np.ndarray:
+    return np.random.default_rng([key, *seeds]).integers(-99, 99, SHAPES[key]).astype("f4")
+
+
+def make_torch(array: np.ndarray) -> Any:
+    return pytest.importorskip("torch").from_numpy(array.copy())
+
+
+@pytest.fixture(params=["dist_sync", "dist_async_mpi"])
+def kv(request: pytest.FixtureRequest) -> Any:
+    with kvmpi.create(request.param, timeout_s=20) as store:
+        store.init(list(SHAPES), [numbers(key) for key in SHAPES])
+        store.set_optimizer(optim.Test(lr=-1))
+        yield store
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been looked at from the beginning."""
+    found: list[str] = []
+    enter = DistStore._enter_keys
+
+    def spy(self: Any, call: Any, *rest: Any) -> Any:
+        found.append(call.op)
+        return enter(self, call, *rest)
+
+    monkeypatch.setattr(DistStore, "_enter_keys", spy)
+    return found
+
+
+@pytest.mark.parametrize("make", [np.array, make_torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "into others"])
+def test_each_time_is_exact_and_from_the_third_on_nothing_is_looked_at(
+    kv: Any, looks: list[str], make: Make, in_place: bool
+) -> None:
+    keys = list(SHAPES)
+    values = [make(np.empty(SHAPES[key], "f4")) for key in keys]
+    outs = None if in_place else [make(np.full(SHAPES[key], np.nan, "f4")) for key in keys]
+    expected = {key: numbers(key).astype("f8") for key in keys}
+    arrays.read(values[0])  # else the first tensor of a process is looked at once more
+    for step in range(1, 6):
+        for key, value in zip(keys, values, strict=True):
+            value[...] = make(numbers(key, step))
+        kv.pushpull(keys, values, outs)
+        for key, got in zip(keys, values if outs is None else outs, strict=True):
+            expected[key] += numbers(key, step)
+            np.testing.assert_array_equal(np.asarray(got), expected[key], err_msg=f"key {key}, step {step}")
+    assert looks == ["pushpull"] * 2
+    assert kv.stats()["phases"]["push"]["calls"] == 5 * len(keys)
+
+
+def test_other_arrays_and_what_is_wrong_are_looked_at(kv: Any, looks: list[str]) -> None:
+    keys = list(SHAPES)
+    values = [np.zeros(SHAPES[key], "f4") for key in keys]
+    for _ in range(4):
+        kv.pushpull(keys, values)
+        for value in values:
+            value[...] = 0
+    before = len(looks)
+    others = [np.ones(SHAPES[key], "f4") for key in keys]
+    kv.pushpull(keys, others)
+    for key, got in zip(keys, others, strict=True):
+        np.testing.assert_array_equal(got, numbers(key) + 1, err_msg=str(key))
+    wrong = [values[0].T, *values[1:]]
+    with pytest.raises(ShapeMismatchError, match="pushpull of key 7"):
+        kv.pushpull(keys, wrong)
+    values[0].flags.writeable = False
+    with pytest.raises(KVError, match="read-only"):
+        kv.pushpull(keys, values)
+    assert len(looks) == before + 3
+    kv.pushpull(keys, [np.zeros(SHAPES[key], "f4") for key in keys], others)
+    for key, got in zip(keys, others, strict=True):
+        np.testing.assert_array_equal(got, numbers(key) + 1, err_msg=f"{key}: nothing else was pushed")
+
+
+def test_what_is_pushed_from_where_another_key_is_pulled_into_stays_right(kv: Any, looks: list[str]) -> None:
+    """That is copied, every time."""
+    one, two = np.empty(17, "f4"), np.empty((3, 5), "f4")
+    room = np.empty(17, "f4")
+    expected = {4: numbers(4).astype("f8"), 7: numbers(7).astype("f8")}
+    for step in range(1, 6):
+        one[...], two[...] = numbers(4, step), numbers(7, step)
+        pushed = room[:15].reshape(3, 5)  # what key 7 pushes lies where key 4's value comes
+        pushed[...] = two
+        kv.pushpull([4, 7], [one, pushed], [room, two])
+        for key, got in ((4, room), (7, two)):
+            expected[key] += numbers(key, step)
+            np.testing.assert_array_equal(got, expected[key], err_msg=f"key {key}, step {step}")
+    assert looks == ["pushpull"] * 5
+
+
+def test_what_an_earlier_call_has_left_is_raised_and_what_is_closed_says_so(kv: Any) -> None:
+    keys = list(SHAPES)
+    values = [np.zeros(SHAPES[key], "f4") for key in keys]
+    for _ in range(3):
+        kv.pushpull(keys, values)
+        for value in values:
+            value[...] = 0
+
+    def fail() -> None:
+        raise KVError("left by an earlier call")
+
+    state = kv._keys[4]
+    kv._engine.push(fail, writes=[state.value], lane="inline", name="a failure")
+    with pytest.raises(KVError, match="left by an earlier call"):
+        kv.pushpull(keys, values)
+    kv.pushpull(keys, values)
+    np.testing.assert_array_equal(values[0], numbers(7))
+    kv.close()
+    with pytest.raises(KVError, match="closed"):
+        kv.pushpull(keys, values)
+
+
+def test_autograd_hears_of_what_is_written(kv: Any) -> None:
+    torch = pytest.importorskip("torch")
+    keys = [4, 1]
+    values = [torch.zeros(17), torch.zeros(1)]
+    for _ in range(4):
+        before = [value._version for value in values]
+        kv.pushpull(keys, values)
+        assert all(value._version > was for value, was in zip(values, before, strict=True))
+        for value in values:
+            value.zero_()
