@@ -40,6 +40,7 @@ class Plan:
         answers_met: whether a fused push brings back what was there before.
         codec: how pushes travel: "none", "bf16", or "2bit", which leaves half of every third push for the next.
         is_sparse: whether pushes by rows are of some rows only, or of none.
+        together: whether pushes of whole values that are fused, and neighbours, are one operation.
         in_place: whether fused pushes put their answer in the place of what was pushed.
         lands: whether programs go on when servers have taken a push, whose value comes in its own time.
         seldom: keys that are pushed in every n-th step only, from which on, or never.
@@ -80,6 +81,7 @@ class Plan:
         self.is_sparse = (mode == "sync" or not writes) and sparse.random() < 0.4
         self._rows: dict[tuple[int, Any, int], tuple[int, ...] | None] = {}
         self._apart = sparse.random() < 0.5  # clients push rows in steps of their own, others all of it meanwhile
+        self.together = random.Random(f"{seed} together").random() < 0.4
         self.in_place = random.Random(f"{seed} in place").random() < 0.3
         self.lands = mode == "sync" and not self.answers_met and random.Random(f"{seed} lands").random() < 0.4
         self.seldom, self.phases = self._choose_seldom(writes) if mode == "sync" else ({}, [[*KEYS]])

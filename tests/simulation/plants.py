@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvmpi.errors import KVError
 from kvmpi.ps import barriers, client, consistency, part, replay, rounds, shard, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
@@ -86,6 +87,18 @@ def _takes_a_part_over_without_its_values(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _forgets_open_rounds_when_it_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shard, "hand_over", lambda self: None)
+
+
+def _counts_what_was_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys that are exchanged together and whose time is over, all are taken for done."""
+    cancel = ClientSession._cancel
+
+    def patched(self: ClientSession, operation: Operation, error: KVError) -> None:
+        for ask in operation.asks:
+            ask.answered = True
+        cancel(self, operation, error)
+
+    monkeypatch.setattr(ClientSession, "_cancel", patched)
 
 
 def _asks_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,4 +441,5 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "end of the process before": (_takes_the_next_process_for_the_one_that_has_ended, "ClientLostError"),
     "waiting for who has ended": (_waits_for_who_has_ended_before, "still waiting"),
     "requests that are not sent again": (_asks_only_once, "still waiting"),
+    "late beside others": (_counts_what_was_not_answered, "no sum of pushes|pushes of client"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,10 +18,11 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, KVTimeoutError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, codec
-from kvmpi.ps.client import PsClient, SavedChunk
+from kvmpi.ps.client import Exchange, PsClient, SavedChunk
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.participant import GOODBYE_S
 from kvmpi.ps.steps import Turn
+from kvmpi.store.call import nothing
 from kvmpi.store.checkpoint import SavedKey
 
 #: How long operations may take in jobs that hurry.
@@ -338,7 +340,8 @@ class Programs:
     ) -> Program:
         """Pushpull, or push and then pull; of the whole value, or of all its rows."""
         plan = self._plan
-        fused = {key for key in keys if (NUMBERS[key] + step + rank * (not self._sync)) % 2 == 1}
+        turn_of = {key: 0 if plan.together else NUMBERS[key] for key in keys}
+        fused = {key for key in keys if (turn_of[key] + step + rank * (not self._sync)) % 2 == 1}
         by_rows = {key: np.array(rows, np.int64) for key in keys if (rows := plan.rows(rank, key, step)) is not None}
         values = {key: self._value(ps, rank, key, step) for key in keys}
         outs = {
@@ -366,11 +369,31 @@ class Programs:
             works[key] = self._noted(work, rank, step, key, entered)
             return works[key]
 
+        def start_together(some: list[Any], deadline: Any) -> Work:
+            turns = ps.next_pushes(some)
+            exchanges = [Exchange(key, values[key], outs[key], turns[key]) for key in some]
+            work = ps.pushpull_together(exchanges, deadline)
+            self._network.faults.count("together")
+            works.update({key: self._noted(work, rank, step, key, entered) for key in some})
+            return work
+
+        whole = fused - by_rows.keys() - landing.keys() if plan.together else set()
         left = keys
         while left:
-            deadline = self._deadline()
-            yield from self._end_of([start(key, deadline) for key in left])
-            left = [key for key in left if works[key].error() is not None and key not in kept]
+            deadline, begun = self._deadline(), []
+            for is_whole, group in itertools.groupby(left, whole.__contains__):
+                some = [*group]
+                if is_whole and len(some) > 1:
+                    begun.append(start_together(some, deadline))
+                else:
+                    begun += [start(key, deadline) for key in some]
+            yield from self._end_of(begun)
+            failed = [key for key in left if works[key].error() is not None and key not in kept]
+            left = [key for key in failed if ps._layouts[key].track.failed is not None]
+            for key in failed:
+                if key not in left:  # it has come to a good end beside others that have not
+                    self._network.faults.count("good end beside others")
+                    self._noted(nothing(), rank, step, key, entered)
         for key, value in values.items():
             if outs[key] is value and key in landing:
                 outs[key] = _UNFILLED[key].copy()
