@@ -242,6 +242,15 @@ class PsClient(Participant):
         for key in keys:
             self._layouts[key].feedback = None
 
+    def restore_errors(self, key: Key, parts: Iterable[tuple[int, int]]) -> None:
+        """What was pushed last to elements ``start:stop`` of the key nobody has used: it is still to be said.
+
+        To be called when that push is done, before the next one.
+        """
+        if (feedback := self._layouts[key].feedback) is not None:
+            for start, stop in parts:
+                feedback.restore(slice(start, stop))
+
     def abort(self) -> None:
         super().abort()
         self.forget_errors(self._layouts)  # as large as the values: what refers to a closed store must not keep them

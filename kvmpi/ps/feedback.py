@@ -39,6 +39,13 @@ class Feedback:
 
         return encoded
 
+    def restore(self, where: slice) -> None:
+        """What was said last of elements ``where`` nobody has used: they are as they were before it.
+
+        To be called when that push is over and counts, before the next one.
+        """
+        self._residual[where] = self._left[where]
+
     def note_answer(self, where: slice) -> None:
         """The server has what was said of elements ``where``."""
         self._answered.add(where.start)

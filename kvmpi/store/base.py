@@ -6,7 +6,7 @@ import logging
 import numbers
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -395,6 +395,24 @@ class KVStore(Joining, RowSparse, Saving, ABC):
     def pushed_dtype(self, dtype: str) -> str:
         """What values of ``dtype`` are rounded to on their way to servers, as ``set_gradient_compression`` has it."""
         return dtype
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether pushes leave something out that is added to the next: ``2bit`` and ``1bit`` compression do."""
+        return False
+
+    def restore_errors(self, parts: Mapping[Key, Sequence[tuple[int, int]]]) -> None:
+        """Take note that what was pushed last to some elements is used by nobody, and is to be said by later pushes.
+
+        For loops that leave out gradients which no worker has computed, though they travel as zeros with others: what
+        earlier pushes have left out of them would go with these zeros, and be lost. Collective over the workers of a
+        client, when that push is done; all clients do it alike. Where nothing is left out, it does nothing.
+
+        Args:
+            parts: by key, ranges ``(start, stop)`` of its elements.
+        Raises:
+            KeyNotInitializedError: a key does not exist.
+        """
 
     def _await_copies(self, parts: Sequence[Part], call: Invocation) -> None:
         """Return when what the call pushes is in memory of the store's own."""

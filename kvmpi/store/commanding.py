@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvmpi import optim
 from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import KeyNotInitializedError, UnsupportedError
 from kvmpi.ps import PsClient, codec
 from kvmpi.store.base import KVStore, seconds_of_silence
-from kvmpi.store.call import Invocation
+from kvmpi.store.call import Invocation, KeyState
+from kvmpi.store.grammar import Key
 
 
 @methods_not_compiled
@@ -60,6 +61,34 @@ class Commanding(KVStore):
         self._codec = chosen
         if self._ps is not None:
             self._ps.set_codec(chosen)
+
+    @property
+    def keeps_errors(self) -> bool:
+        return isinstance(self._codec, codec.Quantizer)
+
+    def restore_errors(self, parts: Mapping[Key, Sequence[tuple[int, int]]]) -> None:
+        call = self._call("restore_errors")
+        details = [[key, [list(part) for part in some]] for key, some in parts.items()]
+
+        def prepare() -> list[KeyState]:
+            if unknown := [key for key in parts if key not in self._keys]:
+                raise KeyNotInitializedError(
+                    f"restore_errors of key {unknown[0]!r} on worker {self.rank}: the key was never initialised"
+                )
+            return [self._keys[key] for key in parts]
+
+        states = self._enter(call, prepare, lambda _: [Entry(repr(details))], lambda _: details)
+        ps = self._ps
+        if ps is None:
+            return
+
+        def restore() -> None:
+            for key, some in parts.items():
+                ps.restore_errors(key, some)
+
+        # A worker that has joined waits for no push that others have waited for.
+        written = [state.value for state in states]
+        self._engine.push(restore, reads=call.done, writes=written, lane="inline", name=call.op).wait()
 
     def pushed_dtype(self, dtype: str) -> str:
         return self._codec.wire_dtype(dtype)

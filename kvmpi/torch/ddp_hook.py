@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,6 +38,9 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     bucket first comes; DDP forms new buckets after its first step, and the old keys stay. Several hooks of a store, for
     several models, are made in the same order by all workers: the second has keys that begin with ``prefix`` and a 2.
 
+    Under ``2bit`` and ``1bit`` compression, what pushes have left out of a parameter is kept while no worker has a
+    gradient of it other than zeros.
+
     When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process. Sparse
     ones, of ``Embedding(sparse=True)``, are an error: DDP's process group exchanges those, without this hook, and so
     does ``kvmpi.torch.Trainer``, without DDP.
@@ -54,7 +58,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
             "no sum of gradients to get back; use a synchronous store, or kvmpi.torch.DistributedOptimizer without DDP"
         )
-    made, before = set[str](), _prefixes.setdefault(kv, [])
+    made, unused = set[str](), dict[str, _Unused]()
+    before = _prefixes.setdefault(kv, [])
     before.append(prefix)
     if (number := before.count(prefix)) > 1:
         prefix = f"{prefix}{number}"
@@ -74,11 +79,49 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
         if key not in made:
             kv.init(key, torch.zeros_like(gradients))
             made.add(key)
-        work, left = start_sum(kv, key, gradients, 1.0 / kv.num_workers)
-        return future_of(work, lambda: gradients if left == 1.0 else gradients.mul_(left))
+        if (last := unused.pop(key, None)) is not None:
+            last.restore(kv)
+        if not kv.keeps_errors:
+            work, left = start_sum(kv, key, gradients, 1.0 / kv.num_workers)
+            return future_of(work, lambda: gradients if left == 1.0 else gradients.mul_(left))
+        unused[key] = found = _Unused(key, bucket.gradients())
+        if found.key not in made:
+            kv.init(found.key, found.users)
+            made.add(found.key)
+        work, left = start_sum(kv, [key, found.key], [gradients, found.users], 1.0 / kv.num_workers)
+        return future_of(work, lambda: found.clear(gradients).mul_(left))
 
     hook.__annotations__.clear()  # DDP compares them with its own, which are no strings
     return hook
+
+
+class _Unused:
+    """Parameters of a bucket of which no worker has a gradient, where pushes leave something out for the next.
+
+    What was left of them travels with their zeros: they stay zeros, and it is kept for a pass in which they are used.
+    """
+
+    def __init__(self, key: str, parts: Sequence[torch.Tensor]) -> None:
+        self.key, self._of = f"{key}.users", key
+        ends = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+        self._ranges = list(itertools.pairwise(ends))
+        #: How many workers have a gradient of each, when it is summed; in a dtype that travels as it is.
+        self.users = torch.tensor([float(part.any()) for part in parts], dtype=torch.float64, device="cpu")
+
+    def clear(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The sums, without what has come of what was left."""
+        for start, stop in self._found:
+            gradients[start:stop].zero_()
+        return gradients
+
+    def restore(self, kv: KVStore) -> None:
+        """What has come of it is still to be said. Alike on all workers of a client, before the next pass."""
+        if found := self._found:
+            kv.restore_errors({self._of: found})
+
+    @property
+    def _found(self) -> list[tuple[int, int]]:
+        return [where for where, count in zip(self._ranges, self.users.tolist(), strict=True) if not count]
 
 
 def _after_ddp(call: Callable[[], None]) -> None:

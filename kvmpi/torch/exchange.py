@@ -394,6 +394,13 @@ class Exchange:
         used = self._all_used.tolist()
         self._check_place(*used[-4:])
         self._unused = [i for i in self._bucket_of if self._trained[i] and used[i] <= 0]
+        if self._kv is not None and self._kv.keeps_errors:
+            # What was left of them has travelled with zeros, and nobody takes it.
+            parts: dict[int | str, list[tuple[int, int]]] = {}
+            for bucket in self._buckets:
+                parts.update(bucket.ranges(i for i in bucket.indices if used[i] <= 0))
+            if parts:
+                self._kv.restore_errors(parts)
         for i, bucket in self._bucket_of.items():
             if self._trained[i]:
                 self._tensors[i].grad = bucket.grads[i] if used[i] > 0 else None

@@ -54,6 +54,8 @@ class Bucket:
         #: By index: the gradient as the parameter shows it, and the same memory in the order in which it lies there.
         self.grads: dict[int, torch.Tensor] = {}
         self.arrays: dict[int, torch.Tensor] = {}
+        #: By index of those in blocks: the number of the block, and which elements of it.
+        self._ranges: dict[int, tuple[int, int, int]] = {}
         self.version = 0
         self._tensors, self._empty = tensors, empty
         self._kept: dict[int, torch.Tensor] = {}
@@ -75,9 +77,11 @@ class Bucket:
             for i in alike:
                 order = self._orders[i]
                 shape = [self._tensors[i].shape[d] for d in order]
-                self.arrays[i] = blocks[-1][start : start + math.prod(shape)].view(shape)
+                stop = start + math.prod(shape)
+                self.arrays[i] = blocks[-1][start:stop].view(shape)
+                self._ranges[i] = len(blocks) - 1, start, stop
                 self._lay(i)
-                start += math.prod(shape)
+                start = stop
         return blocks
 
     def _lay(self, index: int) -> torch.Tensor:
@@ -87,6 +91,13 @@ class Bucket:
         self.grads[index] = self.arrays[index].permute([order.index(d) for d in range(len(order))]).detach()
         self._addresses[index] = self.arrays[index].data_ptr()
         return self.grads[index]
+
+    def ranges(self, indices: Iterable[int]) -> dict[int | str, list[tuple[int, int]]]:
+        """By key of a block: where in it gradients of ``indices`` lie, as far as they are in blocks."""
+        found: dict[int | str, list[tuple[int, int]]] = {}
+        for number, start, stop in (self._ranges[i] for i in indices if i in self.copied):
+            found.setdefault(self.keys[number], []).append((start, stop))
+        return found
 
     def place(self, index: int) -> torch.Tensor:
         """Where a gradient lies in its block. To convert or move a model puts other memory into what it shows."""

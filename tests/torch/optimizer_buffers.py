@@ -212,7 +212,10 @@ def half_statistics(kv: kvmpi.KVStore) -> None:
 
 
 def compressed(kv: kvmpi.KVStore) -> None:
-    """Gradients travel in few bits; statistics, and what workers tell each other of their loops, as they are."""
+    """Gradients travel in few bits; statistics, and what workers tell each other of their loops, as they are.
+
+    What is left of a parameter waits until any worker uses it again.
+    """
     if not kv.is_capable("compression"):
         return
     clients, steps, n = client_bounds(kv.num_workers, kv.num_clients), 5, kv.num_workers
@@ -222,23 +225,34 @@ def compressed(kv: kvmpi.KVStore) -> None:
         gradient = torch.randint(-16, 17, (2, 3), generator=generator).float()  # eighths of it, and fourths, are exact
         return torch.randn(5, 3, generator=generator), gradient / 2
 
+    def users(step: int) -> list[int]:
+        """Who uses the last layer."""
+        return [[*range(n)], [], [n - 1], [], [0]][step]
+
     for kind, policy in (("2bit", "first"), ("1bit", "mean")):
         kv.set_gradient_compression({"type": kind, "threshold": 0.25})
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False))
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False))
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
         optimizer = DistributedOptimizer(inner, kv, model, update_on_kvstore=False, norm_buffers=policy)
-        left = [torch.zeros(2, 3, dtype=torch.float64) for _ in clients]
-        expected, plain = model[1].weight.detach().double(), nn.BatchNorm1d(3)
+        left = [[torch.zeros(2, 3, dtype=torch.float64) for _ in clients] for _ in range(2)]
+        expected, plain = [model[i].weight.detach().double() for i in (1, 2)], nn.BatchNorm1d(3)
         for step in range(steps):
             batch, gradient = drawn(step, kv.rank)
             optimizer.zero_grad()
-            (model[0](batch).sum() * 0 + (model[1].weight * gradient).sum()).backward()
+            used = model[1].weight + model[2].weight * 2 if kv.rank in users(step) else model[1].weight
+            (model[0](batch).sum() * 0 + (used * gradient).sum()).backward()
             optimizer.step()
-            for client, (start, stop) in enumerate(clients):
-                wanted = left[client] + sum(drawn(step, rank)[1].double() / n for rank in range(start, stop))
-                codes = wanted.sign() * 0.25 * (wanted.abs() >= 0.25) if kind == "2bit" else 2.0 * (wanted > 0.25) - 1
-                left[client] = wanted - codes
-                expected = expected - 0.5 * codes
+            for layer, some in enumerate((range(n), users(step))):
+                for client, (start, stop) in enumerate(clients if some else []):
+                    wanted = left[layer][client] + sum(
+                        (1 + layer) * drawn(step, rank)[1].double() / n for rank in range(start, stop) if rank in some
+                    )
+                    codes = (
+                        wanted.sign() * 0.25 * (wanted.abs() >= 0.25) if kind == "2bit" else 2.0 * (wanted > 0.25) - 1
+                    )
+                    left[layer][client] = wanted - codes
+                    expected[layer] = expected[layer] - 0.5 * codes
+                assert (model[1 + layer].weight.grad is not None) == bool(some), f"{kind}, step {step}, layer {layer}"
             before, after = [b.clone() for b in plain.buffers()], []
             for rank in range(n if policy == "mean" else 1):
                 for buffer, value in zip(plain.buffers(), before, strict=True):
@@ -248,7 +262,9 @@ def compressed(kv: kvmpi.KVStore) -> None:
             for buffer, *each in zip(plain.buffers(), *after, strict=True):
                 buffer.copy_(torch.stack(each).double().mean(dim=0))
             what = f"{kind}, step {step}"
-            torch.testing.assert_close(model[1].weight.detach().double(), expected, atol=1e-6, rtol=0, msg=what)
+            for layer in range(2):
+                found = model[1 + layer].weight.detach().double()
+                torch.testing.assert_close(found, expected[layer], atol=1e-6, rtol=0, msg=f"{what}, layer {layer}")
             for found, value in zip(model.buffers(), plain.buffers(), strict=True):
                 torch.testing.assert_close(found, value, atol=1e-6, rtol=0, msg=f"{what}: {found}, expected {value}")
         optimizer.detach()

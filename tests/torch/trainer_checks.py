@@ -308,6 +308,7 @@ def unmodified_ddp_over_a_store(store: str) -> None:
         assert {key.partition(".")[0] for key in kv.keys} == {"ddp", "ddp2"}
         for view in (False, True):
             layers_of_one_client(kv, gradient_as_bucket_view=view)
+        what_is_left_of_unused_layers(kv)
     torch.distributed.destroy_process_group()
 
 
@@ -336,6 +337,35 @@ def layers_of_one_client(kv: kvmpi.KVStore, **how: bool) -> None:
             mean = sum(rank + 1 for rank in range(client * size, (client + 1) * size)) / kv.num_workers
             torch.testing.assert_close(model.layers[client].weight.grad, torch.full((1, 3), mean))
         assert model.layers[2].weight.grad is None
+
+
+def what_is_left_of_unused_layers(kv: kvmpi.KVStore) -> None:
+    """Under compression, nobody has a gradient of what nobody uses, and what was left of it goes with the next."""
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    model = Choice()
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    parallel.register_comm_hook(None, ddp_comm_hook(kv))
+
+    def drawn(step: int, rank: int) -> float:
+        return 1.0 if step < 1 else (rank + 1) / 8
+
+    left = [[0.0] * kv.num_clients for _ in range(3)]
+    for step, used in enumerate([0, 1, 0, 2, 2, 1, 0, 0]):
+        parallel.zero_grad()
+        parallel(torch.full((1, 3), drawn(step, kv.rank)), used).sum().backward()
+        mean = 0.0
+        for client in range(kv.num_clients):
+            ranks = range(client * kv.mpi_size, (client + 1) * kv.mpi_size)
+            wanted = left[used][client] + sum(drawn(step, rank) for rank in ranks)
+            left[used][client] = wanted - (wanted >= 1)
+            mean += (wanted >= 1) / kv.num_workers
+        for layer in range(3):
+            found = model.layers[layer].weight.grad
+            if layer == used:
+                torch.testing.assert_close(found, torch.full((1, 3), mean), msg=f"step {step}: {found}, {mean}")
+            else:
+                assert found is None, f"step {step}: layer {layer} has {found}"
+    kv.set_gradient_compression({"type": "none"})
 
 
 def states_of_one_worker(store: str, folder: Path) -> None:
