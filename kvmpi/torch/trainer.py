@@ -97,6 +97,8 @@ class Trainer:
             self._update_on_kvstore = self._decide(update_on_kvstore)
             self._kinds = GradientKinds(self._params.tensors, self._kv, in_store=self._update_on_kvstore)
             self._warned = self._is_summed = False
+            # Whether there was a step, which says what a batch is, since this was made or has loaded states.
+            self._is_scaled = False
             # Under which gradients are summed, by parameter and dtype: to convert the model makes others.
             self._sum_keys: dict[tuple[int, torch.dtype], int] = {}
             self._sent: Any = None
@@ -389,12 +391,16 @@ class Trainer:
             self._torch._opt_called = True  # type: ignore[attr-defined]
             self._torch._step_count = getattr(self._torch, "_step_count", 0) + 1  # type: ignore[attr-defined]
 
-    def _rule_in_force(self, kv: KVStore, batch_size: float) -> optim.Rule:
-        """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ."""
+    def _rule_in_force(self, kv: KVStore, batch_size: float | None) -> optim.Rule:
+        """Bring the store's rule up to date with the optimizer that the user holds; collective when they differ.
+
+        Args:
+            batch_size: of a step; None: there is none, and the rule is to be that of a first one to come.
+        """
         options = self._options()
         if kv.optimizer is None:
             rule = self._own_rule()
-            if hasattr(rule, "rescale_grad"):
+            if hasattr(rule, "rescale_grad") and batch_size is not None:
                 rule = rule.with_hyperparams(rescale_grad=self._wanted_scale(batch_size))
             kv.set_optimizer(rule)
         elif (options, kv.num_optimizers) != self._sent:  # if a file was loaded meanwhile, this has the last word
@@ -402,10 +408,14 @@ class Trainer:
             if type(kv.optimizer) is not type(mine):
                 raise ConfigError(f"the store applies {kv.optimizer!r}, this trainer {mine!r}; use a store for each")
             changed = mine.changes_from(kv.optimizer)
-            changed.pop("rescale_grad", None)
+            undivided = changed.pop("rescale_grad", None) is None and hasattr(mine, "rescale_grad")
+            if undivided and batch_size is not None and not self._is_scaled:  # saved before there was a step
+                changed["rescale_grad"] = self._wanted_scale(batch_size)
             if changed:
                 kv.set_hyperparams(**changed)
-        self._sent = (options, kv.num_optimizers)
+        self._is_scaled |= batch_size is not None
+        # A rule without a batch is to be looked at once more.
+        self._sent = (options, kv.num_optimizers) if self._is_scaled else None
         assert kv.optimizer is not None
         return kv.optimizer
 
@@ -474,6 +484,8 @@ class Trainer:
     def save_states(self, path: Any) -> None:
         """Write the optimizer's state (not the weights) to one file, with the learning rate of the next step.
 
+        Before the first step there is no state; a trainer that reads such a file goes on as this one begins.
+
         Collective; worker 0 writes. Where the store updates, ``state_dict`` of the torch optimizer has no state, and a
         ``UserWarning`` says so; to load a state there (``load_state_dict``) is an error in the next step.
 
@@ -483,8 +495,7 @@ class Trainer:
         kv = self._kv
         if self._update_on_kvstore:
             assert kv is not None
-            if kv.optimizer is not None:  # what a scheduler has said since the last step
-                self._rule_in_force(kv, 1.0)
+            self._rule_in_force(kv, None)  # what a scheduler has said since the last step
             kv.save_optimizer_states(path)
             return
         self._together(f"save_states to {path}", lambda: self._write(path) if kv is None or kv.rank == 0 else None)
@@ -518,7 +529,7 @@ class Trainer:
             self._kv.load_optimizer_states(path)
             if self._kv.optimizer is not None:
                 self._adopt(self._kv.optimizer)
-            self._sent = None
+            self._sent, self._is_scaled = None, False
             return
         found: list[dict[str, Any]] = []
         self._together(

@@ -490,6 +490,35 @@ def test_saved_states_have_the_learning_rate_of_the_next_step(store: str, update
 
 
 @pytest.mark.parametrize(
+    ("store", "update"), [("local", True), ("dist_sync", True), ("mpi", False), ("dist_async", None)]
+)
+def test_states_from_before_the_first_step_begin_anew(store: str, update: bool, tmp_path: Path) -> None:
+    """With the options of the trainer that has saved them, which goes on, and for whatever batch comes then."""
+    first, again, other = make_model(), make_model(), make_model()
+    with trainer_for(first, store, update, "groups") as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.save_states(tmp_path / "states")
+        for step in range(5):
+            backward(first, step)
+            trainer.step(BATCH)
+    for model, steps_before in ((again, 0), (other, 2)):
+        with trainer_for(model, store, update, "groups") as trainer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.set_learning_rate(0.0)
+            for step in range(steps_before):  # of which there is momentum, but nothing has moved
+                backward(model, step)
+                trainer.step(BATCH)
+            trainer.load_states(tmp_path / "states")
+            assert trainer.learning_rate == 0.1
+            for step in range(5):
+                backward(model, step)
+                trainer.step(BATCH)
+        for mine, theirs in zip(model.parameters(), first.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    assert_equal(first, plain_steps("groups"))
+
+
+@pytest.mark.parametrize(
     ("front", "load"),
     [("Trainer", "load"), ("Trainer", "load_optimizer_states"), ("DistributedOptimizer", "load_optimizer_states")],
 )
