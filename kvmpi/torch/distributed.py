@@ -153,6 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warn_of_forks(kvstore)
         self._in_store = _StateInStore(dict)
         self._layers: Layers | None = None
+        self._stand_in: torch.Tensor | None = None  # a parameter that shows zeros in place of no gradient
         self._tenant = object()
         self._params.create_in(kvstore, as_they_lie=True)
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose rest began alike
@@ -340,6 +341,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         if name == "_step_supports_amp_scaling" and self._update_on_kvstore:
             if self._in_step:
+                self._show_all()
                 return True  # so that ``step`` hears of an overflow, and can tell other clients
             raise ConfigError(
                 "GradScaler with a store that updates weights: it has got scaled gradients during the backward pass. "
@@ -412,6 +414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._hide_stand_in()
         if not self._exchange.complete:
             self._exchange.finish()
         if self._in_step:
@@ -428,6 +431,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return result
 
+    def _show_all(self) -> None:
+        """``GradScaler.step`` is about to look for an overflow, in the gradients that ``step`` will push.
+
+        Those of a worker that had no backward are there from now on. Where there are none in the client, others may
+        have some: then it is shown zeros, since ``GradScaler.update`` fails if there was nothing to look at.
+        """
+        if not self._exchange.complete:
+            self._exchange.finish()
+        tensors = [tensor for tensor in self._own_tensors() if tensor.requires_grad]
+        if tensors and all(tensor.grad is None for tensor in tensors):
+            self._stand_in = min(tensors, key=torch.Tensor.numel)
+            self._stand_in.grad = torch.zeros_like(self._stand_in)
+
+    def _hide_stand_in(self) -> None:
+        if self._stand_in is not None:
+            self._stand_in.grad = None
+        self._stand_in = None
+
     @property
     def _told(self) -> dict[str, Any]:
         """What GradScaler tells optimizers that unscale by themselves."""
@@ -437,6 +458,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Gradients leave as they are now, unless there is an overflow."""
         assert self._weights is not None
         told = self._told
+        if told and not isinstance(told.get("found_inf"), torch.Tensor):
+            raise ConfigError(
+                f"worker {self._kv.rank} had no gradient for scaler.unscale_(optimizer) to look at, as it had no "
+                "backward in this step, and GradScaler.update would fail: leave unscale_ out in such a step"
+            )
         if told:
             overflow = bool(told.get("found_inf"))
             if not self._kv.is_capable("async") and self._kv.num_clients > 1:
@@ -447,6 +473,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 inverse = scale.double().reciprocal().float()
                 for grad in [tensor.grad.detach() for tensor in self._params.tensors if tensor.grad is not None]:
                     grad.mul_(inverse.to(grad.device))
+        if self._exchange.some_have_none:
+            # What loops do to gradients after a backward, those without one have not done, and the master may be one.
+            self._weights.take_over(has_pass=self._exchange.has_pass)
         self._bring_up_to_date()
         self._weights.send_all(self._exchange.order[::-1], self._factor, self._bucket_bytes)
 

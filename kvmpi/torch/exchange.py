@@ -65,6 +65,7 @@ class Exchange:
         self._listening: dict[int, set[int]] = {}
         self._steps = self._zeroed = 0  # steps of the loop, and since the last how often it has begun anew
         self._paused = self._open = self._has_backward = self._broken = self._warned = False
+        self._leaves = False  # no step will follow
         self._begun = False  # something was done, in this step, since gradients were zeroed
         self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
         self._flying: list[Work] = []  # sums that come back
@@ -73,6 +74,8 @@ class Exchange:
         #: Since the last step: whether gradients are as the store has returned, or taken, them.
         self.fresh = False
         self._are_sums = False  # and no backward pass has added to them since, or the loop begun anew with them
+        #: Whether some workers had a pass in the last exchange, and others none.
+        self.some_have_none = False
         self._in_closure = False  # a closure was called since, and has made no pass yet
         #: What is exchanged along with each pass.
         self.norms: NormBuffers | None = None
@@ -96,8 +99,9 @@ class Exchange:
         # A client of one worker pushes when it likes, and only what it has.
         self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
-        # So does where they are in their loops: how many say it, and the sum of that, for each of two numbers.
-        self._all_used = torch.zeros(len(self._tensors) + 4, dtype=not_compressed(kv, torch.float32), device="cpu")
+        # So does where they are in their loops: how many say it, and the sum of that, for each of two numbers; and how
+        # many have no pass, and only come along.
+        self._all_used = torch.zeros(len(self._tensors) + 5, dtype=not_compressed(kv, torch.float32), device="cpu")
         self._all_used_key = next_key(kv)
         if weights is None:
             kv.init(self._all_used_key, self._all_used)
@@ -120,6 +124,12 @@ class Exchange:
         """Raise if another optimizer exchanges these gradients, so that this one would do it a second time."""
         if self._hooks is not None:
             self._hooks.check_own()
+
+    @property
+    def has_pass(self) -> bool:
+        """Whether the loop has seen what came of the last exchange: it was in a backward of this worker, or in place of
+        one that was broken off; else in its step."""
+        return self._has_backward or self._broken
 
     @property
     def order(self) -> list[int]:
@@ -332,9 +342,10 @@ class Exchange:
             arrays += [*bucket.blocks, *(bucket.arrays[i] for i in bucket.direct)]
             self._gone.update(bucket.arrays[i].data_ptr() for i in bucket.direct)
         if len(self._buckets) - 1 in numbers:
-            step = (1.0, self._steps % _PLACES) if self._has_backward or self._broken else (0.0, 0.0)
+            step = (1.0, self._steps % _PLACES) if self.has_pass else (0.0, 0.0)
             zeroed = (1.0, self._zeroed % _PLACES) if self._has_backward else (0.0, 0.0)
-            self._all_used.copy_(torch.tensor([*self._used, *step, *zeroed], device="cpu"))
+            without = 0.0 if self.has_pass or self._leaves else 1.0
+            self._all_used.copy_(torch.tensor([*self._used, *step, *zeroed, without], device="cpu"))
             keys.append(self._all_used_key)
             arrays.append(self._all_used)
         if keys and self._kv is not None:
@@ -392,7 +403,9 @@ class Exchange:
         if not self._bucket_of:
             return
         used = self._all_used.tolist()
-        self._check_place(*used[-4:])
+        *place, without = used[-5:]
+        self._check_place(*place)
+        self.some_have_none = place[0] > 0 and without > 0
         self._unused = [i for i in self._bucket_of if self._trained[i] and used[i] <= 0]
         if self._kv is not None and self._kv.keeps_errors:
             # What was left of them has travelled with zeros, and nobody takes it.
@@ -488,7 +501,7 @@ class Exchange:
         Args:
             passes, steps, backwards, zeroed: sums over these, all multiplied by the same.
         """
-        if not (self._has_backward or self._broken) or self._kv is None:
+        if not self.has_pass or self._kv is None:
             return
         off = abs(steps / passes - self._steps % _PLACES)
         if self._has_backward:  # who has none may have zeroed what there was of it
@@ -508,6 +521,7 @@ class Exchange:
         if self.others is not None:
             self.others.leave()
         if self._weights is None and not self._learner.passes:
+            self._leaves = True
             self.finish()
 
     @property

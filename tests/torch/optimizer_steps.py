@@ -208,10 +208,12 @@ def groups_of_parameters(store: str) -> None:
 # ---- several clients
 
 
-def simulated(kv: Any, steps: Any, optimizer: Any = sgd, skipped: Any = (), most: float = MOST) -> nn.Module:
+def simulated(
+    kv: Any, steps: Any, optimizer: Any = sgd, skipped: Any = (), most: float = MOST, absent: Any = lambda step: ()
+) -> nn.Module:
     """One process that does what is documented: each client's mean is clipped by itself, then all are averaged.
 
-    Each client counts by its number of workers, as all workers count alike.
+    Each client counts by its number of workers, as all workers count alike; also those that are ``absent`` in a step.
     """
     model = mlp(0)
     plain = optimizer(model)
@@ -220,7 +222,7 @@ def simulated(kv: Any, steps: Any, optimizer: Any = sgd, skipped: Any = (), most
         total = [torch.zeros_like(p) for p in params]
         for ranks in clients_of(kv):
             found = [torch.zeros_like(p) for p in params]
-            for rank in ranks:
+            for rank in set(ranks) - set(absent(step)):
                 grads = torch.autograd.grad(loss_of(model, [shard(step, rank)]), params)
                 found = [a + g / len(ranks) for a, g in zip(found, grads, strict=True)]
             norm = sum(float((g**2).sum()) for g in found) ** 0.5
@@ -302,6 +304,34 @@ def overflows(store: str) -> None:
             scaler.update()
         optimizer.synchronize()
         same(model, simulated(kv, range(STEPS), most=1e9), f"{store}, scaled")
+
+
+def without_a_batch(store: str) -> None:
+    """Who has no backward in a step pushes what others of its client have made of it; if all have none, zeros."""
+
+    def absent(step: int) -> list[int]:
+        return [[0], [n - 1], [], [*range(n - 1)], [*range(1, n)]][step]
+
+    for enabled in (False, True):
+        with training(store) as (kv, model, optimizer):
+            n = kv.num_workers
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100, enabled=enabled)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = scaler.scale(loss_of(model, [shard(step, kv.rank)]))
+                if kv.rank not in absent(step):
+                    loss.backward()
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), MOST)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.synchronize()
+            same(model, simulated(kv, range(5), absent=absent), f"{store}, scaler {enabled}")
+            if enabled and kv.num_clients == n > 1:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, [shard(0, 0)]))
+                scaler.unscale_(optimizer)
+                expect(ConfigError, "leave unscale_ out", partial(scaler.step, optimizer))
 
 
 def agreed_to_leave_out(store: str) -> None:
@@ -417,7 +447,7 @@ def too_late(store: str) -> None:
     with training(store, push="backward") as (kv, model, optimizer):
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model, [shard(0, kv.rank)])).backward()
-        expect(ConfigError, said, lambda: scaler.step(optimizer))
+        expect(ConfigError, said, partial(scaler.step, optimizer))
     with training(store, push="backward") as (kv, model, optimizer):
         loss_of(model, [shard(0, kv.rank)]).backward()
         expect(ConfigError, said, loss_of(model, [shard(0, kv.rank)]).backward)
@@ -484,5 +514,5 @@ def buffers(store: str) -> None:
 
 CHECKS = (
     as_one_process, models_as_in_one_process, groups_of_parameters, each_client_by_itself, overflows,
-    agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks, buffers,
+    without_a_batch, agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks, buffers,
 )  # fmt: skip
