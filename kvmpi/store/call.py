@@ -41,7 +41,7 @@ class KeyState:
     """What the store knows of one key.
 
     ``sent`` orders the operations that use the host buffer, ``value`` those that touch the stored value. ``pushes``
-    counts this worker's. ``checked``: see ``checked.py``.
+    counts this worker's. ``by_rows``: the last push was of rows. ``checked``: see ``checked.py``.
     """
 
     key: Key
@@ -50,6 +50,7 @@ class KeyState:
     index: int
     library: str
     pushes: int = 0
+    by_rows: bool = False
     buffer: Buffer | None = None
     empty: Callable[[int, str], Buffer] = host.empty
     count: int = field(init=False)

@@ -29,7 +29,7 @@ _FORMAT = "kvmpi-1"
 class SavedKey:
     """One key: ``arrays`` holds "value" and what the rule remembers, each of shape ``(count,)``.
 
-    ``rule``: the store's, where servers have said it.
+    ``rule``: the store's, where servers have said it. ``by_rows``: its last push was of rows.
     """
 
     key: Key
@@ -39,6 +39,7 @@ class SavedKey:
     arrays: dict[str, Buffer] = field(default_factory=dict)
     library: str = "numpy"  #: whose arrays the key was made of
     rule: optim.Rule | None = None
+    by_rows: bool = False
 
     @classmethod
     def of_chunks(
@@ -97,6 +98,7 @@ def write(
         "keys": entries,
         "crc32": checksums,
         "libraries": [saved.library for saved in keys],
+        "by_rows": [saved.by_rows for saved in keys],
     }
     text = json.dumps(manifest)
     try:
@@ -132,7 +134,8 @@ def read(path: str, existing: Collection[Key], *, with_values: bool) -> Checkpoi
             for i, (key, shape, dtype, updates, names) in enumerate(manifest["keys"]):
                 found = {name: file.get_tensor(f"{i}/{name}") for name in names}
                 library = manifest["libraries"][i] if "libraries" in manifest else "numpy"
-                keys.append(SavedKey(key, tuple(shape), dtype, updates, found, library))
+                by_rows = bool(manifest["by_rows"][i]) if "by_rows" in manifest else False
+                keys.append(SavedKey(key, tuple(shape), dtype, updates, found, library, by_rows=by_rows))
                 if checksums is not None and [_checksum(found[name]) for name in names] != checksums[i]:
                     raise KVError(f"load of {path}: the file is damaged: key {key!r} is not what was saved")
             clock = int(manifest["clock"])

@@ -324,6 +324,7 @@ class StoreCore:
             if single is not None and (again := checked.find(single, call, value, out, self._rule)) is not None:
                 self._raise_pending(single)
                 single.pushes += pushes
+                single.by_rows &= not pushes
                 call.about = single.key
                 return [again]
             parts: dict[Key, Part] = {}
@@ -331,6 +332,7 @@ class StoreCore:
                 state = self._match(group, call.op)
                 self._check_pushable(call.op, state)
                 state.pushes += 1
+                state.by_rows = group.by_rows
                 if group.by_rows:
                     if call.op == "allreduce":
                         raise UnsupportedError(f"allreduce of key {group.key!r}: rows of it are summed by pushpull")

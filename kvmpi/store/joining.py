@@ -168,6 +168,7 @@ class Follower:
 
     def _part(self, state: KeyState, form: int | str) -> Part:
         """Nothing, in the form in which the peers push something."""
+        state.by_rows = not isinstance(form, int)
         if isinstance(form, int):
             return Part(state, [self._nothing(state)] * form)
         return Part(state, [], rows=no_rows(state.width, state.dtype), whole=form == WHOLE)

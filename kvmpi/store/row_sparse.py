@@ -10,19 +10,31 @@ from kvmpi import optim
 from kvmpi.collectives import broadcast_rows, sum_rows, union_of_ids
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Variable, Work
-from kvmpi.errors import ShapeMismatchError, UnsupportedError
+from kvmpi.errors import KeyNotInitializedError, ShapeMismatchError, UnsupportedError
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.store import rows as given
 from kvmpi.store.call import Invocation, KeyState, Part, entries_of, take_numbers
 from kvmpi.store.core import INLINE_BYTES
-from kvmpi.store.grammar import Group
+from kvmpi.store.grammar import Group, Key
 from kvmpi.store.operations import Operations
 
 
 @methods_not_compiled
 class RowSparse(Operations):
     """The part of a store that moves some rows of a key."""
+
+    def pushed_by_rows(self, key: Key) -> bool:
+        """Whether the last push to a key was of rows: by this worker, or before the file that was loaded last.
+
+        Raises:
+            KeyNotInitializedError: the key does not exist.
+        """
+        if key not in self._keys:
+            raise KeyNotInitializedError(
+                f"pushed_by_rows of key {key!r} on worker {self.rank}: the key was never initialised"
+            )
+        return self._keys[key].by_rows
 
     def row_sparse_pull(
         self, key: Any, out: Any, row_ids: Any, priority: int = 0, async_op: bool = False

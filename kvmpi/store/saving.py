@@ -127,6 +127,8 @@ class Saving(Meeting):
 
         def write(states: list[KeyState], call: Invocation) -> None:
             saved = [self._dump(state, call.deadline) for state in states]
+            for key, state in zip(saved, states, strict=True):
+                key.by_rows = state.by_rows
             # This process may have been started again, and its program have skipped changes that others have made.
             rule = next((key.rule for key in saved if key.rule is not None), self._rule)
             checkpoint.write(name, self._type, self._clock, rule, saved, with_values=with_values)
@@ -170,6 +172,8 @@ class Saving(Meeting):
             else:
                 store.set_optimizer(found.rule)
         states = [self._keys[saved.key] for saved in found.keys]
+        for state, saved in zip(states, found.keys, strict=True):
+            state.by_rows = saved.by_rows
         restore = partial(self._restore, found.keys, with_values, call.deadline)
         self._together("load", lambda: self._between_calls("load", states, restore, changes=True), call)
         store._set_clock(found.clock)

@@ -24,6 +24,7 @@ class GradientKinds:
 
     def __init__(self, tensors: Sequence[torch.Tensor], kv: KVStore | None, *, in_store: bool) -> None:
         self._tensors, self._kv = tensors, kv
+        self._updates = kv if in_store else None
         self._by_client = kv is not None and in_store and kv.num_clients > 1
         self._learns_with = kv
         if kv is not None and (self._by_client or kv.is_capable("async")):
@@ -46,7 +47,11 @@ class GradientKinds:
         """Take note of this worker's own gradients."""
         for i in indices:
             grad = self._tensors[i].grad
-            if grad is not None and _has_rows(grad) != (i in self._sparse):
+            if grad is None and i in self._unknown and not self._by_client and self._updates is not None:
+                # A file may know, where the steps before this one were those of another process.
+                if self._updates.pushed_by_rows(i):
+                    self._sparse.add(i)
+            elif grad is not None and _has_rows(grad) != (i in self._sparse):
                 self._sparse ^= {i}
 
     def learn(self, indices: Sequence[int]) -> None:
@@ -70,6 +75,7 @@ class GradientKinds:
                 self._sparse.add(i)
                 self._unknown.discard(i)
             elif kv.any(grad is not None):
+                self._sparse.discard(i)
                 self._unknown.discard(i)
 
     def gradient(self, index: int) -> torch.Tensor:

@@ -476,6 +476,38 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert_equal(model, plain_steps(optimizer))
 
 
+@pytest.mark.parametrize("store", ["local", "mpi", "dist_sync"])
+def test_a_resumed_run_knows_which_gradients_are_rows(store: str, tmp_path: Path) -> None:
+    """Of one that comes late, in a step without it: the table stays, and what is dense goes on as it was pushed."""
+
+    def train(model: nn.Module, first: int, stop: int, path: Path | None) -> None:
+        opt = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1)
+        with Trainer(model.parameters(), opt, store, True) as trainer:
+            if path is not None:
+                trainer.load_states(path)
+            for step in range(first, stop):
+                opt.zero_grad()
+                table, dense, other = model.children()
+                loss = other.weight.sum()
+                if step != 3:
+                    loss = loss + table(torch.tensor([step, 1])).sum() + dense.weight.pow(2).sum()
+                loss.backward()
+                trainer.step(1)
+            trainer.save_states(tmp_path / "states")
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+    train(whole := make(), 0, 6, None)
+    train(parts := make(), 0, 3, None)
+    train(parts, 3, 6, tmp_path / "states")
+    for mine, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with kvmpi.create("local") as kv, pytest.raises(kvmpi.errors.KeyNotInitializedError, match="never initialised"):
+        kv.pushed_by_rows(3)
+
+
 @pytest.mark.parametrize(("store", "update"), [("local", True), ("dist_sync", True), ("mpi", False)])
 def test_saved_states_have_the_learning_rate_of_the_next_step(store: str, update: bool, tmp_path: Path) -> None:
     """A scheduler steps after the optimizer, and before one saves."""
