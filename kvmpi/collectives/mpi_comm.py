@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
@@ -187,6 +187,22 @@ def _import_mpi() -> Any:
     from mpi4py import MPI
 
     return MPI
+
+
+def remove_segment() -> None:
+    """Remove the shared memory that Open MPI would leave of a process that no launcher has started.
+
+    Of ranks their daemon removes it, and such a process has none. Others may have initialised MPI: Lightning does, to
+    see whether it runs under it. To be called when this process ends: the memory goes with it.
+    """
+    if "mpi4py.MPI" not in sys.modules or started_by_mpi():
+        return
+    with suppress(OSError):
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            words = [line.split(maxsplit=5) for line in maps]
+        found = {path for *_, path in words if os.path.basename(path).startswith("sm_segment.")}
+        if len(found) == 1:  # else there are processes that this one has spawned by MPI
+            os.unlink(found.pop().rstrip("\n"))
 
 
 def end_job(status: int) -> None:

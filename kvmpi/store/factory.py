@@ -237,6 +237,10 @@ def _close_at_exit() -> None:
         except Exception:  # the others are to be closed all the same
             traceback.print_exc()
     end_reports()
+    if "mpi4py.MPI" in sys.modules:
+        from kvmpi.collectives import mpi_comm
+
+        mpi_comm.remove_segment()
     if any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open):
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         for stream in (sys.stdout, sys.stderr):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import pickle
@@ -502,6 +503,26 @@ assert os.listdir(os.environ["TMPDIR"]), "the sockets of the servers in the proc
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert os.listdir(folder) == []
+
+
+MPI_IN_A_LONE_PROCESS = """
+from mpi4py import MPI
+import kvmpi
+kv = kvmpi.create("local")
+print({line.split()[-1] for line in open("/proc/self/maps") if "/sm_segment." in line})
+raise SystemExit(3)
+"""
+
+
+def test_a_process_without_a_launcher_leaves_no_memory_of_mpi_behind():
+    """Somebody in it has initialised MPI, as Lightning does; Open MPI leaves that to a daemon, which is not there."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVMPI_", "OMPI_"))}
+    command = [sys.executable, "-c", MPI_IN_A_LONE_PROCESS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 3, done.stderr
+    found = ast.literal_eval(done.stdout)
+    assert len(found) == 1, f"{found}: there was nothing to leave behind"
+    assert not os.path.exists(found.pop())
 
 
 def test_the_memory_of_a_sum_is_made_once_however_long_that_takes(store):
