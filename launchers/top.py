@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("job", nargs="?", default="", metavar="JOB", help="the job's id, or the beginning of it")
     parser.add_argument("--once", action="store_true", help="print one table and end, as into a pipe")
-    parser.add_argument("--json", action="store_true", help="print everything that is known as JSON and end")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that is known, or with --list the jobs, as JSON and end"
+    )
     parser.add_argument("--list", action="store_true", help="print the jobs there are and end")
     parser.add_argument(
         "--stacks", action="store_true", help="have every process write what it waits for, and its stacks, and end"
@@ -54,6 +56,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         cards = find_jobs(folders())
+        if args.stacks and args.json:
+            raise ConfigError("--stacks has the job's processes write what they wait for, as text: leave --json out")
+        if args.list and args.json:
+            print(json.dumps([{**card, "folder": _as_text(str(card["folder"]))} for card in cards]))
+            return 0
         if args.list:
             print("\n".join(map(_line, cards)) if cards else _none())
             return 0

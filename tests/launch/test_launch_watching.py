@@ -373,6 +373,33 @@ def test_which_job_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             top.choose(cards, wanted)
 
 
+def test_jobs_as_json(tmp_path: Path) -> None:
+    """Also where there are none; and what is wrong is said elsewhere."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvmpi", "top", "--json", *options]
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
+
+    def listed() -> list[Any]:
+        """Those of this test: others may run jobs."""
+        done = run("--list")
+        assert (done.returncode, done.stderr) == (0, "")
+        return [job for job in json.loads(done.stdout) if job["folder"].startswith(str(tmp_path))]
+
+    assert listed() == []
+    folder = tmp_path / "kvmpi-aa11"
+    folder.mkdir(mode=0o700)
+    card = {"job": "aa11", "program": ["train.py", "x y"], "started_s": time.time(), "pid": os.getpid()}
+    card.update(workers=1, clients=1, servers=0)
+    (folder / CARD).write_text(json.dumps(card))
+    assert listed() == [{**card, "folder": str(folder)}]
+    for options, said in ((("zz",), "no job 'zz'"), (("aa11", "--stacks"), "leave --json out")):
+        done = run(*options)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert said in done.stderr
+
+
 def test_which_workers_are_well() -> None:
     worker = {
         "rank": 0, "client": 0, "state": "running", "steps": 12345, "steps_per_s": 15.37, "own_s_per_step": 0.0512,
