@@ -6,7 +6,8 @@ bit for bit (its file ``gradient_compression-inl.h``), the first element of a by
 Sources: Seide et al., "1-bit stochastic gradient descent", INTERSPEECH 2014 (the error is fed back); Strom, "Scalable
 distributed DNN training", INTERSPEECH 2015 (two bits and a threshold).
 
-In float32 throughout. A not-a-number or an infinity would stay in what is left for ever: ``all_finite`` tells.
+In float32 throughout. A not-a-number or an infinity would stay in what is left for ever: ``all_finite`` tells. Where
+finite ones add up to more than float32 has, it is the largest number that it has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+_LARGEST = np.finfo(np.float32).max
 #: Elements that are looked at at a time: what they become stays in a level-2 cache. A multiple of 8.
 BLOCK = 32 << 10
 
@@ -46,7 +48,7 @@ def two_bit(values: Array, residual: Array, left: Array, threshold: float) -> Ar
     for part in _blocks(values.size):
         count = part.stop - part.start
         total = left[part]
-        np.add(values[part], residual[part], out=total)
+        _add(values[part], residual[part], total)
         np.greater_equal(total, up_from, out=up[:count])
         np.less_equal(total, down_from, out=some[:count])
         np.logical_or(some[:count], up[:count], out=some[:count])
@@ -71,11 +73,20 @@ def one_bit(values: Array, residual: Array, left: Array, threshold: float) -> Ar
     table, above = _one_bit_values(), np.float32(threshold)
     for part in _blocks(values.size):
         total = left[part]
-        np.add(values[part], residual[part], out=total)
+        _add(values[part], residual[part], total)
         packed = np.packbits(total > above)
         codes[part.start // 8 : part.start // 8 + packed.size] = packed
         np.subtract(total, _looked_up(table, packed, total.size), out=total)
     return codes
+
+
+def _add(values: Array, residual: Array, total: Array) -> None:
+    """The sum, finite: a call for each overflow costs nothing as long as there is none."""
+    overflows: list[object] = []
+    with np.errstate(over="call", call=lambda *what: overflows.append(what)):
+        np.add(values, residual, out=total)
+    if overflows:
+        np.clip(total, -_LARGEST, _LARGEST, out=total)
 
 
 def two_bit_values(codes: Array, count: int, threshold: float) -> Array:

@@ -67,6 +67,21 @@ def test_what_is_left_may_take_the_place_of_what_was_there() -> None:
         np.testing.assert_array_equal(place, left)
 
 
+def test_what_is_left_stays_finite() -> None:
+    """Where it would be more than float32 holds: else it would stay so for ever, or become not-a-number."""
+    large = np.array([3e38, -3e38, 3.4e38, 1.0], "f4")
+    most, exact = float(np.finfo("f4").max), large.astype("f8")
+    for bits in (1, 2):
+        left, total = np.zeros(4, "f4"), np.zeros(4)
+        for sign in (1, 1, 1, -1, -1):
+            codes = encoded(sign * large, left, left, bits, 0.5)
+            total = np.clip(total + sign * exact, -most, most)
+            meant = decoded(codes, 4, bits, 0.5)
+            assert (np.sign(meant[:3]) == np.where(total[:3] > 0, 1, -1)).all(), f"{bits} bits: {meant} for {total}"
+            total -= meant
+            np.testing.assert_allclose(left, total, rtol=1e-6, atol=1e-6)
+
+
 def test_the_first_element_is_in_the_high_bits_and_a_lone_low_bit_says_nothing() -> None:
     zeros, left = np.zeros(5, "f4"), np.empty(5, "f4")
     assert quantize.two_bit(np.array([1, 0, -1, 0, 1], "f4"), zeros, left, 1.0).tolist() == [0b11_00_10_00, 0b11_000000]
