@@ -69,12 +69,15 @@ def exchange(
 
 
 def exchange_on_host(
-    group: HostGroup, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, what: What
-) -> bool:
+    group: HostGroup, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, what: What,
+    counts: Buffer | None = None,
+) -> bool:  # fmt: skip
     """``exchange`` among all ranks of a host, each of which copies what it gets.
 
     Cost: one meeting, and a second one for ranks whose parts do not all fit into a slot.
 
+    Args:
+        counts: as of ``_first_wrong``, the own ones; it gets those of all ranks. Nothing is copied if any is wrong.
     Returns:
         Whether it was done; else nothing has happened, on all ranks: private memory that is too large for slots cannot
         be read here.
@@ -85,6 +88,9 @@ def exchange_on_host(
     # What is posted others must have read before the next call, for which nobody waits here. So all is in the slot.
     slots, words = group.offers(call)
     head, slot, used = words[index], slots[index], 8 * (1 + group.size)
+    counted = slice(1 + group.size, 1 + 3 * group.size)
+    if counts is not None:
+        head[counted], used = counts[index].reshape(-1), 8 * counted.stop
     how, last, place = _IN_SLOT, None, 0
     for rank, part in enumerate(sends):
         if part is None or rank == index or not part.size:
@@ -104,6 +110,12 @@ def exchange_on_host(
     group.post()
     try:
         group.await_posts(group.others, deadline, what)
+        if counts is not None:
+            for rank, each in enumerate(words):
+                counts[rank] = each[counted].reshape(2, -1)
+            if _first_wrong(counts) is not None:
+                group.finish()
+                return True
         if any(each[0] == _OUT_OF_REACH for each in words):
             group.finish()
             return False
@@ -125,6 +137,19 @@ def exchange_on_host(
     return True
 
 
+def _first_wrong(counts: Buffer) -> tuple[int, int] | None:
+    """Of elements that each rank sends to others, and expects of them: the first two ranks that do not agree.
+
+    Args:
+        counts: shape ``(ranks, 2, ranks)``.
+    """
+    wrong = counts[:, 0, :] != counts[:, 1, :].T
+    if not wrong.any():
+        return None
+    source, dest = np.argwhere(wrong)[0].tolist()
+    return source, dest
+
+
 def _take_own(part: Buffer | None, into: Buffer | None) -> None:
     if part is not None and into is not None and address_of(part) != address_of(into):
         np.copyto(into, part)
@@ -136,15 +161,50 @@ class GroupCollectives(Collectives):
     def exchange(
         self, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, label: str
     ) -> None:
-        """``exchange.exchange``: the sizes must fit, rank by rank; ``check_counts`` tells."""
+        """``exchange.exchange``: the sizes must fit, rank by rank; ``exchange_counted`` tells."""
+        self._exchange(sends, receives, deadline, label)
+
+    def exchange_counted(
+        self, sends: Sequence[Buffer], receives: Sequence[Buffer], sent: Sequence[int], expected: Sequence[int],
+        deadline: Deadline, label: str,
+    ) -> None:  # fmt: skip
+        """``exchange``, if every rank expects of every other as many elements as that one sends.
+
+        Raises:
+            ShapeMismatchError: on every rank, and nothing was written; names the first two ranks that do not agree.
+        """
+        counts = np.empty((self.size, 2, self.size), np.int64)
+        counts[self.rank] = sent, expected
+        if self._group(deadline, label) is None:
+            self.allgather(counts[self.rank].reshape(-1), counts.reshape(-1), deadline, label)
+            self._check_counts(counts, label)
+        self._exchange(sends, receives, deadline, label, counts)
+
+    def _exchange(
+        self, sends: Sequence[Buffer | None], receives: Sequence[Buffer | None], deadline: Deadline, label: str,
+        counts: Buffer | None = None,
+    ) -> None:  # fmt: skip
         nbytes = sum(part.nbytes for part in sends if part is not None)
         with self._recorder.timed("exchange", nbytes):
             group = self._group(deadline, label)
             if group is not None:
                 where = f"{label}: exchange on MPI rank {self.rank} of {self.size}"
-                if self._guard.run(lambda: exchange_on_host(group, sends, receives, deadline, lambda: where), deadline):
+                done = self._guard.run(
+                    lambda: exchange_on_host(group, sends, receives, deadline, lambda: where, counts), deadline
+                )
+                if counts is not None:
+                    self._check_counts(counts, label)
+                if done:
                     return
             self._exchange_by_messages(sends, receives, deadline, label)
+
+    def _check_counts(self, counts: Buffer, label: str) -> None:
+        if (wrong := _first_wrong(counts)) is not None:
+            source, dest = wrong
+            raise ShapeMismatchError(
+                f"{label}: MPI rank {source} sends {counts[source, 0, dest]} elements to MPI rank {dest}, which "
+                f"expects {counts[dest, 1, source]}"
+            )
 
     def _group(self, deadline: Deadline, label: str) -> HostGroup | None:
         """All ranks, if they share memory. Collective at first."""
@@ -162,23 +222,6 @@ class GroupCollectives(Collectives):
             )
 
         self._guard.run(lambda: exchange(self._comm, sends, receives, deadline, describe), deadline)
-
-    def check_counts(self, sent: Sequence[int], expected: Sequence[int], deadline: Deadline, label: str) -> None:
-        """Raise on every rank unless every rank expects of every other what that one sends.
-
-        Raises:
-            ShapeMismatchError: names the first two ranks that do not agree.
-        """
-        table = np.empty((self.size, 2, self.size), np.int64)
-        table[self.rank] = sent, expected
-        self.allgather(table[self.rank].reshape(-1), table.reshape(-1), deadline, label)
-        wrong = np.argwhere(table[:, 0, :] != table[:, 1, :].T)
-        if len(wrong):
-            source, dest = wrong[0].tolist()
-            raise ShapeMismatchError(
-                f"{label}: MPI rank {source} sends {table[source, 0, dest]} elements to MPI rank {dest}, which expects "
-                f"{table[dest, 1, source]}"
-            )
 
     def gather_lists(self, source: Buffer, outs: Sequence[Buffer], deadline: Deadline, label: str) -> None:
         """``outs[r]`` takes the ``source`` of rank r; their sizes may differ, and are the same on every rank."""

@@ -65,11 +65,15 @@ def test_every_rank_gets_what_every_other_sends_it(
 
     def work(comm: Any) -> dict[int, Any]:
         collectives, found = GroupCollectives(comm, attach=attach), {}
-        for times in ROUNDS:
+        for number, times in enumerate(ROUNDS):
             found[times] = [np.empty_like(sent(source, comm.rank, times)) for source in range(size)]
             sends = [sent(comm.rank, dest, times) for dest in range(size)]
             kept = [each.copy() for each in sends]
-            collectives.exchange(sends, found[times], within(), "test")
+            if number % 2:
+                collectives.exchange(sends, found[times], within(), "test")
+            else:
+                counts = [[each.size for each in row] for row in (sends, found[times])]
+                collectives.exchange_counted(sends, found[times], *counts, within(), "test")
             for each, copy in zip(sends, kept, strict=True):
                 np.testing.assert_array_equal(each, copy)
                 each[:] = -1  # nobody reads there any more
@@ -159,15 +163,24 @@ def test_texts_of_all_ranks(run_ranks: RunRanks, size: int) -> None:
         assert found == texts
 
 
-def test_counts_that_do_not_fit_are_an_error_on_all(run_ranks: RunRanks) -> None:
-    def work(comm: Any) -> None:
-        sent = [1, 1, 1] if comm.rank != 2 else [1, 5, 1]
-        GroupCollectives(comm).check_counts([1] * 3, [1] * 3, within(), "test")
-        GroupCollectives(comm).check_counts(sent, [1] * 3, within(), "test")
+@pytest.mark.parametrize("hosts", [None, "abc"])
+@pytest.mark.parametrize("count", [5, 500_000])
+def test_counts_that_do_not_fit_are_an_error_on_all(run_ranks: RunRanks, hosts: str | None, count: int) -> None:
+    """They go on after it: nothing was written."""
 
-    for outcome in run_ranks(3, work, errors=True):
-        assert isinstance(outcome, ShapeMismatchError)
-        assert "MPI rank 2 sends 5 elements to MPI rank 1, which expects 1" in str(outcome)
+    def work(comm: Any) -> str:
+        collectives = GroupCollectives(comm)
+        sent = [1, 1, 1] if comm.rank != 2 else [1, count, 1]
+        found = [np.full(1, -1.0) for _ in range(3)]
+        with pytest.raises(ShapeMismatchError) as caught:
+            collectives.exchange_counted([np.ones(n) for n in sent], found, sent, [1] * 3, within(), "test")
+        assert all(each[0] == -1.0 for each in found)
+        collectives.exchange_counted([np.full(1, comm.rank + 0.5)] * 3, found, [1] * 3, [1] * 3, within(), "test")
+        assert [each[0] for each in found] == [0.5, 1.5, 2.5]
+        return str(caught.value)
+
+    for said in run_ranks(3, work, hosts=hosts):
+        assert f"MPI rank 2 sends {count} elements to MPI rank 1, which expects 1" in said
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -168,8 +168,8 @@ class KvmpiProcessGroup(Reductions):
 
             def run(deadline: Deadline, label: str) -> None:
                 sent, expected = ([tensor.numel() for tensor in row] for row in (inputs, outputs))
-                self._collectives.check_counts(sent, expected, deadline, label)
-                self._collectives.exchange([s.buffer for s in sources], [t.buffer for t in targets], deadline, label)
+                sends, receives = [flat.buffer for flat in sources], [flat.buffer for flat in targets]
+                self._collectives.exchange_counted(sends, receives, sent, expected, deadline, label)
                 for target in targets:
                     target.back()
 
@@ -189,9 +189,8 @@ class KvmpiProcessGroup(Reductions):
             size = output.element_size()
 
             def run(deadline: Deadline, label: str) -> None:
-                self._collectives.check_counts(sent, expected, deadline, label)
                 sends, receives = _cut(flat.buffer, sent, size), _cut(target.buffer, expected, size)
-                self._collectives.exchange(sends, receives, deadline, label)
+                self._collectives.exchange_counted(sends, receives, sent, expected, deadline, label)
                 target.back()
 
             return Plan([Entry(0, (), str(source.dtype))], run, [output])
@@ -244,5 +243,5 @@ class KvmpiProcessGroup(Reductions):
 
 def _cut(buffer: Buffer, counts: Sequence[int], itemsize: int) -> list[Buffer]:
     """``counts[r]`` elements for rank r, one behind the other."""
-    stops = np.cumsum([count * itemsize for count in counts]).tolist()
-    return [buffer[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    stops = [itemsize * stop for stop in itertools.accumulate(counts, initial=0)]
+    return [buffer[start:stop] for start, stop in itertools.pairwise(stops)]
