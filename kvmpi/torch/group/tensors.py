@@ -17,6 +17,9 @@ from kvmpi.kernels.combine import OPERATIONS
 
 Buffer = npt.NDArray[Any]
 
+_OCTET = np.dtype(np.uint8)
+#: Classes of tensors that are nothing but their memory.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: A sum of what every rank has multiplied by the number that follows, as torch's PREMUL_SUM.
 TIMES = "sum times "
 
@@ -37,6 +40,8 @@ class Flat:
 
     def back(self) -> None:
         """The tensor takes what is in ``buffer`` now."""
+        if self.flat is self.tensor:
+            return
         if self.flat.data_ptr() == self.tensor.data_ptr() and self.tensor.device.type == "cpu":
             return
         if self.fence is not None:
@@ -69,8 +74,20 @@ def octets(tensor: torch.Tensor, *, reads: bool = True, writes: bool = False) ->
         UnsupportedError: a layout or a device that kvmpi does not carry, or elements that share memory, if it is
             written to.
     """
+    if type(tensor) in _PLAIN and _lies_plainly(tensor):  # most do, and each call of torch's takes a microsecond
+        if writes or not reads:
+            arrays.check_writable(tensor)
+        return Flat(tensor, tensor, _memory(tensor, _OCTET, tensor.nbytes))
     flat = _flat(tensor, reads, writes).view(torch.uint8)
-    return Flat(tensor, flat, _memory(flat, np.dtype(np.uint8)), fence=arrays.fence(tensor))
+    return Flat(tensor, flat, _memory(flat, _OCTET, flat.numel()), fence=arrays.fence(tensor))
+
+
+def _lies_plainly(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, as it lies on the CPU, is what it holds."""
+    return (
+        tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+        and not tensor.is_neg() and not tensor.is_quantized
+    )  # fmt: skip
 
 
 def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True, writes: bool = False) -> Flat:
@@ -97,7 +114,7 @@ def numbers(tensor: torch.Tensor, op: str, *, reads: bool = True, writes: bool =
         raise DTypeMismatchError(f"avg of {tensor.dtype}: truth values have no mean")
     if op.startswith(TIMES) and not flat.is_floating_point():
         raise DTypeMismatchError(f"{op} of {tensor.dtype}: only floating point is multiplied on the way")
-    return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name]), name, arrays.fence(tensor))
+    return Flat(tensor, flat, _memory(flat, arrays.DTYPES[name], flat.numel()), name, arrays.fence(tensor))
 
 
 class _Elements:
@@ -105,19 +122,19 @@ class _Elements:
 
     __slots__ = ("__array_interface__", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
-        where = {"data": (tensor.data_ptr(), False), "shape": (tensor.numel(),), "typestr": dtype.str, "version": 3}
+    def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any], count: int) -> None:
+        where = {"data": (tensor.data_ptr(), False), "shape": (count,), "typestr": dtype.str, "version": 3}
         self._tensor, self.__array_interface__ = tensor, where
 
 
-def _memory(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Buffer:
-    """What a one-dimensional tensor on the CPU holds, as ``dtype``, in place.
+def _memory(tensor: torch.Tensor, dtype: np.dtype[Any], count: int) -> Buffer:
+    """What a contiguous tensor on the CPU holds, as ``count`` elements of ``dtype``, in place.
 
     Not ``tensor.numpy()``: torch never again resizes storage that NumPy has seen, as FSDP does with that of parameters.
     """
-    if not tensor.numel():
+    if not count:
         return np.empty(0, dtype)
-    return np.asarray(_Elements(tensor, dtype))
+    return np.asarray(_Elements(tensor, dtype, count))
 
 
 def is_sum(op: str) -> bool:
