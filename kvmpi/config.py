@@ -74,7 +74,12 @@ class Config:
     metrics_host: str = _setting("127.0.0.1", "address that the Prometheus endpoints and the web page listen on")
     on_client_loss: str = _setting(
         "fail", "what synchronous rounds do when a client dies: fail on all others, wait for its return, or go on "
-        "without it until it is back", ("fail", "wait", "shrink"),
+        "without it until it is back; reads of dist_ssp wait for it with wait, else they go on without it",
+        ("fail", "wait", "shrink"),
+    )  # fmt: skip
+    staleness: int = _setting(
+        3, "by how many pushes of a key a client of a store of type dist_ssp may be ahead of the slowest; where it is "
+        "further, its reads wait",
     )  # fmt: skip
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")
@@ -178,7 +183,7 @@ class Config:
         for name in (*counts, "bucket_bytes", "window_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
-        for name in ("stall_s", "grace_s", "chunk_bytes"):
+        for name in ("stall_s", "grace_s", "chunk_bytes", "staleness"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
         if not 1 <= self.num_rings <= 8:

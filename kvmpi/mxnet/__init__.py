@@ -31,7 +31,9 @@ from kvmpi.mxnet import ndarrays, rules
 from kvmpi.mxnet.rules import rule_of
 
 PREFIX = "kvmpi_"
-_TYPES = ("local", "mpi", "dist_sync", "dist_async", "dist_sync_mpi", "dist_async_mpi")
+_TYPES = (
+    "local", "mpi", "dist_sync", "dist_async", "dist_ssp", "dist_sync_mpi", "dist_async_mpi", "dist_ssp_mpi",
+)  # fmt: skip
 
 
 class Store(mx.kvstore.KVStoreBase):

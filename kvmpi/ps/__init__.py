@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmpi.ps.client import Exchange, PsClient
+    from kvmpi.ps.consistency import discipline
     from kvmpi.ps.embedded import EmbeddedJob
     from kvmpi.ps.landing import Landing
     from kvmpi.ps.placement import Placement
     from kvmpi.ps.row_chunks import ArrivingRows
     from kvmpi.ps.steps import Turn, finds_position
 
-__all__ = ["ArrivingRows", "EmbeddedJob", "Exchange", "Landing", "Placement", "PsClient", "Turn", "finds_position"]
+__all__ = [
+    "ArrivingRows", "EmbeddedJob", "Exchange", "Landing", "Placement", "PsClient", "Turn", "discipline",
+    "finds_position",
+]  # fmt: skip
 
 # Loaded at first use: a scheduler, which has no values, starts without NumPy.
 _LAZY = {
@@ -25,6 +29,7 @@ _LAZY = {
     "PsClient": "client",
     "Turn": "steps",
     "finds_position": "steps",
+    "discipline": "consistency",
 }
 
 

@@ -345,8 +345,9 @@ class PsClient(Participant):
                 )
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
-        # Nobody waits for that word, unless it is to be seen in a timeline; in an asynchronous store none is said.
-        may_be_quiet = fused and on_accepted is None and self._mode == "sync" and not timeline.on
+        # Nobody waits for that word, unless it is to be seen in a timeline; without rounds it is said where an answer
+        # has to wait, which is seldom.
+        may_be_quiet = fused and on_accepted is None and self._in_rounds and not timeline.on
         begun: list[tuple[KeyLayout, Turn, int, list[Ask]]] = []
         asks: list[Ask] = []
         for key, pieces, turn in pushes:
@@ -533,8 +534,9 @@ class PsClient(Participant):
         if index != 0:
             return
         version = message.version if isinstance(message, (m.Value, m.Ack)) else 0
-        if pushed and self._mode == "async":
-            layout.staleness = max(0, version - 1 - layout.seen_version)
+        if pushed and not self._in_rounds:
+            later = message.later if isinstance(message, m.Value) else 0
+            layout.staleness = max(0, version - later - 1 - layout.seen_version)
             self._recorder.staleness(layout.staleness)
         if read:
             layout.seen_version = version

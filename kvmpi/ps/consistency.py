@@ -1,4 +1,4 @@
-"""When contributions become an update, and when a value may be read: the synchronous and asynchronous disciplines."""
+"""When contributions become an update, and when a value may be read: synchronous, asynchronous, and in between."""
 
 from __future__ import annotations
 
@@ -13,34 +13,45 @@ class Consistency(ABC):
     name = ""
     #: Contributions are added in client order, each round holds one of each, and step s belongs to round s.
     in_rounds = False
+    #: Each contribution is an update, and who reads may have to wait for clients that have pushed less often.
+    holds_reads = False
 
     @abstractmethod
     def complete(self, contributed: int, num_clients: int) -> bool:
         """Whether ``contributed`` pushes make an update."""
 
     @abstractmethod
-    def readable(self, rounds: int, min_round: int) -> bool:
-        """Whether a reader who has pushed ``min_round`` times may see the value after ``rounds`` updates."""
+    def readable(self, reached: int, pushed: int) -> bool:
+        """Whether a reader who has pushed so often may see the value.
+
+        Args:
+            reached: in rounds, how many are over; else how often each of the others has pushed, at least.
+        """
 
 
-_DISCIPLINES: dict[str, Consistency] = {}
+_DISCIPLINES: dict[str, type[Consistency]] = {}
 
 
 def register(cls: type[Consistency]) -> type[Consistency]:
-    """Make a discipline available by its name."""
-    _DISCIPLINES[cls.name] = cls()
+    """Make a discipline available by its name; what is behind a colon its ``__init__`` gets, as a text."""
+    _DISCIPLINES[cls.name] = cls
     return cls
 
 
-def get(name: str) -> Consistency:
-    """The discipline called ``name``.
+def discipline(mode: str) -> Consistency:
+    """The discipline called ``mode``, maybe with a parameter: ``ssp:3``.
 
     Raises:
-        ConfigError: no such discipline.
+        ConfigError: no such discipline, or not with this parameter.
     """
-    if name not in _DISCIPLINES:
-        raise ConfigError(f"consistency {name!r}; known: {', '.join(sorted(_DISCIPLINES))}")
-    return _DISCIPLINES[name]
+    name, colon, parameter = mode.partition(":")
+    cls = _DISCIPLINES.get(name)
+    if cls is None:
+        raise ConfigError(f"consistency {mode[:80]!r}; known: {', '.join(sorted(_DISCIPLINES))}")
+    try:
+        return cls(parameter) if colon else cls()  # type: ignore[call-arg]
+    except (TypeError, ValueError):
+        raise ConfigError(f"consistency {mode[:80]!r}: {name} has no such parameter") from None
 
 
 @register
@@ -53,8 +64,8 @@ class Synchronous(Consistency):
     def complete(self, contributed: int, num_clients: int) -> bool:
         return contributed >= num_clients
 
-    def readable(self, rounds: int, min_round: int) -> bool:
-        return rounds >= min_round
+    def readable(self, reached: int, pushed: int) -> bool:
+        return reached >= pushed
 
 
 @register
@@ -66,5 +77,26 @@ class Asynchronous(Consistency):
     def complete(self, contributed: int, num_clients: int) -> bool:
         return True
 
-    def readable(self, rounds: int, min_round: int) -> bool:
+    def readable(self, reached: int, pushed: int) -> bool:
         return True
+
+
+@register
+class BoundedStaleness(Asynchronous):
+    """One update per push, at once; a reader waits until nobody is more than ``staleness`` pushes behind it.
+
+    Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013. A
+    worker at their clock c has pushed c times, and sees all updates of the clocks up to c - staleness - 1, the first of
+    which is 0: the first c - staleness pushes of everyone.
+    """
+
+    name = "ssp"
+    holds_reads = True
+
+    def __init__(self, staleness: str) -> None:
+        self.staleness = int(staleness)
+        if self.staleness < 0:
+            raise ValueError
+
+    def readable(self, reached: int, pushed: int) -> bool:
+        return reached >= pushed - self.staleness

@@ -91,8 +91,16 @@ class Membership:
         return self._in_rounds and self._on_loss == "shrink"
 
     def _returns(self, client: int) -> bool:
+        """Whether rounds wait for a client that is gone."""
+        return self._in_rounds and self._is_expected(client)
+
+    def _is_expected(self, client: int) -> bool:
         """Whether a client that is gone is waited for."""
-        return self._in_rounds and self._on_loss == "wait" and self.gone[client] not in FOR_GOOD
+        return self._on_loss == "wait" and self.gone[client] not in FOR_GOOD
+
+    def is_awaited(self, client: int) -> bool:
+        """Whether, where staleness is bounded, reads of others wait for ``client`` if it is too far behind."""
+        return client not in self.finished and (client not in self.gone or self._is_expected(client))
 
     def is_guest(self, client: int) -> bool:
         """Whether rounds go on without ``client``, and another process of it is here."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def observe(state: ServerState, sent_bytes: int) -> tuple[dict[str, float], list[int]]:
-    """Numbers by name, and the clients that open rounds of synchronous stores wait for."""
+    """Numbers by name, and the clients that open rounds of synchronous stores, and reads of others, wait for."""
     keys = held_bytes = queue = rounds = 0
     missing: set[int] = set()
     for part in state.parts.values():
@@ -25,6 +25,8 @@ def observe(state: ServerState, sent_bytes: int) -> tuple[dict[str, float], list
                 rounds = max(rounds, slot.rounds)
                 if shard.discipline.in_rounds and (slot.cursor or slot.held):
                     missing.update(shard.rounds.missing(slot))
+                elif shard.discipline.holds_reads and slot.is_awaited:
+                    missing.update(shard.singles.awaited(slot)[1])
     numbers = {
         "keys": keys, "held_bytes": held_bytes, "queue": queue, "rounds": rounds, "requests": state.requests,
         "received_bytes": state.received_bytes, "sent_bytes": sent_bytes, "refused": state.rejected,

@@ -16,6 +16,7 @@ from kvmpi.machine import host_name
 from kvmpi.place import Place
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.chains import PARTS_PER_SERVER
+from kvmpi.ps.consistency import discipline
 from kvmpi.ps.incarnations import new_incarnation
 from kvmpi.ps.link import Link
 from kvmpi.ps.reply import name_and_text, why_ended
@@ -54,9 +55,10 @@ class Participant(ABC):
         link: Link | None,
     ) -> None:  # fmt: skip
         self._config, self._store, self._mode = config, store, mode
+        self._in_rounds = discipline(mode).in_rounds
         self._client, self._num_clients, self._recorder = client, num_clients, recorder
         finds = finds_position(mode, config.on_client_loss)
-        self._steps = Steps(counts=finds or (mode == "sync" and bool(config.snapshot_dir)), finds=finds)
+        self._steps = Steps(counts=finds or (self._in_rounds and bool(config.snapshot_dir)), finds=finds)
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
         self._link.done = self._steps.done
         self._place: Place | None = None
@@ -142,7 +144,7 @@ class Participant(ABC):
         """Say to every server who this is."""
         hello = (self._store, self._mode, self._client, self._num_clients, incarnation)
         asks = [Ask(server, m.Hello, hello) for server in self._link.servers]
-        if self.left_out and self._mode == "async":  # there are no rounds to enter
+        if self.left_out and not self._in_rounds:  # there is nothing to enter
             self.left_out = False
             asks.append(Ask(SCHEDULER, m.Enter, (-1,)))
         return self._start(f"client {self._client} opens its sessions", asks, deadline)

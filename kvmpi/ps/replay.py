@@ -114,7 +114,7 @@ def dump(shard: Shard) -> list[Record]:
                 slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
                 {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()}, slot.latest,
-                slot.entering, {client: version for client, (version, _) in slot.met_by.items()},
+                slot.entering, {client: version for client, (version, _) in slot.met_by.items()}, slot.bases,
             ),
             (*arrays, *(met for _, met in slot.met_by.values())),
         ))  # fmt: skip
@@ -174,7 +174,7 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     slot.touched = None if touched is None else touched.copy()
     slot.failed = None if entry.failed is None else KVError(entry.failed)
     slot.rounds, slot.generation, slot.restored = entry.rounds, entry.generation, entry.restored
-    slot.steps, slot.entering = dict(entry.steps), dict(entry.entering)
+    slot.steps, slot.entering, slot.bases = dict(entry.steps), dict(entry.entering), dict(entry.bases)
     slot.marks = {client: Mark(*mark) for client, mark in entry.marks.items()}
     slot.latest = entry.latest
     slot.rules.clear()

@@ -40,9 +40,9 @@ def parted(server: int, error: Exception) -> ServerLostError:
     )
 
 
-def changed(slot: Slot, request: int, route: bytes, ids: Buffer) -> Reply:
-    """Rows of the value, as the answer to a push."""
-    return Reply(route, m.Value(request, slot.rounds, ids.size), (ids, slot.take(ids)))
+def changed(slot: Slot, request: int, route: bytes, ids: Buffer, later: int = 0) -> Reply:
+    """Rows of the value, as the answer to a push, after which so many updates have come ``later``."""
+    return Reply(route, m.Value(request, slot.rounds, ids.size, later=later), (ids, slot.take(ids)))
 
 
 def steps_of(slot: Slot) -> tuple[list[int], int, int, int]:

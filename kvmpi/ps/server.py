@@ -65,7 +65,7 @@ class ServerState:
         self._routes: dict[tuple[int, int], bytes] = {}
         # When each client (store, client) was heard, and since when rounds that somebody waits for are known of.
         self._heard_s: dict[tuple[int, int], float] = {}
-        self._awaited_s: dict[tuple[int, int, Key, int, int], float] = {}
+        self._awaited_s: dict[tuple[int, int, Key, int, str], float] = {}
         self._lost: dict[int, list[m.Lost]] = {}
         # By store and client: the last process that is known to have ended, whatever comes of it still, and how.
         self._ended: dict[tuple[int, int], tuple[int, str]] = {}
@@ -249,23 +249,24 @@ class ServerState:
         return silent_s if any(silent_s) else []
 
     def waits(self, now_s: float) -> list[Wait]:
-        """The rounds that somebody waits for, from the first look on that finds one; and a scheduler that is silent."""
+        """The rounds and reads that somebody waits for, from the first look on that finds one; and a scheduler that is
+        silent."""
         before, self._awaited_s = self._awaited_s, {}
-        found: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, str, int]]] = {}
+        found: dict[tuple[int, str, tuple[int, ...]], list[tuple[float, str, int]]] = {}
         for part in list(self.parts.values()) if self._routes else ():
             for store, shard in list(part.shards.items()) if part.answers else ():
-                for key, chunk, number, missing in shard.awaited():
-                    where = (part.number, store, key, chunk, number)
+                for key, chunk, what, missing in shard.awaited():
+                    where = (part.number, store, key, chunk, what)
                     since_s = self._awaited_s[where] = before.get(where, now_s)
-                    found.setdefault((store, number, tuple(missing)), []).append((since_s, repr(key), chunk))
+                    found.setdefault((store, what, tuple(missing)), []).append((since_s, repr(key), chunk))
         silent = now_s > self.lease_ends_s and any(part.is_shared for part in self._answering())
         whom = "no word from it; until then this server answers nobody, as another may be in its place"
         return [
             *([Wait(("scheduler",), self.lease_ends_s, "the scheduler", whom)] if silent else ()),
             *(
-                Wait(("round", store, number, missing), min(awaited)[0], _rounds(store, number, awaited),
+                Wait(("round", store, what, missing), min(awaited)[0], _named(store, what, awaited),
                      self._late(store, missing, now_s))
-                for (store, number, missing), awaited in found.items()
+                for (store, what, missing), awaited in found.items()
             ),
         ]  # fmt: skip
 
@@ -358,7 +359,7 @@ class ServerState:
         self._heard_s.pop(session.who, None)
 
 
-def _rounds(store: int, number: int, awaited: list[tuple[float, str, int]]) -> str:
+def _named(store: int, what: str, awaited: list[tuple[float, str, int]]) -> str:
     _, key, chunk = min(awaited)
     more = f", and of {len(awaited) - 1} further chunks" if len(awaited) > 1 else ""
-    return f"round {number} of key {key} (chunk {chunk}{more}) in store {store}"
+    return f"{what} of key {key} (chunk {chunk}{more}) in store {store}"

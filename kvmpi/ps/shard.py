@@ -24,7 +24,6 @@ from kvmpi.errors import (
     KeyNotInitializedError,
     KVError,
     ProtocolError,
-    UnsupportedError,
 )
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, consistency, requests
@@ -32,13 +31,14 @@ from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import Reply, failure
-from kvmpi.ps.rounds import Log, Rounds, changed, nothing, steps_of
+from kvmpi.ps.rounds import Log, Rounds, nothing, steps_of
 from kvmpi.ps.row_chunks import frames, num_rows
 from kvmpi.ps.rulebook import Rulebook
+from kvmpi.ps.singles import Singles
 from kvmpi.ps.slot import Contribution, Empty, Reader, Slot, Waiter, new_buffer
 from kvmpi.ps.steps import finds_position
 from kvmpi.trace import timeline
-from kvmpi.wire import Message, as_array, entries
+from kvmpi.wire import Message, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
@@ -59,6 +59,7 @@ class Shard:
         on_client_loss: what synchronous rounds do without a client that is lost: "fail", "wait" or "shrink".
     Attributes:
         rounds: what becomes of the pushes of synchronous clients; tells of every new value.
+        singles: what becomes of those of others.
         saved: the keys that the store had in the snapshot that it was resumed from, in whatever part.
         empty: makes memory for values.
         before_put: called when a client is about to put a chunk's state back.
@@ -73,7 +74,7 @@ class Shard:
         self.saved: frozenset[Key] = frozenset()
         self._log = log
         self._finds = finds_position(mode, on_client_loss)
-        self.discipline = consistency.get(mode)
+        self.discipline = consistency.discipline(mode)
         self.slots: dict[tuple[Key, int], Slot] = {}
         self.layouts: dict[Key, m.Init] = {}
         # Clients that wait for another to give a key its value, by chunk.
@@ -84,6 +85,7 @@ class Shard:
         self.rulebook = Rulebook(server, in_rounds=self.discipline.in_rounds)
         self.clients = Membership(num_clients, in_rounds=self.discipline.in_rounds, on_loss=on_client_loss)
         self.rounds = Rounds(server, store, num_clients, self.discipline, self.clients, log)
+        self.singles = Singles(num_clients, self.discipline, self.clients, self.rounds, log)
 
     # ---- dispatch
 
@@ -137,12 +139,13 @@ class Shard:
 
     def take_in(self, client: int, incarnation: int) -> bool:
         """``join``, as it was logged; whether the process takes the place of another."""
+        was_gone = client in self.clients.gone
         replaces = self.clients.take_in(client, incarnation)
-        if replaces and not self.discipline.in_rounds:  # nothing of the process before it can still come
+        if (replaces or was_gone) and not self.discipline.in_rounds:  # nothing of the one before it can still come
             for slot in self.slots.values():
                 slot.met_by.pop(client, None)
                 if not self._finds:
-                    slot.forget_steps(client)
+                    self.singles.begin_anew(slot, client)
         return replaces
 
     @property
@@ -215,14 +218,19 @@ class Shard:
             slot.enter(client, step)
 
     def go_on(self) -> list[Reply]:
-        """Close the rounds that need to wait for nobody any more."""
-        slots = self.slots.values() if self.discipline.in_rounds else ()
-        return [reply for slot in slots for reply in self.rounds.go_on_with(slot)]
+        """Close the rounds, or answer the reads, that need to wait for nobody any more."""
+        if self.discipline.in_rounds:
+            return [reply for slot in self.slots.values() for reply in self.rounds.go_on_with(slot)]
+        return [reply for slot in self._held_reads() for reply in self.singles.go_on_with(slot)]
+
+    def _held_reads(self) -> list[Slot]:
+        """The chunks, of a store without rounds, that somebody waits to read."""
+        return [slot for slot in self.slots.values() if slot.is_awaited] if self.discipline.holds_reads else []
 
     def _forget_requests(self, client: int) -> list[Reply]:
-        """A client's process is gone: what it waits for is dropped, and rounds that do not need it go on."""
+        """A client's process is gone: what it waits for is dropped, and who does not need it any more goes on."""
         replies = self._forget_early(client) if self._early else []
-        if self.discipline.in_rounds:
+        if self.discipline.in_rounds or self.discipline.holds_reads:
             for slot in self.slots.values():
                 slot.held.pop(client, None)
                 slot.waiting.pop(client, None)
@@ -381,27 +389,7 @@ class Shard:
             )  # fmt: skip
             replies = self.rounds.go_on_with(slot)
             return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
-        if slot.rules[-1].rule is None:
-            raise UnsupportedError(
-                f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
-                "call kv.set_optimizer(...) on all workers first"
-            )
-        single = entries.Single(
-            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused, message.at,
-            message.done,
-        )  # fmt: skip
-        self._log(single, tuple(as_array(payload, DTYPES["uint8"]) for payload in payloads))
-        start_ns = timeline.now() if timeline.on else 0
-        answer = slot.apply_alone(wire, wire_dtype)
-        if start_ns:
-            self.rounds.span("update", start_ns, slot, wire, message.step, client)
-        old = slot.note_single(client, message, answer)
-        self.rounds.on_update(slot)
-        if not message.fused:
-            return [Reply(route, m.Ack(message.request, slot.rounds))]
-        if isinstance(wire, Rows):
-            return [changed(slot, message.request, route, wire.ids)]
-        return [Reply(route, m.Value(message.request, slot.rounds, old=old), (answer if old else slot.lend(),))]
+        return self.singles.push(client, route, slot, message, wire, wire_dtype, payloads)
 
     def _answer_again(
         self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None
@@ -411,18 +399,11 @@ class Shard:
             raise ProtocolError(f"key {message.key!r}: client {client} has not pushed step {message.step}")
         how = route, message.request, message.fused, message.step
         waiter = Waiter(*how) if wire is None else Waiter.again(*how, wire)
-        if not self.discipline.in_rounds or message.step < slot.rounds:
-            is_last = message.step == slot.steps.get(client)
+        if not self.discipline.in_rounds:
+            return self.singles.answer_again(client, slot, message, waiter)
+        if message.step < slot.rounds:
             if not message.fused:
-                if is_last and client in slot.met_by:
-                    self._log(entries.Answered(message.key, message.chunk, client), ())
-                    del slot.met_by[client]
                 return [Reply(route, m.Ack(message.request, slot.rounds))]
-            if is_last and client in slot.met_by:
-                version, met = slot.met_by[client]
-                return [Reply(route, m.Value(message.request, version, old=True), (met,))]
-            if isinstance(wire, Rows) and not self.discipline.in_rounds:
-                return [changed(slot, message.request, route, wire.ids)]
             return [Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         if message.step == slot.rounds:
             return [self.rounds.answer(slot, waiter)]
@@ -435,11 +416,14 @@ class Shard:
         # Else it says each time what it has pushed: the answer of a round of rows has that too, also if it was lost.
         return replies + self.rounds.fail_stuck(slot)
 
-    def awaited(self) -> Iterator[tuple[Key, int, int, list[int]]]:
-        """Rounds that somebody waits for: key, chunk, number, and the clients that they lack."""
+    def awaited(self) -> Iterator[tuple[Key, int, str, list[int]]]:
+        """Rounds, or reads, that somebody waits for: key, chunk, which it is, and the clients that they lack."""
         for slot in list(self.slots.values()) if self.discipline.in_rounds else ():
             if slot.is_awaited:
-                yield slot.key, slot.chunk, slot.rounds + 1, self.rounds.missing(slot)
+                yield slot.key, slot.chunk, f"round {slot.rounds + 1}", self.rounds.missing(slot)
+        for slot in self._held_reads():
+            pushed, missing = self.singles.awaited(slot)
+            yield slot.key, slot.chunk, f"a read after push {pushed}", missing
 
     def _pull(self, client: int, route: bytes, message: m.Pull, payloads: list[memoryview]) -> list[Reply]:
         slot = self._slot(message.key, message.chunk, client)
@@ -448,6 +432,8 @@ class Shard:
         # A copy: the numbers may have to wait for their round, and the message's memory goes back.
         ids = requests.row_ids(slot, payloads[0], message.rows, "pull").copy() if payloads else None
         reader = Reader(route, message.request, message.min_round, ids, timeline.now() if timeline.on else 0)
+        if not self.discipline.in_rounds:
+            return self.singles.pull(client, slot, reader)
         if self.discipline.readable(slot.rounds, message.min_round):
             return [self.rounds.read(slot, reader)]
         known = slot.readers.get(client) == reader

@@ -51,7 +51,8 @@ class Waiter(NamedTuple):
     """A push whose sender waits for the end of its round ``step``: with ``fused``, for the value.
 
     ``ids``, ``whole``: the rows of one that is made again, or that it has all. Another process of the client may make
-    it, of other rows than those that are in the round, or while the round does without it.
+    it, of other rows than those that are in the round, or while the round does without it. Without rounds, ``step`` is
+    that of the push, ``ids`` are its rows, and ``version`` is the number of its update, if that is known.
     """
 
     route: bytes
@@ -60,6 +61,7 @@ class Waiter(NamedTuple):
     step: int
     ids: Buffer | None = None
     whole: bool = False
+    version: int = 0
 
     @classmethod
     def again(cls, route: bytes, request: int, fused: bool, step: int, wire: Buffer | Rows) -> Waiter:
@@ -71,7 +73,9 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """One client's pull, of all rows or of ``ids``, held until the round ``min_round`` is in the value."""
+    """One client's pull, of all rows or of ``ids``, held until the round ``min_round`` is in the value; or, where
+    staleness is bounded, until others have come close enough to as many pushes.
+    """
 
     route: bytes
     request: int
@@ -160,6 +164,8 @@ class Slot:
         self.met_by: dict[int, tuple[int, Buffer]] = {}
         # What each client has contributed up to, and what waits: at most one push and one pull of each client.
         self.steps: dict[int, int] = {}
+        # Where there are no rounds, how far clients that have begun anew were taken to be then.
+        self.bases: dict[int, int] = {}
         self.held: dict[int, Contribution] = {}
         self.waiting: dict[int, Waiter] = {}
         self.readers: dict[int, Reader] = {}
@@ -455,6 +461,10 @@ class Slot:
         """The client's steps without its push in the open round, which may be lost with this server."""
         steps = self.steps.get(client, 0)
         return min(steps, self.rounds) if client in self.contributors else steps
+
+    def clock(self, client: int) -> int:
+        """How often the client has pushed; one that has begun anew, since then and before it was taken to be there."""
+        return self.bases.get(client, 0) + self.steps.get(client, 0)
 
     def forget_steps(self, client: int) -> None:
         """Another process of the client counts its pushes from the beginning."""

@@ -22,7 +22,8 @@ _MOST_KEPT = 1024
 def finds_position(mode: str, on_client_loss: str) -> bool:
     """Whether another process of a client finds how far the one before it was, and goes on from there.
 
-    In a store ``mode`` "sync" or "async". Where others go on without it and there are no rounds, it begins anew.
+    In a store ``mode``: "sync", or any without rounds. Where others go on without it and there are no rounds, it begins
+    anew.
     """
     return on_client_loss == "wait" or (mode == "sync" and on_client_loss == "shrink")
 

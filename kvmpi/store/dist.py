@@ -20,7 +20,7 @@ from kvmpi.engine import Variable, Work
 from kvmpi.errors import KVError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels.rows import Rows
-from kvmpi.ps import ArrivingRows, Exchange, Landing, PsClient, Turn, finds_position
+from kvmpi.ps import ArrivingRows, Exchange, Landing, PsClient, Turn, discipline, finds_position
 from kvmpi.store.answers import Answer, Coming, Target, together
 from kvmpi.store.base import KVStore
 from kvmpi.store.call import Invocation, KeyState, Part, label_of, nothing, on_host
@@ -49,7 +49,7 @@ class DistStore(KnownExchanges):
     """A store on servers.
 
     Args:
-        mode: "sync" or "async".
+        mode: "sync", "async", or "ssp:" and the bound of staleness.
         grouped: workers of one MPI communicator are one client; else every worker is a client of its own.
         embedded: servers in this process, for a program that no launcher started.
     """
@@ -60,12 +60,14 @@ class DistStore(KnownExchanges):
     ) -> None:  # fmt: skip
         super().__init__(type_name, config, comm)
         self._mode, self._embedded = mode, embedded
+        self._in_rounds = discipline(mode).in_rounds
         first, _ = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
         self._rank = first + self.mpi_rank if grouped else max(0, config.rank)
         self._client = config.client_rank if grouped else self._rank
         self._num_clients = config.num_clients if grouped else config.num_workers
         self._capabilities = {
-            **KVStore._capabilities, "async": mode == "async", "compression": True, "snapshots": True,
+            **KVStore._capabilities, "async": not self._in_rounds,
+            "skip": not (self._in_rounds or discipline(mode).holds_reads), "compression": True, "snapshots": True,
             "replication": config.replicas > 0, "encryption": config.security == "curve",
         }  # fmt: skip
         self._alone = self._num_clients == 1
@@ -147,7 +149,7 @@ class DistStore(KnownExchanges):
         if self._ps is not None:
             self._ps.add_keys([(state.key, state.shape, state.dtype) for state in states])
         works = []
-        gives = self.rank == 0 or self._mode == "async" or self._config.on_client_loss == "shrink"
+        gives = self.rank == 0 or not self._in_rounds or self._config.on_client_loss == "shrink"
         for state, vector in zip(states, values, strict=True):
 
             def ask(ps: PsClient, state: KeyState = state, vector: Vector = vector) -> Work:
@@ -179,7 +181,7 @@ class DistStore(KnownExchanges):
                 f"allreduce of key {state.key!r}: the servers of a {self._type} store keep what they sum; call "
                 "pushpull, or kv.client.allreduce for a sum among the workers of this client"
             )
-        if self._mode == "async" and self._rule is None:
+        if not self._in_rounds and self._rule is None:
             raise UnsupportedError(
                 f"{op} of key {state.key!r} on worker {self.rank}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
@@ -234,7 +236,7 @@ class DistStore(KnownExchanges):
     def _push_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state, vectors = part.state, part.vectors
         # Where no server waits for other clients before it acknowledges, waiting for it is cheaper than a copy.
-        waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (self._mode == "async" or self._alone))
+        waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (not self._in_rounds or self._alone))
         lent = self._lent(vectors, call, until_done=waits)
         local = nothing() if lent is not None else summed or self._sum_op([part], call)
         answer = self._read_ahead(state, call)
@@ -290,7 +292,7 @@ class DistStore(KnownExchanges):
         answer, pulled = None, state.key in self._pulled
         self._pulled.discard(state.key)
         replies_old = self._rule is not None and self._rule.replies_old
-        if self._ps is not None and self._mode == "sync" and pulled and not replies_old and not call.async_op:
+        if self._ps is not None and self._in_rounds and pulled and not replies_old and not call.async_op:
             answer = Answer(Landing(state.host_buffer()))
         self._answers[state.key] = answer
         return answer

@@ -59,10 +59,10 @@ _open: list[Closing] = []
 def create(name: str = "local", **settings: Any) -> KVStore:
     """A store of the type called ``name``.
 
-    Types: ``local`` (``device``), ``mpi`` (``allreduce``), ``dist_sync``, ``dist_async``, ``dist_sync_mpi``
-    (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``), and what ``register_store`` added. Collective over
-    all workers, which must create the same stores in the same order. In a process that no launcher started, a type that
-    needs a job runs as a job of one worker.
+    Types: ``local`` (``device``), ``mpi`` (``allreduce``), ``dist_sync``, ``dist_async``, ``dist_ssp``,
+    ``dist_sync_mpi`` (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``), ``dist_ssp_mpi``, and what
+    ``register_store`` added. Collective over all workers, which must create the same stores in the same order. In a
+    process that no launcher started, a type that needs a job runs as a job of one worker.
 
     Args:
         settings: fields of ``kvmpi.config.Config``; they beat the environment.
@@ -134,7 +134,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
             _require_no_lone_tasks()
             job = ps.EmbeddedJob(replace(config, num_workers=1, num_clients=1))
             try:
-                return DistStore(name, job.config, None, mode=mode, grouped=grouped, embedded=job)
+                return DistStore(name, job.config, None, mode=_full(mode, config), grouped=grouped, embedded=job)
             except BaseException:
                 job.close()
                 raise
@@ -142,9 +142,15 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
             raise ConfigError(f"store type {name!r} needs servers, this job has none; start it with -s 1 or more")
         if not config.scheduler:
             raise NotLaunchedError("KVMPI_SCHEDULER is not set; start the job with 'kvmpi run'")
-        return DistStore(name, config, client_comm(config) if grouped else None, mode=mode, grouped=grouped)
+        comm = client_comm(config) if grouped else None
+        return DistStore(name, config, comm, mode=_full(mode, config), grouped=grouped)
 
     return factory
+
+
+def _full(mode: str, config: Config) -> str:
+    """The mode with its parameter, which all clients have to choose alike."""
+    return f"{mode}:{config.staleness}" if mode == "ssp" else mode
 
 
 def _without_servers(config: Config) -> bool:
@@ -210,8 +216,10 @@ _FACTORIES: dict[str, Factory] = {
     "mpi": _mpi,
     "dist_sync": _dist("sync", grouped=False),
     "dist_async": _dist("async", grouped=False),
+    "dist_ssp": _dist("ssp", grouped=False),
     "dist_sync_mpi": _dist("sync", grouped=True),
     "dist_async_mpi": _dist("async", grouped=True),
+    "dist_ssp_mpi": _dist("ssp", grouped=True),
 }
 
 

@@ -214,7 +214,8 @@ class SlotState(_Entry, tag="slot"):
     and the overall steps of its last pushes; client -1: of the last rounds, whoever was in them. ``latest``: of the
     last round. ``entering``: clients that are back and not in a round yet, and the overall step after which they
     are. ``met``: clients whose last push was answered with the value that it met, and the version of each: one more
-    payload for each, after those with names."""
+    payload for each, after those with names. ``bases``: clients that have begun anew, and after how many pushes they
+    were taken to be then."""
 
     key: Key
     chunk: int
@@ -234,6 +235,7 @@ class SlotState(_Entry, tag="slot"):
     latest: int = 0
     entering: dict[int, int] = {}
     met: dict[int, int] = {}
+    bases: dict[int, int] = {}
 
 
 Entry = (

@@ -69,7 +69,8 @@ class Push(Message, tag="push"):
 
 
 class Pull(Message, tag="pull"):
-    """Ask for one chunk, not before the round ``min_round`` is in it.
+    """Ask for one chunk, not before the round ``min_round`` is in it; or, where staleness is bounded, after as many
+    pushes of the key, which decide how far others must have come.
 
     ``rows``: for so many rows of it, whose numbers are the payload; -1: for all.
     """
@@ -238,12 +239,14 @@ class Value(Message, tag="value"):
     ``rows``: so many rows of it: those that a ``Pull`` has named, or, as the answer to a push of rows, the rows that
     its round has changed, with their numbers in a frame before them. -1: all of it, which is also an answer to such a
     push. ``old``: it is what an asynchronous push has met, and kept for its sender until that says a ``Query``.
+    ``later``: so many of the updates have come after the push that it answers, where that had to wait.
     """
 
     request: int
     version: int
     rows: int = -1
     old: bool = False
+    later: int = 0
 
 
 class Waiting(Message, tag="waiting"):

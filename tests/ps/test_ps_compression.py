@@ -72,7 +72,9 @@ def test_asynchronous_pushes_are_logged_as_they_came(bits: int) -> None:
     for entry, payloads in replay.dump(shard)[1:]:
         replay.apply(follower, entry, [memoryview(payload.tobytes()) for payload in payloads], keep=False)
     logged: list[Any] = []
-    shard._log = shard.rounds._log = lambda entry, payloads: bool(logged.append((entry, payloads))) or True
+    shard._log = shard.rounds._log = shard.singles._log = lambda entry, payloads: (
+        bool(logged.append((entry, payloads))) or True
+    )
     value, momentum, sender = whole_numbers(COUNT).astype("f8"), np.zeros(COUNT), Sender(COUNT, bits)
     for step in range(1, 4):
         meant = sender.means(quarters(COUNT, step))

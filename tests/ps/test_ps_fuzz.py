@@ -39,7 +39,9 @@ rules = st.sampled_from([
     ("sgd", {"lr": 0.1, "lr@k": 0.2, "momentum@": 0.5}), ("sgd", {"lr": 0.1, "@k": 7}), ("sgd", {"lr@@k": [1e400, 2]}),
 ])  # fmt: skip
 to_server = st.one_of(
-    st.builds(m.Hello, request, st.just(1), st.sampled_from(["sync", "async"]), st.integers(0, 1), st.just(2), few),
+    st.builds(
+        m.Hello, request, st.just(1), st.sampled_from(["sync", "async", "ssp:0"]), st.integers(0, 1), st.just(2), few
+    ),
     st.builds(
         m.Init, request, key, st.integers(0, 1), st.integers(1, 2), st.just(COUNT), st.sampled_from([[COUNT], [6]]),
         st.sampled_from(["float32", "float16", "int8"]),
@@ -144,11 +146,11 @@ def a_store(state: ServerState, mode: str) -> None:
         init = m.Init(2, "k", 0, 1, COUNT, [COUNT], "float32")
         replies = state.handle(route, init, [value] if client == 0 else [])
         assert [type(reply.message) for reply in replies] == [m.Ack]
-    if mode == "async":
+    if mode != "sync":
         state.handle(ROUTES[0], m.SetRule(3, 1, "test", {"lr": -1.0, "rescale_grad": 1.0}), [])
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", ""])
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp:0", ""])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ROUTES), to_server, payloads), min_size=10, max_size=40))
 def test_a_server_answers_whatever_it_hears(

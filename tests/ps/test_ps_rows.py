@@ -296,7 +296,9 @@ def test_the_log_and_the_state_make_the_same_elsewhere(rule: optim.Rule | None, 
     shard = machine.state.parts[0].shards[1]
     follower = copy_of(shard)
     logged: list[Any] = []
-    shard._log = shard.rounds._log = lambda entry, payloads: bool(logged.append((entry, payloads))) or True
+    shard._log = shard.rounds._log = shard.singles._log = lambda entry, payloads: (
+        bool(logged.append((entry, payloads))) or True
+    )
     rng = np.random.default_rng(5)
     for step in range(1, 9):
         for client in range(2):

@@ -158,9 +158,9 @@ class SimulatedServer:
 class SimulatedLink:
     """What ``Link`` is to a PsClient, without threads and sockets."""
 
-    def __init__(self, network: Network, name: str, config: Config, on_version: OnVersion) -> None:
+    def __init__(self, network: Network, name: str, config: Config, on_version: OnVersion, *, bounds: bool) -> None:
         self._network, self._name, self._on_version = network, name, on_version
-        self._who = who(name)
+        self._who, self._bounds = who(name), bounds
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
         self.shares = False
@@ -205,6 +205,8 @@ class SimulatedLink:
             self._servers = {info.rank: f"server {info.rank}.{info.incarnation}" for info in message.servers}
         elif isinstance(message, m.Value) and (ask := self.session._outstanding.get(message.request)) is not None:
             self._on_version(*self._who, ask.fields[:2], message.version)
+        elif isinstance(message, m.Waiting) and self._bounds:
+            self._network.faults.count("held read")
         self.session.receive(message, payloads)
         self._pump()
 
@@ -377,7 +379,8 @@ class Cluster:
         return PsClient(
             self.config, store=1, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
             link=SimulatedLink(  # type: ignore[arg-type]
-                self.network, f"client {rank}.{incarnation}", self.config, self.on_version
+                self.network, f"client {rank}.{incarnation}", self.config, self.on_version,
+                bounds=self.mode.startswith("ssp"),
             ),
         )  # fmt: skip
 

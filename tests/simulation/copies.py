@@ -87,6 +87,7 @@ def _of_slot(slot: Slot, back: Collection[int]) -> dict[str, Any]:
         "steps": {client: count for client, count in lasting if count},
         "marks": {client: (mark.done, mark.steps) for client, mark in slot.marks.items()},
         "entering": slot.entering,
+        "bases": slot.bases,
         "old answers": {client: (version, _bits(met)) for client, (version, met) in slot.met_by.items()},
     }
 

@@ -31,7 +31,7 @@ class Disturbances:
         # Where nobody waits for rounds, a head that was replaced might answer with what was true once. That is rare
         # enough to be looked for: with all well but for this, and clients that read and push.
         self._first_unnoticed = (
-            cluster.config.replicas > 0 and cluster.mode == "async" and cluster.network.random.random() < 0.5
+            cluster.config.replicas > 0 and cluster.mode != "sync" and cluster.network.random.random() < 0.5
         )
         self._replicas, self._adds_server = cluster.config.replicas, adds_server
         self.next_s = 1.0

@@ -46,12 +46,18 @@ class Oracle:
 
     Args:
         past: the snapshot that the job goes on from.
+        staleness: by how many pushes who reads may be ahead of others; None: of any number.
     Attributes:
         gone: clients that rounds go on without, or may.
         num_done: how many pushes clients were told the end of.
     """
 
-    def __init__(self, cluster: Cluster, plan: Plan, past: Past | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, plan: Plan, past: Past | None = None, staleness: int | None = None
+    ) -> None:  # fmt: skip
+        self._staleness = staleness
+        # Clients whose places others may pass: they have done their steps, or were lost where nobody waits for them.
+        self._passable: set[int] = set()
         self._pushes, self._overall, self._weigh = plan.pushes, plan.overall, plan.weigh
         self._cluster, self._keys, self._last_steps = cluster, [*KEYS], plan.last_step
         self._plan, self._late, self._resumed = plan, plan.late, past.number if past is not None else 0
@@ -126,6 +132,10 @@ class Oracle:
 
         return note
 
+    def end(self, client: int) -> None:
+        """A client has done its steps."""
+        self._passable.add(client)
+
     def told(self) -> dict[tuple[int, Any], int]:
         """Of which pushes anybody has been told the end by now, for ``check_read``."""
         return dict(self._done)
@@ -168,6 +178,7 @@ class Oracle:
     def leave_out(self, client: int) -> None:
         """Rounds need not have a client any more."""
         self.gone.add(client)
+        self._passable.add(client)
         for key in self._keys:
             self._needed[client, key] = 0
 
@@ -334,12 +345,14 @@ class Oracle:
     def check_read(
         self, client: int, key: Any, value: np.ndarray, step: int, told: dict[tuple[int, Any], int], *,
         rows: np.ndarray | None = None, later: bool = False, stale: bool = False, met: bool = False,
+        pushed: int = 0,
     ) -> None:  # fmt: skip
         """What a client reads after its ``step``-th push, and after anybody was ``told`` of the end of some pushes.
 
         It may be ``later`` than that: who has nothing more to push reads on, who repeats a step reads what is there.
         One that was stopped may have a ``stale`` value, while another process in its place has pushed. What a push has
-        ``met`` is what was there before it. ``rows``: what it reads if that is not all.
+        ``met`` is what was there before it. ``rows``: what it reads if that is not all. ``pushed``: how often this
+        process has pushed the key, with those before it if it goes on where they were.
         """
         where = f"client {client} reads {key!r} after step {step}"
         which = (np.arange(value.size) if rows is None else rows).tolist()
@@ -374,6 +387,14 @@ class Oracle:
                 known = (told.get((other, key), 0) & of_other).bit_count()
                 if counts[0] < before + known:
                     raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
+                if self._staleness is not None and not met and other != client and other not in self._passable:
+                    first = self._pushes(key, self._resumed_step) + 1
+                    near = before + (_bits(first, first - 1 + pushed - self._staleness) & of_other).bit_count()
+                    if counts[0] < near:
+                        raise Violation(
+                            f"{where}, its push {pushed}: {counts} pushes of client {other}, whose first {near} must "
+                            f"be there: a reader may be ahead by {self._staleness}"
+                        )
                 own = self._done[other, key] & of_other & ~this if other == client and not stale else 0
                 least = before + own.bit_count() if own else 0
                 if counts[0] < least or counts[-1] > most:

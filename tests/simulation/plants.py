@@ -22,6 +22,7 @@ from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
 from kvmpi.ps.shard import Shard
+from kvmpi.ps.singles import Singles
 from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshot_book import SnapshotBook
 from kvmpi.ps.snapshots import ServerSnapshots, Taking
@@ -45,7 +46,24 @@ def _acknowledges_before_others_have_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _reads_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consistency.Synchronous, "readable", lambda self, rounds, min_round: True)
+    monkeypatch.setattr(consistency.Synchronous, "readable", lambda self, reached, pushed: True)
+
+
+def _reads_when_too_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one push."""
+    monkeypatch.setattr(
+        consistency.BoundedStaleness, "readable", lambda self, reached, pushed: reached >= pushed - self.staleness - 1
+    )
+
+
+def _waits_for_who_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where staleness is bounded, and others need not wait for a client."""
+    monkeypatch.setattr(Membership, "is_awaited", lambda self, client: client not in self.finished)
+
+
+def _takes_who_begins_anew_for_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where staleness is bounded: as if all others had to wait until it has come to where they are."""
+    monkeypatch.setattr(Singles, "begin_anew", lambda self, slot, client: slot.forget_steps(client))
 
 
 def _closes_rounds_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +415,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
     "lost acknowledgement": (_acknowledges_before_others_have_it, "was told of"),
     "stale read": (_reads_what_is_not_there_yet, "rounds hold"),
+    "read too far ahead": (_reads_when_too_far_ahead, "may be ahead by"),
+    "waiting for who is lost": (_waits_for_who_is_lost, "still waiting"),
+    "begun too far behind": (_takes_who_begins_anew_for_far_behind, "still waiting"),
     "round closed twice": (_closes_rounds_twice, "pushes"),
     "live client left out": (_leaves_out_who_is_alive, "must be there"),
     "returned client left out": (_enters_a_round_too_late, "must be there"),

@@ -155,6 +155,7 @@ class Programs:
         plan = self._plan
         last, steps = plan.last_step[rank], plan.steps
         self.leaving.add(rank)
+        self._oracle.end(rank)
         if last < steps and plan.leaves_early:
             self._network.faults.count("leave early")
             self._meetings.finished.add(rank)
@@ -256,6 +257,12 @@ class Programs:
             if not isinstance(error := work.error(), KVTimeoutError | None):
                 raise error
 
+    def _pushed(self, ps: PsClient, key: Any, step: int) -> int:
+        """How often a process has pushed a key with a step; where it goes on from those before it, with them."""
+        goes_on = self._policy == "wait" or ps._link._who[1] == 1
+        before = ps.resumed_step if goes_on else self._first.get(ps, step + 1) - 1
+        return self._plan.pushes(key, step) - self._plan.pushes(key, before)
+
     def _read_all(self, ps: PsClient, rank: int, step: int, **how: bool) -> Program:
         outs = {key: _UNFILLED[key].copy() for key in ps._layouts}
         told, by_rows = self._oracle.told(), {}
@@ -265,8 +272,10 @@ class Programs:
                 by_rows[key] = np.flatnonzero([self._network.random.random() < share for _ in range(KEYS[key])])
         yield from self._pull(ps, outs, by_rows)
         for key, out in outs.items():
-            rows = by_rows.get(key)
-            self._oracle.check_read(rank, key, out, step, told, rows=rows, stale=self._is_stale(ps), **how)
+            rows, pushed = by_rows.get(key), self._pushed(ps, key, step)
+            self._oracle.check_read(
+                rank, key, out, step, told, rows=rows, stale=self._is_stale(ps), pushed=pushed, **how
+            )  # fmt: skip
 
     def _pull(self, ps: PsClient, outs: dict[Any, np.ndarray], by_rows: Mapping[Any, np.ndarray]) -> Program:
         """Pull all of each key, or some rows of it."""
@@ -414,7 +423,10 @@ class Programs:
             known, stale = {} if key in fused else told, self._is_stale(ps)
             met = plan.answers_met and key in fused
             rows = changed_rows[key].ids if key in changed_rows else by_rows.get(key)
-            self._oracle.check_read(rank, key, outs[key], step, known, rows=rows, later=repeats, stale=stale, met=met)
+            self._oracle.check_read(
+                rank, key, outs[key], step, known, rows=rows, later=repeats, stale=stale, met=met,
+                pushed=self._pushed(ps, key, step),
+            )  # fmt: skip
 
     def _is_stale(self, ps: PsClient) -> bool:
         """Whether another process has taken, or is to take, the place of this one, which does not know that yet."""

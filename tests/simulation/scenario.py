@@ -50,6 +50,7 @@ class Job:
         resumed, past: the snapshot there that it goes on from, and what is in that.
     Attributes:
         mode, policy: "sync" or "async"; what rounds do without a client that is lost.
+        staleness: by how many pushes who reads may be ahead of others; None: of any number.
         killed_after: all its processes are killed when clients were told of the end of so many pushes.
         killed_beyond: instead, of so many more when another snapshot is complete.
     """
@@ -68,6 +69,9 @@ class Job:
         faults.delay_s = choose.choice([0.001, 0.02, 0.3])
         faults.bytes_per_s = random.Random(f"{seed} rate").choice([math.inf] * 8 + [2e3, 1e4])
         self.mode = choose.choice(["sync", "async"])
+        bound = random.Random(f"{seed} ssp")
+        is_bound = self.mode == "async" and bound.random() < 0.4
+        self.staleness = bound.choice([0, 1, 1, 2, 3]) if is_bound else None
         self.num_clients = 1 + choose.randrange(MOST_CLIENTS)
         self.steps = 3 + choose.randrange(8) + (5 if disk is not None and self.mode == "sync" else 0)
         num_servers = 1 + choose.randrange(4)
@@ -80,8 +84,8 @@ class Job:
             **self._durable(disk, resumed),
         )  # fmt: skip
         self.cluster = Cluster(
-            config, self.network, self.mode, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            restart_s=choose.choice([0.1, 2.0]), disk=disk, resumed=resumed,
+            config, self.network, f"ssp:{self.staleness}" if is_bound else self.mode,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, restart_s=choose.choice([0.1, 2.0]), disk=disk, resumed=resumed,
         )  # fmt: skip
         self.limit_s = heal_s + GRACE_S
         self.policy = config.on_client_loss
@@ -89,10 +93,15 @@ class Job:
             seed, choose, mode=self.mode, policy=self.policy, num_clients=self.num_clients, steps=self.steps,
             resumed=0 if past is None else past.number, writes=disk is not None,
         )  # fmt: skip
-        for name, happens in (("seldom", plan.seldom), ("schedule", plan.doubles_from), ("sparse", plan.is_sparse)):
+        for name, happens in (
+            ("seldom", plan.seldom),
+            ("schedule", plan.doubles_from),
+            ("sparse", plan.is_sparse),
+            ("bound", is_bound),
+        ):
             if happens:
                 faults.count(name)
-        self.oracle, self._copies = Oracle(self.cluster, plan, past), Copies(self.cluster)
+        self.oracle, self._copies = Oracle(self.cluster, plan, past, self.staleness), Copies(self.cluster)
         if disk is not None:
             disk.on_complete = self._check_snapshot
         # After so many pushes that clients were told the end of, one is lost as well: most of all in the first steps.

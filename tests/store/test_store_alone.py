@@ -315,8 +315,10 @@ def test_bad_calls(any_store):
 
 
 def test_an_asynchronous_store_needs_an_optimizer():
-    for name in ["dist_async", "dist_async_mpi"]:
+    for name in ["dist_async", "dist_async_mpi", "dist_ssp", "dist_ssp_mpi"]:
         with kvmpi.create(name) as kv:
+            assert kv.is_capable("async")
+            assert kv.is_capable("skip") == ("async" in name)
             kv.init("w", array(0))
             for call in (lambda kv=kv: kv.push("w", array(0)), lambda kv=kv: kv.pushpull("w", array(0))):
                 with pytest.raises(errors.KVError, match="set_optimizer"):
@@ -331,7 +333,7 @@ def test_capabilities_tell_the_truth():
         with kvmpi.create(name) as kv:
             dist = name.startswith("dist")
             assert kv.is_capable("optimizer")
-            assert kv.is_capable("async") == ("async" in name)
+            assert kv.is_capable("async") == kv.is_capable("skip") == ("async" in name)
             assert kv.is_capable("compression") == dist
             assert kv.is_capable("encryption") == dist
             assert not kv.is_capable("replication")

@@ -1,0 +1,171 @@
+"""Pushes that are updates of their own, as in asynchronous stores, and reads of a store whose staleness is bounded.
+
+There a push is an update at once as well. What waits is its answer, and pulls, as long as a client that takes part has
+pushed the key less often than the reader's own pushes allow. A reader counts by its own pushes; a client that has begun
+anew counts, for others, as if it had been where they were. So whoever has done least of its program never waits, if all
+clients make the same calls in the same order, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import islice
+
+from kvmpi.arrays import DTYPES
+from kvmpi.errors import UnsupportedError
+from kvmpi.kernels.rows import Rows
+from kvmpi.ps.consistency import Consistency
+from kvmpi.ps.membership import Membership
+from kvmpi.ps.reply import MAX_NAMED, Reply
+from kvmpi.ps.rounds import Buffer, Log, Rounds, changed
+from kvmpi.ps.slot import Reader, Slot, Waiter
+from kvmpi.trace import timeline
+from kvmpi.wire import as_array, entries
+from kvmpi.wire import messages as m
+
+#: How far all others are where there are none.
+_FURTHEST = 1 << 62
+_BYTES = DTYPES["uint8"]
+
+
+class Singles:
+    """How pushes become updates, one by one, in one part of a store, and who may read the value.
+
+    Args:
+        rounds: what an update and a read are in any store.
+        log: called with every change before it is made.
+    """
+
+    def __init__(
+        self, num_clients: int, discipline: Consistency, clients: Membership, rounds: Rounds, log: Log
+    ) -> None:  # fmt: skip
+        self._num_clients, self._discipline, self._clients = num_clients, discipline, clients
+        self._rounds, self._log = rounds, log
+
+    def push(
+        self, client: int, route: bytes, slot: Slot, message: m.Push, wire: Buffer | Rows, wire_dtype: str,
+        payloads: list[memoryview],
+    ) -> list[Reply]:  # fmt: skip
+        """The next push of a client.
+
+        Raises:
+            UnsupportedError: there is no rule.
+        """
+        if slot.rules[-1].rule is None:
+            raise UnsupportedError(
+                f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
+                "call kv.set_optimizer(...) on all workers first"
+            )
+        single = entries.Single(
+            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused, message.at,
+            message.done,
+        )  # fmt: skip
+        self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
+        start_ns = timeline.now() if timeline.on else 0
+        answer = slot.apply_alone(wire, wire_dtype)
+        if start_ns:
+            self._rounds.span("update", start_ns, slot, wire, message.step, client)
+        slot.note_single(client, message, answer)
+        self._rounds.on_update(slot)
+        replies = self.go_on_with(slot)
+        if not message.fused:
+            return [*replies, Reply(route, m.Ack(message.request, slot.rounds))]
+        ids = wire.ids if isinstance(wire, Rows) else None
+        waiter = Waiter(route, message.request, message.fused, message.step, ids, version=slot.rounds)
+        if self._may_read(slot, client, message.step):
+            return [*replies, self._answer(slot, client, waiter)]
+        # A copy: the message's memory goes back.
+        slot.waiting[client] = waiter if ids is None else waiter._replace(ids=ids.copy())
+        return [*replies, Reply(route, m.Accepted(message.request))]
+
+    def answer_again(self, client: int, slot: Slot, message: m.Push | m.Query, waiter: Waiter) -> list[Reply]:
+        """A push that is in the value asks again."""
+        is_last = message.step == slot.steps.get(client)
+        if not message.fused:
+            if is_last and client in slot.met_by:
+                self._log(entries.Answered(message.key, message.chunk, client), ())
+                del slot.met_by[client]
+            return [Reply(waiter.route, m.Ack(message.request, slot.rounds))]
+        if not is_last or self._may_read(slot, client, message.step):
+            return [self._answer(slot, client, waiter)]
+        before = slot.waiting.get(client)
+        if before is not None and before.step == waiter.step:  # it says less than the first time
+            waiter = before._replace(route=waiter.route, request=waiter.request)
+        slot.waiting[client] = waiter
+        waits = m.Waiting(message.request, self._missing(slot, client, message.step))
+        return [Reply(waiter.route, m.Accepted(message.request)), Reply(waiter.route, waits)]
+
+    @staticmethod
+    def _answer(slot: Slot, client: int, waiter: Waiter) -> Reply:
+        """What a push gets that asks for the value."""
+        route, request = waiter.route, waiter.request
+        if waiter.step == slot.steps.get(client) and client in slot.met_by:
+            version, met = slot.met_by[client]
+            return Reply(route, m.Value(request, version, old=True), (met,))
+        later = slot.rounds - waiter.version if waiter.version else 0
+        if waiter.ids is not None:
+            return changed(slot, request, route, waiter.ids, later)
+        return Reply(route, m.Value(request, slot.rounds, later=later), (slot.lend(),))
+
+    def pull(self, client: int, slot: Slot, reader: Reader) -> list[Reply]:
+        """A client asks for the value."""
+        if self._may_read(slot, client, reader.min_round):
+            return [self._rounds.read(slot, reader)]
+        known = slot.readers.get(client) == reader
+        slot.readers[client] = reader
+        if not known:
+            return []
+        return [Reply(reader.route, m.Waiting(reader.request, self._missing(slot, client, reader.min_round)))]
+
+    # ---- who waits for whom
+
+    def go_on_with(self, slot: Slot) -> list[Reply]:
+        """Answer those that need to wait for nobody any more."""
+        if not (slot.waiting or slot.readers):
+            return []
+        replies, slowest = list[Reply](), self._slowest(slot)
+        for client, waiter in list(slot.waiting.items()):
+            if self._is_near(slowest, client, waiter.step):
+                del slot.waiting[client]
+                replies.append(self._answer(slot, client, waiter))
+        for client, reader in list(slot.readers.items()):
+            if self._is_near(slowest, client, reader.min_round):
+                if timeline.on and reader.arrived_ns:
+                    self._rounds.span("pull", reader.arrived_ns, slot, slot.value, reader.min_round, client)
+                del slot.readers[client]
+                replies.append(self._rounds.read(slot, reader))
+        return replies
+
+    def awaited(self, slot: Slot) -> tuple[int, list[int]]:
+        """After how many pushes the furthest of those reads that wait, and for whom; nobody waits: 0, for nobody."""
+        waiting = [(waiter.step, client) for client, waiter in list(slot.waiting.items())]
+        waiting += [(reader.min_round, client) for client, reader in list(slot.readers.items())]
+        pushed, client = max(waiting, default=(0, -1))
+        return pushed, self._missing(slot, client, pushed) if waiting else []
+
+    def begin_anew(self, slot: Slot, client: int) -> None:
+        """Another process of ``client`` counts its pushes from the beginning. Others that may have to wait for it take
+        it to be where the slowest of them is, or where it was itself if that is further."""
+        if self._discipline.holds_reads:
+            slowest = next((clock for clock, other in self._slowest(slot) if other != client), 0)
+            slot.bases[client] = max(slot.clock(client), slowest)
+        slot.forget_steps(client)
+
+    def _may_read(self, slot: Slot, client: int, pushed: int) -> bool:
+        """Whether ``client``, which has pushed so often, may have the value."""
+        return not self._discipline.holds_reads or self._is_near(self._slowest(slot), client, pushed)
+
+    def _slowest(self, slot: Slot) -> list[tuple[int, int]]:
+        """The two clients that have pushed least often, since nobody waits for itself."""
+        awaited = filter(self._clients.is_awaited, range(self._num_clients))
+        return heapq.nsmallest(2, ((slot.clock(client), client) for client in awaited))
+
+    def _is_near(self, slowest: list[tuple[int, int]], client: int, pushed: int) -> bool:
+        reached = next((clock for clock, other in slowest if other != client), _FURTHEST)
+        return self._discipline.readable(reached, pushed)
+
+    def _missing(self, slot: Slot, client: int, pushed: int) -> list[int]:
+        """Whom ``client``, which has pushed so often, has to wait for: the first of them."""
+        others = (other for other in range(self._num_clients) if other != client and self._clients.is_awaited(other))
+        late = (other for other in others if not self._discipline.readable(slot.clock(other), pushed))
+        return list(islice(late, MAX_NAMED))
