@@ -73,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     add to it. A parameter that no worker of the client has used has no gradient. It costs that the way to the servers
     is not hidden behind the backward pass, a copy of the gradients in the master, and where a client has several
     workers memory for another copy of the large weights. An overflow that ``GradScaler`` finds leaves the step out: in
-    an asynchronous store for this client, in a synchronous one for all clients, which ask each other in every ``step``.
+    ``dist_async`` stores for this client, in others for all clients, which ask each other in every ``step``.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if told:
             overflow = bool(told.get("found_inf"))
-            if not self._kv.is_capable("async") and self._kv.num_clients > 1:
+            if not self._kv.is_capable("skip") and self._kv.num_clients > 1:
                 overflow = self._kv.any(overflow)  # or the others would wait for what this client does not push
             if overflow:
                 return

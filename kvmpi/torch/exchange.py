@@ -97,7 +97,7 @@ class Exchange:
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
         # A client of one worker pushes when it likes, and only what it has.
-        self._alone = weights is not None and kv.is_capable("async") and kv.mpi_size == 1
+        self._alone = weights is not None and kv.is_capable("skip") and kv.mpi_size == 1
         # The sum over workers, which travels with the last bucket: whether any worker has one.
         # So does where they are in their loops: how many say it, and the sum of that, for each of two numbers; and how
         # many have no pass, and only come along.

@@ -54,7 +54,7 @@ class Trainer:
     A parameter with ``requires_grad=False`` stays as it is. One whose ``grad`` is None contributes zeros, or no rows if
     any worker has had sparse gradients of it, since other workers may have a gradient for it. Where the store updates
     and there are several clients, one of which no worker of a client has had a gradient yet contributes no rows from
-    there: what nobody ever uses does not move. An asynchronous client of one worker skips it. Which parameters are
+    there: what nobody ever uses does not move. A client of one worker in ``dist_async`` skips it. Which parameters are
     frozen must be the same in all workers. Learning rates (and other options) that a ``torch.optim.lr_scheduler``, or
     anybody else, writes into the torch optimizer reach the store at the next step.
     """
@@ -285,8 +285,8 @@ class Trainer:
         """The second half of ``step``: divide gradients by ``batch_size`` and update all weights.
 
         Where the store updates, each client's master pushes what became of the client's sum. A client that leaves this
-        out, as after an overflow, has not stepped: in an asynchronous store nobody minds, in a synchronous one of
-        several clients all must do so together (``kv.any``).
+        out, as after an overflow, has not stepped: in ``dist_async`` nobody minds, in a synchronous store of several
+        clients, and in ``dist_ssp``, all must do so together (``kv.any``).
         """
         self._check(batch_size)
         if not self._is_summed:
@@ -359,8 +359,8 @@ class Trainer:
         active, weights = self._active(), self._params.data
         self._kinds.learn(active)
         absent = [i for i in active if self._params.tensors[i].grad is None]
-        # Others may wait for this worker's part: in the round of a synchronous store, or in the sum of a client.
-        alone = kv.is_capable("async") and kv.mpi_size == 1
+        # Others may wait for this worker's part: in a round, to read where staleness is bounded, or in a client's sum.
+        alone = kv.is_capable("skip") and kv.mpi_size == 1
         pushed = [i for i in active if not (alone and i in absent)]
         gradients = [self._kinds.gradient(i) for i in pushed]
         factor = self._wanted_scale(batch_size) / float(getattr(rule, "rescale_grad", 1.0))

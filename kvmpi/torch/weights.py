@@ -51,7 +51,7 @@ class Weights:
         self._versions: dict[int, int] = {}
         self._note_versions(range(len(params)))
         # Nobody waits for a gradient that no worker of the client has: neither other clients nor a round.
-        self._leaves_out = kv.is_capable("async") or kv.num_clients == 1
+        self._leaves_out = kv.is_capable("skip") or kv.num_clients == 1
         self._shared_key: int | None = None  # the first of those of the client under which gradients are passed on
         self._planned: tuple[list[int], list[tuple[int, ...]]] = ([], [])
         self._warned = False

@@ -14,7 +14,7 @@ from torch import nn
 
 import kvmpi
 from kvmpi.errors import KVError
-from kvmpi.torch import DiLoCo, ElasticAveraging, Trainer, ddp_comm_hook
+from kvmpi.torch import DiLoCo, DistributedOptimizer, ElasticAveraging, Trainer, ddp_comm_hook
 
 NUM_WORKERS, NUM_CLIENTS, BATCH, STEPS = 4, 2, 8, 4
 
@@ -168,7 +168,7 @@ def converted(store: str) -> None:
 
 def gradient_of_one_worker(store: str) -> None:
     """The others have None, and still take part."""
-    with kvmpi.create(store) as kv:
+    with kvmpi.create(store, staleness=0) as kv:
         weight = nn.Parameter(torch.ones(3))
         trainer = Trainer([weight], kvmpi.optim.SGD(lr=1.0), kv)
         if kv.rank == 1:
@@ -177,6 +177,27 @@ def gradient_of_one_worker(store: str) -> None:
         kv.barrier()
         kv.pull(0, weight)
         assert torch.equal(weight.detach(), torch.full((3,), 0.5)), f"{store}: {weight}"
+
+
+def layers_of_one_worker(store: str) -> None:
+    """Each worker has a gradient of its own layer alone, and none of the last; nobody waits for the others in vain."""
+    for push in ("backward", "step"):
+        with kvmpi.create(store, staleness=0) as kv:
+            model = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(NUM_WORKERS + 1))
+            for layer in model:
+                nn.init.ones_(layer.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            optimizer = DistributedOptimizer(optimizer, kv, model, push=push)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                model[kv.rank](torch.full((1, 3), kv.rank + 1.0)).sum().backward()
+                optimizer.step()
+            kv.barrier()
+            optimizer.zero_grad()
+            for rank, layer in enumerate(model):
+                kv.pull(rank, layer.weight)
+                moved = 0.5 * STEPS * (rank + 1) if rank < NUM_WORKERS else 0.0
+                torch.testing.assert_close(layer.weight.detach(), torch.full((1, 3), 1.0 - moved))
 
 
 def sparse_training(store: str, update: bool) -> None:
@@ -404,8 +425,9 @@ def main() -> None:
     compiled_together("dist_sync", update=False)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
     uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
-    for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi"):
+    for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi", "dist_ssp"):
         gradient_of_one_worker(store)
+    layers_of_one_worker("dist_ssp")
     for store in ("dist_async", "dist_async_mpi"):
         client_store(store)
         elastic_averaging(store)
