@@ -89,7 +89,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
 
 
 def dump(shard: Shard) -> list[Record]:
-    """Entries that make ``shard`` as it is, but for what its open rounds hold. Values are copied."""
+    """Entries that make ``shard`` as it is now, but for what its open rounds hold. Everything is copied."""
     records: list[Record] = [(entries.Opened(shard.mode, shard.num_clients), ())]
     clients = shard.clients
     records += [
@@ -114,7 +114,8 @@ def dump(shard: Shard) -> list[Record]:
                 slot.updates, slot.generation, steps, slot.restored, [in_force(change) for change in slot.rules],
                 None if slot.failed is None else str(slot.failed), names,
                 {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()}, slot.latest,
-                slot.entering, {client: version for client, (version, _) in slot.met_by.items()}, slot.bases,
+                dict(slot.entering), {client: version for client, (version, _) in slot.met_by.items()},
+                dict(slot.bases),
             ),
             (*arrays, *(met for _, met in slot.met_by.values())),
         ))  # fmt: skip
