@@ -53,6 +53,7 @@ class Membership:
         entering: clients that are back and have not said yet which round is their first.
         entered: clients that have said so, and the process of each that has.
         entered_after: and the overall step after which rounds have it again.
+        changes: grows when others may be awaited than before.
 
     Where rounds go on without a client that is gone, another process of it is here as a guest at first: the client is
     still among those that are gone, until that ``bring_back``s it.
@@ -60,6 +61,7 @@ class Membership:
 
     def __init__(self, num_clients: int, *, in_rounds: bool, on_loss: str) -> None:
         self.num_clients, self._in_rounds, self._on_loss = num_clients, in_rounds, on_loss
+        self.changes = 0
         self.incarnations: dict[int, int] = {}
         self.gone: dict[int, str] = {}
         # By client: the last process of it that is gone, which never comes back.
@@ -149,8 +151,14 @@ class Membership:
         """Whether this process of a client is known to be gone."""
         return client in self._ended and incarnation <= self._ended[client]
 
+    def finish(self, client: int) -> None:
+        """A client has no more to push."""
+        self.finished.add(client)
+        self.changes += 1
+
     def lose(self, client: int, why: str, incarnation: int) -> None:
         """A process of a client, and those before it, will push no more."""
+        self.changes += 1
         self.gone.pop(client, None)  # its place among them is that of its last end
         self.gone[client] = why
         self._ended[client] = incarnation
@@ -166,6 +174,7 @@ class Membership:
 
     def bring_back(self, client: int) -> None:
         """Rounds wait again for a client that was gone, until it has entered."""
+        self.changes += 1
         self.gone.pop(client, None)
         self.finished.discard(client)
         self.entering.add(client)
@@ -182,6 +191,7 @@ class Membership:
 
     def take_in(self, client: int, incarnation: int) -> bool:
         """A process takes the client's part; whether it takes the place of another that counts no more."""
+        self.changes += 1
         before = self.incarnations.get(client, incarnation)
         replaces = incarnation > before
         self.incarnations[client] = incarnation

@@ -46,7 +46,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.RuleCall() | entries.HyperCall():
             shard.rulebook.apply(entry, shard.slots)
         case entries.Finished():
-            shard.clients.finished.add(entry.client)
+            shard.clients.finish(entry.client)
         case entries.Created():
             _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
         case entries.Round():

@@ -177,7 +177,7 @@ class Shard:
     def _finish(self, client: int) -> list[Reply]:
         if client not in self.clients.finished:
             self._log(entries.Finished(client), ())
-            self.clients.finished.add(client)
+            self.clients.finish(client)
         return self.go_on()
 
     def _return(self, client: int) -> int:

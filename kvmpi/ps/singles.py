@@ -8,7 +8,7 @@ clients make the same calls in the same order, and nobody waits for ever.
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterator
 from itertools import islice
 
 from kvmpi.arrays import DTYPES
@@ -19,12 +19,11 @@ from kvmpi.ps.membership import Membership
 from kvmpi.ps.reply import MAX_NAMED, Reply
 from kvmpi.ps.rounds import Buffer, Log, Rounds, changed
 from kvmpi.ps.slot import Reader, Slot, Waiter
+from kvmpi.ps.standing import Standing
 from kvmpi.trace import timeline
 from kvmpi.wire import as_array, entries
 from kvmpi.wire import messages as m
 
-#: How far all others are where there are none.
-_FURTHEST = 1 << 62
 _BYTES = DTYPES["uint8"]
 
 
@@ -66,6 +65,7 @@ class Singles:
         if start_ns:
             self._rounds.span("update", start_ns, slot, wire, message.step, client)
         slot.note_single(client, message, answer)
+        self._note_push(slot, client)
         self._rounds.on_update(slot)
         replies = self.go_on_with(slot)
         if not message.fused:
@@ -123,13 +123,16 @@ class Singles:
         """Answer those that need to wait for nobody any more."""
         if not (slot.waiting or slot.readers):
             return []
-        replies, slowest = list[Reply](), self._slowest(slot)
+        replies, standing = list[Reply](), self._standing(slot)
+        if standing.seen == (ends := standing.ends):
+            return []  # as it was when each of them had to wait
+        standing.seen = ends
         for client, waiter in list(slot.waiting.items()):
-            if self._is_near(slowest, client, waiter.step):
+            if self._is_near(slot, standing, client, waiter.step):
                 del slot.waiting[client]
                 replies.append(self._answer(slot, client, waiter))
         for client, reader in list(slot.readers.items()):
-            if self._is_near(slowest, client, reader.min_round):
+            if self._is_near(slot, standing, client, reader.min_round):
                 if timeline.on and reader.arrived_ns:
                     self._rounds.span("pull", reader.arrived_ns, slot, slot.value, reader.min_round, client)
                 del slot.readers[client]
@@ -147,25 +150,43 @@ class Singles:
         """Another process of ``client`` counts its pushes from the beginning. Others that may have to wait for it take
         it to be where the slowest of them is, or where it was itself if that is further."""
         if self._discipline.holds_reads:
-            slowest = next((clock for clock, other in self._slowest(slot) if other != client), 0)
+            slowest = min((slot.clock(other) for other in self._awaited(but=client)), default=0)
             slot.bases[client] = max(slot.clock(client), slowest)
         slot.forget_steps(client)
 
     def _may_read(self, slot: Slot, client: int, pushed: int) -> bool:
         """Whether ``client``, which has pushed so often, may have the value."""
-        return not self._discipline.holds_reads or self._is_near(self._slowest(slot), client, pushed)
+        return not self._discipline.holds_reads or self._is_near(slot, self._standing(slot), client, pushed)
 
-    def _slowest(self, slot: Slot) -> list[tuple[int, int]]:
-        """The two clients that have pushed least often, since nobody waits for itself."""
-        awaited = filter(self._clients.is_awaited, range(self._num_clients))
-        return heapq.nsmallest(2, ((slot.clock(client), client) for client in awaited))
+    def _is_near(self, slot: Slot, standing: Standing, client: int, pushed: int) -> bool:
+        if self._discipline.readable(standing.slowest, pushed):
+            return True
+        # Nobody waits for itself.
+        awaited = self._clients.is_awaited(client)
+        return awaited and self._discipline.readable(standing.slowest_but(slot.clock(client)), pushed)
 
-    def _is_near(self, slowest: list[tuple[int, int]], client: int, pushed: int) -> bool:
-        reached = next((clock for clock, other in slowest if other != client), _FURTHEST)
-        return self._discipline.readable(reached, pushed)
+    def _standing(self, slot: Slot) -> Standing:
+        """How far those are that take part."""
+        as_of = self._clients.changes, slot.rounds
+        if slot.standing is None or slot.standing.as_of != as_of:
+            slot.standing = Standing(as_of, (slot.clock(client) for client in self._awaited()))
+        return slot.standing
+
+    def _note_push(self, slot: Slot, client: int) -> None:
+        """A push is in the value: who knew how far all are knows it still."""
+        standing, changes = slot.standing, self._clients.changes
+        if standing is not None and standing.as_of == (changes, slot.rounds - 1):
+            standing.as_of = changes, slot.rounds
+            if self._clients.is_awaited(client):
+                standing.move(slot.clock(client) - 1)
+
+    def _awaited(self, but: int = -1) -> Iterator[int]:
+        """Clients that take part, ``but`` one."""
+        return (other for other in range(self._num_clients) if other != but and self._clients.is_awaited(other))
 
     def _missing(self, slot: Slot, client: int, pushed: int) -> list[int]:
         """Whom ``client``, which has pushed so often, has to wait for: the first of them."""
-        others = (other for other in range(self._num_clients) if other != client and self._clients.is_awaited(other))
-        late = (other for other in others if not self._discipline.readable(slot.clock(other), pushed))
+        late = (
+            other for other in self._awaited(but=client) if not self._discipline.readable(slot.clock(other), pushed)
+        )
         return list(islice(late, MAX_NAMED))

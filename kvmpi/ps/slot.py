@@ -19,6 +19,7 @@ from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.order import UNSAID, Span, common
 from kvmpi.ps.reply import name_and_text
+from kvmpi.ps.standing import Standing
 from kvmpi.ps.steps import Mark
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
@@ -166,6 +167,7 @@ class Slot:
         self.steps: dict[int, int] = {}
         # Where there are no rounds, how far clients that have begun anew were taken to be then.
         self.bases: dict[int, int] = {}
+        self.standing: Standing | None = None
         self.held: dict[int, Contribution] = {}
         self.waiting: dict[int, Waiter] = {}
         self.readers: dict[int, Reader] = {}

@@ -11,7 +11,10 @@ from ps_helpers import STORE, Machine, whole_numbers
 from kvmpi import optim
 from kvmpi.errors import ConfigError
 from kvmpi.ps import consistency, replay
+from kvmpi.ps.membership import Membership
+from kvmpi.ps.observing import observe
 from kvmpi.ps.shard import Shard
+from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -84,6 +87,7 @@ def test_who_asks_again_is_told_whom_it_waits_for_and_keeps_its_place() -> None:
         assert waiting.clients == [1, 2]
     machine.push(0, "k", 3, pushed(0, 3), fused=True, request=held)  # the word that it is accepted was lost
     assert [type(reply.message) for reply in machine.replies[held]][-2:] == [m.Accepted, m.Waiting]
+    assert observe(machine.state, 0)[1] == [1, 2]
     (wait,) = machine.state.waits(5.0)
     assert wait.what == f"a read after push 3 of key 'k' (chunk 0) in store {STORE}"
     assert wait.whom == "no push from client 1 (last request 5.0 s ago), client 2 (last request 5.0 s ago)"
@@ -149,9 +153,11 @@ def test_who_begins_anew_is_where_the_slowest_of_the_others_is_or_where_it_was(o
     for client, steps in enumerate((own, 5, 4)):
         for _ in range(steps):
             machine.go(client)
+    shard = machine.state.parts[0].shards[STORE]
+    (state,) = (entry for entry, _ in replay.dump(shard) if isinstance(entry, entries.SlotState))
     machine.lose(0)
     assert machine.ok(machine.hello(0, 2, at=b"reborn"))
-    shard = machine.state.parts[0].shards[STORE]
+    assert state.bases == {}, "it may still have to be sent, and what has come since after it"
     copy = Shard(1, STORE, shard.mode, 3, lambda *record: False, "shrink")
     for entry, payloads in replay.dump(shard)[1:]:
         replay.apply(copy, entry, [memoryview(payload.tobytes()) for payload in payloads], keep=False)
@@ -181,6 +187,49 @@ def test_a_client_that_nobody_has_seen_is_not_at_the_beginning_either() -> None:
         assert machine.ok(machine.push(0, "k", step, pushed(0, step), fused=True))
     assert machine.ok(machine.hello(1, 2))
     assert machine.slot("k").clock(1) == 2
+
+
+def test_nobody_looks_at_all_clients_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they have to wait or not."""
+    machine, looks = Bounded(0, 120), 0
+    real = Membership.is_awaited
+
+    def is_awaited(self: Membership, client: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return real(self, client)
+
+    monkeypatch.setattr(Membership, "is_awaited", is_awaited)
+    for _ in range(3):
+        held = [machine.go(client, fused=True) for client in range(1, 120)]
+        assert all(is_held(machine, request) for request in held)
+        machine.go(0)
+        assert not any(is_held(machine, request) for request in held)
+    np.testing.assert_array_equal(machine.value(machine.reads(7)), value_of(*[3] * 120))
+    assert looks < 20 * 120
+
+
+def test_what_is_known_of_all_changes_with_who_takes_part() -> None:
+    machine = Bounded(0, 3)
+    for client in (1, 2, 2):
+        machine.go(client)
+    held = machine.reads(1)
+    assert is_held(machine, held)
+    assert not is_held(machine, machine.pull(0, "k", 1)), "nobody waits for itself"
+    assert machine.ok(machine.hello(0, 2, at=b"reborn"))  # nobody has seen that the one before it is gone
+    assert not is_held(machine, held)
+    held = machine.reads(2)
+    assert is_held(machine, held)
+    machine.go(1)
+    assert is_held(machine, held)
+    machine.send(b"reborn", m.Push, "k", 0, 1, "none", False, payloads=[pushed(0, 1)])
+    assert not is_held(machine, held)
+    # Another server has been the head for a while, and this one has followed it.
+    shard = machine.state.parts[0].shards[STORE]
+    for client, step in ((1, 3), (0, 2)):
+        single = entries.Single("k", 0, client, step, "none")
+        replay.apply(shard, single, [memoryview(pushed(client, step).tobytes())], keep=False)
+    assert not is_held(machine, machine.go(2, fused=True))
 
 
 @pytest.mark.parametrize("mode", ["ssp", "ssp:", "ssp:-1", "ssp:many", "async:1", "sync:0", "bsp", "ssp:" + 5000 * "9"])
