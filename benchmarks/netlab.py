@@ -34,6 +34,7 @@ if __name__ != "__main__":  # the keeper runs this file by path, so that it star
 
 NEEDS = "a NetLab needs Linux, root and the commands ip and tc (iproute2), nsenter and taskset (util-linux)"
 SUBNET = "10.18.0.0/24"  # the same in every lab: no two of them see each other
+SUBNET_IPV6 = "fd18::/64"
 INTERFACE = "lab0"  # not eth0: /sys/class/net is the machine's, and whoever looks there must not find another card
 PRIVATE = "/dev/shm"  # of each host: its files vanish with it, however its processes end
 CLONE_FLAGS = {"net": 0x40000000, "uts": 0x04000000, "ipc": 0x08000000, "mnt": 0x00020000}
@@ -55,8 +56,8 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def address_of(host: int) -> str:
-    return f"{SUBNET.rpartition('.')[0]}.{host + 1}"
+def address_of(host: int, *, ipv6: bool = False) -> str:
+    return f"{SUBNET_IPV6.partition('/')[0]}{host + 1:x}" if ipv6 else f"{SUBNET.rpartition('.')[0]}.{host + 1}"
 
 
 def namespace_path(keeper: int, place: int, kind: str) -> str:
@@ -86,25 +87,26 @@ class NetLab:
     """``num_hosts`` hosts, each with a link of speed ``link`` in both directions to one switch; a context manager.
 
     The hosts exist inside the ``with`` block. Whatever ends it, also SIGKILL, every process on the hosts is killed and
-    nothing of them is left. ``hosts`` are their names and ``addresses`` their IPv4 addresses, which the names resolve
-    to on every host. ``rate_bytes_per_s`` is a link's speed with all headers (TCP carries 0.956 of it), or None.
+    nothing of them is left. ``hosts`` are their names and ``addresses`` their addresses, which the names resolve to on
+    every host. ``rate_bytes_per_s`` is a link's speed with all headers (TCP carries 0.956 of it), or None.
 
     Args:
         link: ``"100mbit"``, ``"1gbit"``, ``"10gbit"`` or the like; ``None`` for as fast as the machine is.
+        ipv6: hosts have IPv6 addresses and, but for 127.0.0.1, no others.
     Raises:
         ConfigError: the number of hosts or the speed makes no sense.
         UnsupportedError: on entering, when the machine or its owner does not allow it.
     """
 
-    def __init__(self, num_hosts: int, link: str | None = "1gbit") -> None:
+    def __init__(self, num_hosts: int, link: str | None = "1gbit", *, ipv6: bool = False) -> None:
         if not 1 <= num_hosts <= 200:
             raise ConfigError(f"a NetLab has 1 to 200 hosts, not {num_hosts}")
         self.rate_bytes_per_s = parse_rate(link)
         self.link = link
-        self.subnet = SUBNET
+        self.subnet = SUBNET_IPV6 if ipv6 else SUBNET
         name = f"kvmpi-{uuid.uuid4().hex[:6]}"
         self.hosts = [f"{name}-h{i}" for i in range(num_hosts)]
-        self.addresses = [address_of(i) for i in range(num_hosts)]
+        self.addresses = [address_of(i, ipv6=ipv6) for i in range(num_hosts)]
         self._owner = 0
         self._keeper: subprocess.Popen[bytes] | None = None  # holds the namespaces; see keep()
         self._namespaces: list[int] = []
@@ -178,9 +180,12 @@ class NetLab:
             raise ConfigError(f"host {host} of a NetLab with hosts 0 to {len(self.hosts) - 1}")
         return host + 1
 
+    def _table(self) -> list[str]:
+        return [f"{address} {name}" for address, name in zip(self.addresses, self.hosts, strict=True)]
+
     def _start_keeper(self) -> None:
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(self._owner), *self.hosts],
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(self._owner), *self._table()],
             cwd="/",
             stdin=subprocess.PIPE,  # its end tells the keeper that we are gone; close-on-exec, so no program has it
             stdout=subprocess.PIPE,
@@ -205,7 +210,8 @@ class NetLab:
             self._run(0, f"ip link add name {port} mtu 1500 type veth peer name {INTERFACE} mtu 1500 netns {peer}")
             self._run(0, f"ip link set {port} master switch up")
             self._run(place, "ip link set lo up")
-            self._run(place, f"ip address add {address}/{SUBNET.partition('/')[2]} dev {INTERFACE}")
+            nodad = " nodad" if ":" in address else ""  # an address is there at once, and not after a look for others
+            self._run(place, f"ip address add {address}/{self.subnet.partition('/')[2]} dev {INTERFACE}{nodad}")
             self._run(place, f"ip link set {INTERFACE} up")
             self._limit(0, port)
             self._limit(place, INTERFACE)
@@ -305,8 +311,12 @@ def make_host(libc: ctypes.CDLL, place: int, name: str, files: dict[str, str]) -
         os.close(fd)
 
 
-def keep(owner: int, hosts: list[str]) -> int:
-    """Make and hold the namespaces of a lab until its owner is gone or writes to our standard input; then end them."""
+def keep(owner: int, table: list[str]) -> int:
+    """Make and hold the namespaces of a lab until its owner is gone or writes to our standard input; then end them.
+
+    Args:
+        table: an address and a name of each host, as in ``/etc/hosts``.
+    """
     # The namespaces have no names: only processes and open descriptors keep them, and when the last of these is gone,
     # for whatever reason, the kernel removes interfaces, queues and mounts. Names in /run/netns would survive a SIGKILL
     # of the owner and of this process. What is left to do here is to kill the processes.
@@ -316,7 +326,7 @@ def keep(owner: int, hosts: list[str]) -> int:
     known = ""
     with contextlib.suppress(OSError), open("/etc/hosts") as file:
         known = file.read()
-    table = "".join(f"{address_of(i)} {host}\n" for i, host in enumerate(hosts))
+    hosts, lines = [line.split()[1] for line in table], "".join(f"{line}\n" for line in table)
     # Open MPI calls it like ssh: agent HOST COMMAND...
     ways = [shlex.join(enter(os.getpid(), i + 1, len(hosts))) for i in range(len(hosts))]
     cases = "".join(f'{host}) enter="{way}";;\n' for host, way in zip(hosts, ways, strict=True))
@@ -324,7 +334,7 @@ def keep(owner: int, hosts: list[str]) -> int:
     agent += 'shift\nexec $enter sh -c "$*"\n'
     try:
         for place, name in enumerate(["switch", *hosts]):
-            make_host(libc, place, name, {"hosts": known + table, "agent": agent})
+            make_host(libc, place, name, {"hosts": known + lines, "agent": agent})
     except OSError as error:
         print(f"namespaces cannot be made: {error}", flush=True)
         return 1

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Callable
 
 _SIOCGIFADDR = 0x8915
+#: Of /proc/net/if_inet6: a scope, and flags (https://github.com/torvalds/linux/blob/master/include/uapi/linux/if_addr.h).
+_LINK_ONLY = "20"
+_TEMPORARY, _UNUSABLE = 0x01, 0x08 | 0x20 | 0x40  # another host has it, it is on its way out, or not yet looked for
 #: The number of Linux's system call sched_setattr, by machine, and what it takes: size, policy, flags, nice, priority,
 #: slice in nanoseconds, deadline, period, two utilisations (https://man7.org/linux/man-pages/man2/sched_setattr.2.html).
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
@@ -121,9 +124,41 @@ def has_fabric() -> bool:
     return any(os.path.isdir(path) and os.listdir(path) for path in ("/sys/class/infiniband", "/sys/class/cxi"))
 
 
+def addresses(read: Callable[[str], str] = read_text) -> list[tuple[str, str]]:
+    """Network interfaces, each with an address by which other hosts may reach it: IPv4 first, and then IPv6.
+
+    An interface has one of IPv4 at most here, and maybe several of IPv6, but none that is of its link alone.
+    """
+    found = [(name, address) for _, name in socket.if_nameindex() if (address := _address_of(name))]
+    of_ipv6 = []
+    for text, index, _, scope, flags, name in map(str.split, read("/proc/net/if_inet6").splitlines()):
+        if scope != _LINK_ONLY and not int(flags, 16) & _UNUSABLE:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(text))
+            of_ipv6.append((int(flags, 16) & _TEMPORARY, int(index, 16), name, address))
+    return found + [(name, address) for _, _, name, address in sorted(of_ipv6)]
+
+
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one."""
-    return {name: address for _, name in socket.if_nameindex() if (address := _address_of(name))}
+    """The address of every network interface that has one: that of IPv4, if it has both."""
+    found: dict[str, str] = {}
+    for name, address in addresses():
+        found.setdefault(name, address)
+    return found
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of a host, which is given by its name or by one of them: IPv4 first.
+
+    Raises:
+        OSError: nobody knows that name.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    return list(dict.fromkeys(str(at[0]) for family, *_, at in sorted(found, key=lambda one: one[0] != socket.AF_INET)))
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Which protocol a numeric address is of."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _address_of(interface: str) -> str:

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     if len(named) == 1:
         command = MPI(path, kind).command(int(size), local=True)
     else:
+        network = remote_exec.interface_on(network) if ":" in network else network
         command = MPI(path, kind).command_on(named, agent, network, exported.split(","))
     os.execvp(command[0], [*command, *program])
 

@@ -257,7 +257,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
             os.mkdir(folder, 0o700)
         held = [hold(folder) for folder in folders]  # so that others know, also those who do not see this process
         if places is not None and not places.reach.is_apart:
-            remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent()})
+            remote_exec.make_files([job_dir], {jobs.AGENT: places.reach.agent(places.layout.names)})
             made_there = [f"+{folder}" for folder in folders]
             watchdog.others = [
                 processes.Watchdog(job_id, made_there, functools.partial(places.reach.command, host))

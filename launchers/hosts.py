@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import re
 from collections import Counter
@@ -15,6 +16,9 @@ from kvmpi.errors import ConfigError, names_in_words
 _NAME = r"(?:[^,\[\]]|\[[^\[\]]+\])+"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST_HOSTS = 1_000_000  # of one range; names of more would only fill the memory
+#: An IPv6 address, in brackets: those of Slurm have no colon in them.
+ADDRESS = r"(?:[^\s@\[\]:]+@)?\[[^\[\]\s]*:[^\[\]\s]*\]"
+IN_BRACKETS = "an IPv6 address stands in brackets, [fd00::1]:2"
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,42 @@ class Layout:
         return list(dict.fromkeys([*(host.name for client in self.clients for host in client), *self.servers]))
 
 
+def without_user(name: str) -> str:
+    """What ``USER@HOST``, of which ssh makes something, is called by others."""
+    return name.rpartition("@")[2]
+
+
+def of_address(word: str) -> str:
+    """The name of the host that ``[fd00::1]`` or ``user@[fd00::1]`` means: the same without brackets.
+
+    Raises:
+        ConfigError: it is no address, or one that means another host everywhere.
+    """
+    user, at, address = word.rpartition("@")
+    try:
+        found = ipaddress.IPv6Address(address.strip("[]"))
+    except ValueError as error:
+        raise ConfigError(f"{word}: {error}") from None
+    if found.is_link_local or found.scope_id:
+        raise ConfigError(f"{word} is an address of one link: give one that all hosts reach this one by")
+    return f"{user}{at}{found}"
+
+
+def as_word(host: Host) -> str:
+    """The host as ``--hosts`` has it."""
+    user, at, name = host.name.rpartition("@")
+    return f"{user}{at}[{name}]:{host.slots}" if ":" in name else f"{host.name}:{host.slots}"
+
+
+def as_name(name: str) -> str:
+    """A word for a host that can stand where a colon or an at sign would mean something else, as for an mpirun."""
+    return f"kvmpi-{re.sub('[^A-Za-z0-9.-]', '-', name)}" if re.search("[:@]", name) else name
+
+
 def read_hostfile(path: str) -> list[Host]:
     """A host in each line: ``NAME``, ``NAME slots=N`` as Open MPI has it, or ``NAME:N`` as MPICH has it.
+
+    A name may be an IPv6 address in brackets.
 
     Raises:
         ConfigError: the file cannot be read, a line says something else, or there is none.
@@ -53,17 +91,24 @@ def read_hostfile(path: str) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if words[0].count(":") > 1:
-            raise ConfigError(f"--hostfile {path}, line {number}: {words[0]!r}; IPv6 addresses are not supported")
-        name, _, slots = words[0].partition(":")
+        where = f"--hostfile {path}, line {number}"
+        if (match := re.fullmatch(f"({ADDRESS})(?::(.*))?", words[0])) is not None:
+            try:
+                name, slots = of_address(match[1]), match[2] or ""
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
+        elif words[0].count(":") > 1:
+            raise ConfigError(f"{where}: {words[0]!r}; {IN_BRACKETS}")
+        else:
+            name, _, slots = words[0].partition(":")
         for word in words[1:]:
             key, equals, value = word.partition("=")
             if key == "slots" and equals:
                 slots = value
             elif key not in ("max_slots", "max-slots") or not equals:
-                raise ConfigError(f"--hostfile {path}, line {number}: {word!r}; expected NAME slots=N or NAME:N")
+                raise ConfigError(f"{where}: {word!r}; expected NAME slots=N or NAME:N")
         if slots and (not slots.isdecimal() or int(slots) < 1):
-            raise ConfigError(f"--hostfile {path}, line {number}: {slots!r} is no number of slots")
+            raise ConfigError(f"{where}: {slots!r} is no number of slots")
         found.append(Host(name, int(slots or 1)))
     return merge(found, f"--hostfile {path}")
 

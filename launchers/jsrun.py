@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmpi.errors import ConfigError, names_in_words
@@ -72,7 +72,7 @@ class Jsrun(Reach):
         folders = {f"OMPI_MCA_{name}_backing_directory": shm_dir for name in ("btl_sm", "osc_sm") if shm_dir}
         return {"OMPI_MCA_osc": "^ucx", **folders}
 
-    def agent(self) -> str:
+    def agent(self, names: Iterable[str] = ()) -> str:
         return ""  # nobody is started by an mpirun
 
 

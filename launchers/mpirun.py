@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers.cores import YIELD
-from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.hosts import Host, as_name
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
@@ -96,10 +96,14 @@ class MPI:
 
         Args:
             agent: a program that takes ``HOST WORDS...`` and runs the words there, as ssh does.
-            network: an interface or a network that ranks talk over, or empty.
+            network: an interface or a network that ranks talk over, or empty. Of an IPv6 network none of them knows
+                what it means, and so this is then the interface.
             exported: names of environment variables that ranks on other hosts get too.
         """
         size = str(sum(host.slots for host in hosts))
+        # An mpirun must see which of them it is on, which is the first; of another name than its own it does not.
+        first = hosts[0].name if as_name(hosts[0].name) == hosts[0].name else "localhost"
+        hosts = [Host(first, hosts[0].slots), *(Host(as_name(host.name), host.slots) for host in hosts[1:])]
         if self.kind == "mpich":
             interface = ("-iface", network) if network and "/" not in network else ()
             reach = ("-launcher", "ssh", "-launcher-exec", agent)

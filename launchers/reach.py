@@ -8,12 +8,13 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import module_main
 from kvmpi.launchers.batch import SYSTEMS, Resources
+from kvmpi.launchers.hosts import as_name
 
 CANCEL_S = 20.0  # for a batch system to take note
 #: Beyond 10 connections that have not proved who they are, sshd refuses some (MaxStartups); one is our watchdog's.
@@ -71,8 +72,12 @@ class Reach:
         """``command`` on ``host``, which starts a process of the job there."""
         return self.command(host, command)
 
-    def agent(self) -> str:
-        """A script for those who expect something like ssh: ``SCRIPT HOST WORDS...``, the words being for a shell."""
+    def agent(self, names: Iterable[str] = ()) -> str:
+        """A script for those who expect something like ssh: ``SCRIPT HOST WORDS...``, the words being for a shell.
+
+        Args:
+            names: hosts that it is asked for by their ``as_name``.
+        """
         words = shlex.join(self.words)
         cases = " ".join(f"{name}) group=--het-group={number};;" for name, number in self.groups.items())
         prepare = f"case $host in {cases} esac\n" if cases else ""
@@ -81,6 +86,9 @@ class Reach:
             "srun": f'{words} {"$group " if cases else ""}--nodelist="$host" sh -c "$*"',
             "blaunch": f'{words} "$host" sh -c "$*"',
         }[self.kind]
+        others = {as_name(name): name for name in names if as_name(name) != name}
+        meant = " ".join(f"{word}) host={shlex.quote(name)};;" for word, name in others.items())
+        prepare += f"case $host in {meant} esac\n" if others else ""
         # Options of ssh, such as -x, come before the host.
         skip = 'while case "$1" in -*) true;; *) false;; esac; do shift; done'
         return f"#!/bin/sh\n{skip}\nhost=$1\nshift\n{prepare}exec {run}\n"
@@ -128,7 +136,7 @@ class BatchReach(Reach):
         asked = json.dumps(asdict(self.resources[host]))
         return (*self.words, self.kind, self.folder, self._name(host), asked, "--", *command)
 
-    def agent(self) -> str:
+    def agent(self, names: Iterable[str] = ()) -> str:
         return ""  # what helps a client to its other hosts is made where it runs, see client_exec.py
 
 

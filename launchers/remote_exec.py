@@ -39,6 +39,8 @@ GONE_S = 4.0  # what is not there for so long has been removed; on a shared file
 LOOK_S = 0.5
 KILL_S = 5.0  # for those that are killed to have ended
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+#: Addresses that are nobody's (RFC 5737, RFC 3849): the way there is that to other hosts.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def own_address(network: str, towards: str) -> str:
@@ -46,29 +48,47 @@ def own_address(network: str, towards: str) -> str:
 
     Args:
         network: an interface such as ``eth0``, or a network such as ``10.0.0.0/16`` that the address is in, or empty.
-        towards: without a network, the address by which this host would reach that one.
+        towards: without a network, the address by which this host would reach that one; empty for any other.
     Raises:
         OSError: there is no such interface, or no way.
         ValueError: it is no network.
     """
     if not network:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((towards, 9))  # sends nothing
-            except OSError as error:
-                raise OSError(f"{socket.gethostname()} has no way to {towards}: {error.strerror}") from None
-            return str(probe.getsockname()[0])
-    found = sibling("cores").machine()["interfaces"]()
-    if "/" not in network:
-        if network in found:
-            return found[network]
-    else:
-        wanted = ipaddress.ip_network(network, strict=False)
-        for address in found.values():
-            if ipaddress.ip_address(address) in wanted:
-                return address
-    listed = ", ".join(f"{name} {address}" for name, address in found.items())
+        return _address_towards(towards)
+    return _on(network)[1]
+
+
+def interface_on(network: str) -> str:
+    """The interface of this host that has an address on ``network``; errors as of ``own_address``."""
+    return _on(network)[0]
+
+
+def _on(network: str) -> tuple[str, str]:
+    """An interface and its address."""
+    wanted = ipaddress.ip_network(network, strict=False) if "/" in network else None
+    found: list[tuple[str, str]] = sibling("cores").machine()["addresses"]()
+    for name, address in found:
+        if name == network if wanted is None else ipaddress.ip_address(address) in wanted:
+            return name, address
+    listed = ", ".join(f"{name} {address}" for name, address in found)
     raise OSError(f"{socket.gethostname()} has no address on {network!r}; it has {listed}")
+
+
+def _address_towards(host: str) -> str:
+    machine = sibling("cores").machine()
+    try:
+        there = machine["addresses_of"](host) if host else _ANYWHERE
+    except OSError as error:
+        raise OSError(f"{socket.gethostname()} has no way to {host}: {error.strerror}") from None
+    reasons = []
+    for address in there:
+        with socket.socket(machine["family_of"](address), socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))  # sends nothing
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                reasons.append(str(error.strerror))
+    raise OSError(f"{socket.gethostname()} has no way to {host or 'other hosts'}: {reasons[0]}")
 
 
 def make_files(folders: list[str], files: dict[str, str]) -> None:

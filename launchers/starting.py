@@ -79,7 +79,7 @@ class Starter:
         places = self._job.places
         if places is None or not process.host:
             return processes.start(process.command, env, pass_fds=pass_fds, **out)
-        files = {AGENT: places.reach.agent()} if process.role == "client" else {}
+        files = {AGENT: places.reach.agent(places.layout.names)} if process.role == "client" else {}
         if "KVMPI_KEYS" in env:
             files["keys"] = Path(env["KVMPI_KEYS"]).read_text(encoding="utf-8")
         listens = {"network": places.network, "towards": places.address} if process.role == "server" else {}

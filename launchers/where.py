@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,24 @@ from dataclasses import replace
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import jsrun, reach
 from kvmpi.launchers.batch import Resources
-from kvmpi.launchers.hosts import Host, Layout, expand_slurm, lay_out, merge, of_lsf, of_slurm, read_hostfile
+from kvmpi.launchers.hosts import (
+    ADDRESS,
+    IN_BRACKETS,
+    Host,
+    Layout,
+    expand_slurm,
+    lay_out,
+    merge,
+    of_address,
+    of_lsf,
+    of_slurm,
+    read_hostfile,
+    without_user,
+)
 from kvmpi.launchers.job import Places
-from kvmpi.launchers.remote_exec import own_address
+from kvmpi.launchers.remote_exec import interface_on, own_address
+from kvmpi.machine import addresses_of, family_of
 
-#: An address that is nobody's (RFC 5737): the way there is that to other hosts.
-_ANYWHERE = "192.0.2.1"
 #: By which Slurm says where a process is: this need not be a name that anything else knows.
 _NODE = "SLURMD_NODENAME"
 #: Names that are looked up at once.
@@ -77,12 +90,13 @@ def find(
     here = find_here(layout.names, environ)
     others = [name for name in layout.names if name != here]
     address = _own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
-    return Places(layout, way, here, address, network)
+    for_mpi = interface_on(network) if ":" in network else network
+    return Places(layout, way, here, address, network, for_mpi)
 
 
 def _own_address(network: str, other: str) -> str:
     try:
-        return own_address(network, other)
+        return own_address(network, without_user(other))
     except (OSError, ValueError) as error:
         if network:
             raise ConfigError(f"--interface {network}: {error}") from None
@@ -103,7 +117,7 @@ def _submitted(
     if client_hosts < 1 or client_hosts > min(host.slots for (host,) in clients):
         raise ConfigError(f"--client-hosts {client_hosts}: expected 1 or more, and a worker of each client for each")
     try:
-        address = own_address(network, _ANYWHERE)
+        address = own_address(network, "")
     except (OSError, ValueError) as error:
         raise ConfigError(f"no address of this host for others: {error}; name a network with --interface") from None
     way = reach.batch(system, os.path.abspath(folder), resources)
@@ -165,13 +179,15 @@ def _parse(option: str, text: str) -> list[Host]:
     """``a:2, n[01-03]:4``: hosts, also in Slurm's short form, and how many workers each takes."""
     found = []
     for word in re.split(r",(?![^\[]*\])", text):  # not at commas in brackets
-        match = re.fullmatch(r"\s*([^\s:]+)(?::(0*[1-9][0-9]*))?\s*", word)
+        match = re.fullmatch(rf"\s*({ADDRESS}|[^\s:]+)(?::(0*[1-9][0-9]*))?\s*", word)
         if match is None:
-            expected = (
-                "IPv6 addresses are not supported" if word.count(":") > 1 else "expected NAME:WORKERS,NAME:WORKERS,..."
-            )
+            expected = IN_BRACKETS if word.count(":") > 1 else "expected NAME:WORKERS,NAME:WORKERS,..."
             raise ConfigError(f"{option} {text}: {expected}")
-        found += [Host(name, int(match[2] or 1)) for name in expand_slurm(match[1])]
+        try:
+            names = [of_address(match[1])] if re.fullmatch(ADDRESS, match[1]) else expand_slurm(match[1])
+        except ConfigError as error:
+            raise ConfigError(f"{option} {text}: {error}") from None
+        found += [Host(name, int(match[2] or 1)) for name in names]
     return merge(found, f"{option} {text}")
 
 
@@ -180,16 +196,26 @@ def _own_names() -> tuple[str, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Whether ``name`` is this host."""
+    """Whether ``name`` is this host, and this user, if it says one."""
+    user, _, name = name.rpartition("@")
+    if user and user != _own_user():
+        return False
     if name in _own_names():
         return True
     try:
-        address = socket.gethostbyname(name)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        address = addresses_of(name)[0]
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))  # only one's own
     except OSError:
         return False
     return True
+
+
+def _own_user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # somebody who has only a number
+        return ""
 
 
 def find_here(names: Sequence[str], environ: Mapping[str, str]) -> str:

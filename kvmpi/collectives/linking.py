@@ -25,11 +25,11 @@ from kvmpi.collectives.links import Links
 from kvmpi.collectives.probing import options
 from kvmpi.collectives.topology import Layout
 from kvmpi.deadline import Deadline
-from kvmpi.machine import has_fabric, interfaces, link_mbit
+from kvmpi.machine import addresses, family_of, has_fabric, link_mbit
 
 _TAG_OFFER, _TAG_LINKED = 14, 15
-#: An offer in words: whether it is one, a token, a port and addresses, each with its link's speed in the upper half.
-_MAX_ADDRESSES = 8
+#: An offer in words: whether it is one, a token, a port and addresses: two words as of IPv6, and the link's speed.
+_MAX_ADDRESSES, _ADDRESS_WORDS = 8, 3
 _TOKEN_BYTES = 16
 _DOING = "connecting hosts over TCP"
 #: What a connection begins with: the token of the rank that is called, the caller's rank, the number of the connection.
@@ -56,15 +56,15 @@ def pairs(layout: Layout) -> list[Pair]:
 
 
 def own_addresses(network: str = "") -> list[tuple[str, int]]:
-    """IPv4 addresses by which others may reach this host, and the speeds of their links in Mbit/s, 0 if unknown.
+    """Addresses by which others may reach this host, and the speeds of their links in Mbit/s, 0 if unknown.
 
     Args:
         network: interfaces or networks, separated by commas; empty for those that Open MPI is told to use, or all.
     """
     network = network or os.environ.get(_MPI_NETWORKS, "")
-    found = {name: address for name, address in interfaces().items() if not network or _within(name, address, network)}
-    outside = {name: address for name, address in found.items() if not address.startswith("127.")}
-    return [(address, link_mbit(name)) for name, address in (outside or found).items()][:_MAX_ADDRESSES]
+    found = [(name, address) for name, address in addresses() if not network or _within(name, address, network)]
+    outside = [(name, address) for name, address in found if not ipaddress.ip_address(address).is_loopback]
+    return [(address, link_mbit(name)) for name, address in (outside or found)][:_MAX_ADDRESSES]
 
 
 def _within(name: str, address: str, network: str) -> bool:
@@ -76,13 +76,47 @@ def _within(name: str, address: str, network: str) -> bool:
 
 
 def in_order(candidates: Sequence[tuple[str, int]], own: Sequence[str]) -> list[str]:
-    """Addresses of another host, the best first: the fastest, and of equals those most alike one of ``own``."""
+    """Addresses of another host, the best first: the fastest, and of equals those most alike one of ``own``.
 
-    def alike(address: str) -> int:
-        bits = int(ipaddress.ip_address(address))
-        return max((32 - (bits ^ int(ipaddress.ip_address(mine))).bit_length() for mine in own), default=0)
+    Those of IPv6 come after all of IPv4.
+    """
 
-    return [address for address, _ in sorted(candidates, key=lambda found: (-found[1], -alike(found[0])))]
+    def unlike(address: str) -> int:
+        bits, family = int(ipaddress.ip_address(address)), family_of(address)
+        others = [int(ipaddress.ip_address(mine)) for mine in own if family_of(mine) == family]
+        return min(((bits ^ other).bit_length() for other in others), default=128)
+
+    return [
+        address for address, _ in sorted(candidates, key=lambda found: (":" in found[0], -found[1], unlike(found[0])))
+    ]
+
+
+def in_words(found: Sequence[tuple[str, int]]) -> list[int]:
+    """Addresses and speeds as words of an offer."""
+    words = []
+    for address, speed in found:
+        number = int(ipaddress.ip_address(address if ":" in address else f"::ffff:{address}"))
+        words += [number >> 64, number & (1 << 64) - 1, speed]
+    return words
+
+
+def of_words(words: Sequence[int]) -> list[tuple[str, int]]:
+    """What ``in_words`` was given; zeros are none."""
+    found = []
+    for high, low, speed in zip(*[iter(words)] * _ADDRESS_WORDS, strict=True):
+        if high or low:
+            address = ipaddress.IPv6Address(high << 64 | low)
+            found.append((str(address.ipv4_mapped or address), speed))
+    return found
+
+
+def _listen(own: Sequence[str]) -> socket.socket:
+    """A listener that all these addresses lead to; where there is one, nobody gets to hear of others."""
+    alone = own[0] if len(own) == 1 else ""
+    if all(":" not in address for address in own):
+        return socket.create_server((alone, 0), backlog=128)
+    both = not all(":" in address for address in own)
+    return socket.create_server((alone, 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=both)
 
 
 def link(
@@ -104,15 +138,14 @@ def link(
             why_not = "a host has a fabric that MPI makes use of"
         else:
             own = own_addresses(network)
-            # Where there is one address, nobody gets to hear of others.
-            listener = socket.create_server((own[0][0] if len(own) == 1 else "", 0), backlog=128)
+            listener = _listen([address for address, _ in own])
             if not own:
-                why_not = f"a host has no IPv4 address on {network or 'any network'}"
+                why_not = f"a host has no address on {network or 'any network'}"
     except (OSError, ValueError) as error:
         why_not = str(error)
-    offer = np.zeros(4 + _MAX_ADDRESSES, np.uint64)
+    offer = np.zeros(4 + _ADDRESS_WORDS * _MAX_ADDRESSES, np.uint64)
     if not why_not and listener is not None:
-        words = [int(ipaddress.ip_address(address)) | speed << 32 for address, speed in own]
+        words = in_words(own)
         offer[: 4 + len(words)] = [1, *np.frombuffer(token, np.uint64), listener.getsockname()[1], *words]
     incoming, outgoing = dict[Pair, socket.socket](), dict[Pair, socket.socket]()
     linked = False
@@ -182,8 +215,7 @@ def _call(
 ) -> socket.socket | None:
     """A connection to the rank that made ``offer``; None if none of its addresses leads there."""
     port = int(offer[3])
-    candidates = [(str(ipaddress.ip_address(int(word) & 0xFFFFFFFF)), int(word) >> 32) for word in offer[4:] if word]
-    for address in in_order(candidates, own):
+    for address in in_order(of_words(offer[4:].tolist()), own):
         sock = None
         try:
             sock = socket.create_connection((address, port), max(1e-3, min(_ANSWER_S, deadline.remaining_s())))

@@ -117,7 +117,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 two_ranks = guarded(mpi.trial, at, seen)
                 found.append(two_ranks)
                 say("network")
-                found += [guarded(check, at, args.interface) for check in (network.interface, network.ports)]
+                towards = pairs.first_other(at, chosen)
+                found += [guarded(check, at, args.interface, towards) for check in (network.interface, network.ports)]
                 if way is not None:
                     say("other hosts")
                     about, measured = pairs.check(at, chosen, way, args.interface)

@@ -7,10 +7,8 @@ import socket
 
 from kvmpi.doctor.finding import Finding, Surroundings
 from kvmpi.launchers.remote_exec import own_address
-from kvmpi.machine import interfaces
+from kvmpi.machine import addresses, addresses_of, family_of, interfaces
 
-#: An address that is nobody's (RFC 5737): the way there is that to other hosts.
-_ANYWHERE = "192.0.2.1"
 #: Bridges of containers and virtual machines have the same address on every host.
 _BRIDGES = ("docker", "virbr", "br-", "cni", "podman", "lxcbr")
 _PATIENCE_S = 2.0
@@ -20,7 +18,7 @@ def name(at: Surroundings) -> Finding:
     """Whether this host's own name leads to it, which MPI, gloo and others rely on."""
     own = socket.gethostname()
     try:
-        address = socket.gethostbyname(own)
+        address = addresses_of(own)[0]
     except OSError as error:
         return Finding(
             "host name", "warning", f"{own} does not resolve: {error.strerror or error}",
@@ -30,20 +28,24 @@ def name(at: Surroundings) -> Finding:
     return Finding("host name", "ok", f"{own} is {address}")
 
 
-def interface(at: Surroundings, network: str = "") -> Finding:
-    """The address that other hosts would reach, and bridges that could be taken for it."""
+def interface(at: Surroundings, network: str = "", towards: str = "") -> Finding:
+    """The address that other hosts would reach, and bridges that could be taken for it.
+
+    Args:
+        towards: one of these, where they are known.
+    """
     try:
-        address = own_address(network, _ANYWHERE)
+        address = own_address(network, towards)
     except (OSError, ValueError) as error:
         if network:
             return Finding("interface", "problem", f"--interface {network}: {error}", do="name one that is there")
         return Finding("interface", "ok", "no way to other hosts; a job on this host needs none")
-    found = interfaces()
-    ours = next((label for label, its in found.items() if its == address), "")
+    found = addresses()
+    ours = next((label for label, its in found if its == address), "")
     speed = at.read(f"/sys/class/net/{ours}/speed")
     seen = f"{ours or 'unknown'} {address}" + (f", {speed} Mbit/s" if speed.isdigit() else "")
-    facts = {"interface": ours, "address": address, "all": found}
-    bridges = [label for label in found if label.startswith(_BRIDGES)]
+    facts = {"interface": ours, "address": address, "all": interfaces()}
+    bridges = list(dict.fromkeys(label for label, _ in found if label.startswith(_BRIDGES)))
     if bridges:
         return Finding(
             "interface", "ok", f"{seen}; {', '.join(bridges)} lead to no other host: name the network with --interface "
@@ -52,17 +54,17 @@ def interface(at: Surroundings, network: str = "") -> Finding:
     return Finding("interface", "ok", seen, facts=facts)
 
 
-def ports(at: Surroundings, network: str = "") -> Finding:
+def ports(at: Surroundings, network: str = "", towards: str = "") -> Finding:
     """Whether a process can listen on a port that the system chooses, and be reached there."""
     try:
-        address = own_address(network, _ANYWHERE)
+        address = own_address(network, towards)
     except (OSError, ValueError):
         address = "127.0.0.1"
     for where in dict.fromkeys((address, "127.0.0.1")):
         try:
-            with socket.create_server((where, 0)) as listener:
+            with socket.create_server((where, 0), family=family_of(where)) as listener:
                 listener.settimeout(_PATIENCE_S)
-                with socket.create_connection(listener.getsockname(), _PATIENCE_S) as sender:
+                with socket.create_connection(listener.getsockname()[:2], _PATIENCE_S) as sender:
                     accepted, _ = listener.accept()
                     with accepted:
                         accepted.settimeout(_PATIENCE_S)

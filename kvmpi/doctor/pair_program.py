@@ -23,6 +23,7 @@ from typing import Any
 
 import kvmpi
 from kvmpi.launchers.remote_exec import own_address
+from kvmpi.machine import family_of
 
 LIFE_S = 90
 #: So many round trips are measured, or fewer if they take longer than that: the doctor waits for some seconds only.
@@ -128,7 +129,7 @@ def main() -> int:
 
     try:
         address = own_address(order["network"], order["towards"])
-        listener = socket.create_server((address, 0))
+        listener = socket.create_server((address, 0), family=family_of(address))
     except (OSError, ValueError) as error:
         say({"error": str(error)})
         return 1

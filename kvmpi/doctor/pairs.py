@@ -20,7 +20,7 @@ import kvmpi
 from kvmpi.doctor.finding import Finding, Surroundings
 from kvmpi.errors import names_in_words
 from kvmpi.launchers import mpirun, where
-from kvmpi.launchers.hosts import Host
+from kvmpi.launchers.hosts import Host, without_user
 from kvmpi.launchers.reach import Reach
 from kvmpi.launchers.remote_exec import own_address
 
@@ -88,6 +88,13 @@ class Pairs:
         return max((cell["round_trip_s"] for cell in self.cells.values() if "round_trip_s" in cell), default=None)
 
 
+def first_other(at: Surroundings, hosts: Sequence[Host]) -> str:
+    """By which name the way to other hosts is looked for; empty where there are none."""
+    names = [host.name for host in hosts]
+    here = where.find_here(names, at.environ) if names else ""
+    return next((without_user(name) for name in names if name != here), "")
+
+
 def check(
     at: Surroundings, hosts: Sequence[Host], way: Reach, network: str
 ) -> tuple[list[Finding], Pairs | None]:  # fmt: skip
@@ -96,7 +103,7 @@ def check(
     here = where.find_here(names, at.environ)
     others = [name for name in names if name != here]
     try:
-        address = own_address(network, others[0] if others else "") if others or network else "127.0.0.1"
+        address = own_address(network, without_user(others[0]) if others else "") if others or network else "127.0.0.1"
     except (OSError, ValueError) as error:
         return [Finding("hosts", "problem", f"{network or others[0]}: {error}", "This host has no way there.",
                         "correct the name, or name the network with --interface")], None  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvmpi.config import Config
 from kvmpi.doctor.finding import Finding, Surroundings, ask
 from kvmpi.errors import ConfigError
-from kvmpi.launchers.hosts import Host, of_slurm
+from kvmpi.launchers.hosts import Host, as_word, of_slurm
 from kvmpi.launchers.job import FILES_AND_PORTS, OWNED
 
 PROGRAM = str(Path(__file__).with_name("sum_program.py"))
@@ -77,7 +77,7 @@ def _places(
         return []
     words = ["--interface", network] if network else []
     if kind == "ssh":
-        return [*words, "--remote-shell", remote_shell, "--hosts", ",".join(f"{host.name}:1" for host in hosts)]
+        return [*words, "--remote-shell", remote_shell, "--hosts", ",".join(as_word(Host(host.name)) for host in hosts)]
     if kind == "jsrun":
         return [*words, "--jsrun-option=--rs_per_host=1"]
     names = {host.name for host in hosts}

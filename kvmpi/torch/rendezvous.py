@@ -79,9 +79,12 @@ def publish() -> None:
 def _serve(address: str, everybody_here: bool, timeout_s: float) -> int:
     """Start torch's store on a port that the system chooses; only this host reaches it if all ranks are here."""
     global _store
-    listener = socket.socket()
-    listener.bind(("127.0.0.1" if everybody_here else "", 0))
-    listener.listen(_BACKLOG)
+    if everybody_here:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0), backlog=_BACKLOG)
     port: int = listener.getsockname()[1]
     # It is torch that closes the socket. Of several stores of a process on one port, torch makes one server.
     # The server that is the default from torch 2.4 on took no socket at first.

@@ -48,8 +48,9 @@ class Server(ThreadingMixIn, HTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
+        host = address[0].strip("[]")
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, address[1]), handler)
 
     def start(self, name: str, query: str = "") -> tuple[str, Callable[[], None]]:
         """Serve in a thread called ``name``; the URL, with ``query`` behind it, and what ends it."""

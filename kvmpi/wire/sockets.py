@@ -13,6 +13,7 @@ import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
 from kvmpi.wire import bundle, encoding, slips
+from kvmpi.wire.addresses import is_of_ipv6, listening
 from kvmpi.wire.context import Context
 from kvmpi.wire.encoding import encode
 from kvmpi.wire.handshake import Handshake
@@ -164,10 +165,13 @@ class Listener:
     def bind_tcp(self, host: str, port: int = 0) -> str:
         """Listen on ``tcp://host:port``; port 0 lets the system choose. Returns the endpoint.
 
+        Args:
+            host: an address, a name of this host, or the name of an interface.
+
         Raises:
             ConfigError: the address cannot be had, for example because the port is in use; or there are no keys.
         """
-        return self._bind(_TCP, f"tcp://{host}:{port or '*'}")
+        return self._bind(_TCP, listening(host, port))
 
     def bind_ipc(self, path: str) -> str:
         """Listen on the Unix socket ``path``. Returns the endpoint.
@@ -181,12 +185,12 @@ class Listener:
     def _bind(self, kind: bytes, endpoint: str) -> str:
         router = self._router(kind)
         try:
+            router.ipv6 = kind == _TCP and is_of_ipv6(endpoint)
             router.bind(endpoint)
         except zmq.ZMQError as error:
             reason = "the address is in use" if error.errno == zmq.EADDRINUSE else zmq.strerror(error.errno or 0)
             what_helps = {
-                _TCP: "set KVMPI_HOST to an IPv4 address of this host, and KVMPI_SCHEDULER_PORT to 0 or a port that is "
-                "free",
+                _TCP: "set KVMPI_HOST to an address of this host, and KVMPI_SCHEDULER_PORT to 0 or a port that is free",
                 _IPC: "set TMPDIR to another folder",
             }
             raise ConfigError(f"cannot listen on {endpoint}: {reason}; {what_helps[kind]}") from None
@@ -411,6 +415,7 @@ class Connection:
         path = self.endpoint.removeprefix("ipc://")
         if self.endpoint.startswith("tcp://"):
             context.secure_connection(self._socket)
+            self._socket.ipv6 = is_of_ipv6(self.endpoint)
             self._handshake = Handshake(self._socket, self.endpoint)
         elif path != self.endpoint and os.path.isabs(path):
             check_folder(os.path.dirname(path))

@@ -232,8 +232,8 @@ def test_one_host_needs_none() -> None:
 
 
 def test_addresses_are_those_of_the_networks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"lo": "127.0.0.1", "eth0": "10.1.2.3", "eth1": "192.168.7.9", "docker0": "172.17.0.1"}
-    monkeypatch.setattr(linking, "interfaces", lambda: found)
+    found = [("lo", "127.0.0.1"), ("eth0", "10.1.2.3"), ("eth1", "192.168.7.9"), ("docker0", "172.17.0.1")]
+    monkeypatch.setattr(linking, "addresses", lambda: found)
     monkeypatch.setattr(linking, "link_mbit", lambda name: {"eth1": 100_000}.get(name, 0))
     assert own_addresses() == [("10.1.2.3", 0), ("192.168.7.9", 100_000), ("172.17.0.1", 0)]
     assert own_addresses("eth1") == [("192.168.7.9", 100_000)]
@@ -241,13 +241,43 @@ def test_addresses_are_those_of_the_networks_that_are_asked_for(monkeypatch: pyt
     assert own_addresses("eth5") == []
     with pytest.raises(ValueError, match="does not appear to be"):
         own_addresses("nonsense/8")
-    monkeypatch.setattr(linking, "interfaces", lambda: {"lo": "127.0.0.1"})
+    of_ipv6 = [("lo", "::1"), ("eth1", "fd00::9"), ("eth1", "2001:db8::9")]
+    monkeypatch.setattr(linking, "addresses", lambda: [*found, *of_ipv6])
+    assert own_addresses("eth1") == [("192.168.7.9", 100_000), ("fd00::9", 100_000), ("2001:db8::9", 100_000)]
+    assert own_addresses("fd00::/64,10.0.0.0/8") == [("10.1.2.3", 0), ("fd00::9", 100_000)]
+    monkeypatch.setattr(linking, "addresses", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), ("eth0", "fd00::9")])
+    assert own_addresses() == [("fd00::9", 0)]
+    monkeypatch.setattr(linking, "addresses", lambda: [("lo", "127.0.0.1")])
     assert own_addresses() == [("127.0.0.1", 0)], "better than none: hosts may be containers on one machine"
 
 
 def test_fast_links_come_first_and_then_the_nearest_network() -> None:
     candidates = [("172.17.0.1", 0), ("10.1.9.9", 0), ("10.2.0.4", 25_000), ("10.1.2.4", 0)]
-    assert in_order(candidates, ["10.1.2.3"]) == ["10.2.0.4", "10.1.2.4", "10.1.9.9", "172.17.0.1"]
+    nearest = ["10.2.0.4", "10.1.2.4", "10.1.9.9", "172.17.0.1"]
+    assert in_order(candidates, ["10.1.2.3"]) == nearest
+    both = [("fd01::4", 0), ("fd00::4", 0), *candidates, ("fd02::4", 25_000)]
+    assert in_order(both, ["10.1.2.3", "fd00::3"]) == [*nearest, "fd02::4", "fd00::4", "fd01::4"]
+    assert in_order(both, ["fd00::3"])[-3:] == ["fd02::4", "fd00::4", "fd01::4"]
+
+
+def test_addresses_travel_as_words() -> None:
+    found = [("10.1.2.3", 0), ("255.255.255.255", 1 << 31), ("fd00::9", 25_000), ("::1", 0), ("ffff:" * 7 + "ffff", 1)]
+    words = linking.in_words(found)
+    assert words[:6] == [0, 0xFFFF_0A01_0203, 0, 0, 0xFFFF_FFFF_FFFF, 1 << 31]
+    assert words[6:9] == [0xFD00 << 48, 9, 25_000]
+    assert linking.of_words([*np.array(words, np.uint64).tolist(), *[0] * 6]) == found
+
+
+@pytest.mark.parametrize("own", [["127.0.0.1"], ["127.0.0.1", "127.0.0.2"], ["::1"], ["127.0.0.1", "::1"]])
+def test_a_listener_is_reached_at_each_of_its_addresses(own: list[str]) -> None:
+    with linking._listen(own) as listener:
+        port = listener.getsockname()[1]
+        for address in own:
+            with socket.create_connection((address, port), TIMEOUT_S):
+                listener.accept()[0].close()
+        if own == ["127.0.0.1"]:
+            with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), TIMEOUT_S):
+                pass
 
 
 def test_strangers_get_no_connection_and_a_late_caller_still_does() -> None:
@@ -287,8 +317,8 @@ def test_an_address_where_somebody_else_listens_is_passed_over() -> None:
 
         for listener, reply in ((wrong, b"?" * 16), (right, token)):
             threading.Thread(target=answer, args=(listener, reply), daemon=True).start()
-        words = [int.from_bytes(bytes([127, 0, 0, last]), "big") | speed << 32 for last, speed in ((1, 0), (2, 1000))]
-        offer = np.array([1, 0, 0, right.getsockname()[1], *words, 0, 0], np.uint64)
+        words = [0, 0xFFFF_7F00_0001, 0, 0, 0xFFFF_7F00_0002, 1000]  # 127.0.0.1, and 127.0.0.2 with a faster link
+        offer = np.array([1, 0, 0, right.getsockname()[1], *words, 0, 0, 0], np.uint64)
         hello = linking._HELLO.pack(b"t" * 16, 0, 0)
         sock = linking._call(offer, hello, token, ["127.0.0.1"], Deadline(TIMEOUT_S))
         assert sock is not None

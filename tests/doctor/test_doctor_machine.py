@@ -404,6 +404,21 @@ def test_batch_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the network of this host
 
 
+def test_addresses_by_which_others_reach_a_host() -> None:
+    """Those of IPv4, and then those of IPv6 that are in use, and are not of one link: the lasting ones first."""
+    lines = [
+        f"2001:0db8{':0000' * 5}:0001 03 40 00 01 eth0", f"fd00{':0000' * 6}:0002 02 40 00 80 ib0",
+        f"fe80{':0000' * 6}:0003 02 40 20 80 ib0", f"fd00{':0000' * 6}:0004 02 40 00 c8 ib0",
+        f"fd00{':0000' * 6}:0005 03 40 00 20 eth0", f"fd00{':0000' * 6}:0006 03 40 00 80 eth0",
+    ]  # fmt: skip
+    table = "\n".join(line.replace(":", "") for line in lines)
+    found = this_machine.addresses(lambda path: table if path == "/proc/net/if_inet6" else "")
+    assert ("lo", "127.0.0.1") in found
+    assert found[-3:] == [("ib0", "fd00::2"), ("eth0", "fd00::6"), ("eth0", "2001:db8::1")]
+    assert not [address for _, address in found[:-3] if ":" in address]
+    assert this_machine.addresses_of("localhost")[0] == "127.0.0.1"
+
+
 def test_host_names_interfaces_and_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.interface(at(tmp_path), "no0").level == "problem"
     assert network.interface(at(tmp_path), "lo").facts["address"] == "127.0.0.1"
@@ -414,7 +429,7 @@ def test_host_names_interfaces_and_ports(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise OSError(1, "Operation not permitted")
 
-    monkeypatch.setattr(network.socket, "gethostbyname", refuse)
+    monkeypatch.setattr(network, "addresses_of", refuse)
     assert network.name(at(tmp_path)).level == "warning"
     monkeypatch.setattr(network.socket, "create_connection", refuse)
     found = network.ports(at(tmp_path), "lo")

@@ -43,6 +43,7 @@ needs_root = pytest.mark.skipif(
 @pytest.mark.parametrize(("text", "expected"), [
     ("a\nb slots=3 # the big one\n\n# none\nc:2\n", [Host("a", 1), Host("b", 3), Host("c", 2)]),
     ("a\na\nb max_slots=9\n", [Host("a", 2), Host("b", 1)]),
+    ("[FD00:0::1]:3\nme@[fd00::2] slots=2\n[fd00::1]", [Host("fd00::1", 4), Host("me@fd00::2", 2)]),
     ("a.b.c:4 slots=2", [Host("a.b.c", 2)]), ("\N{BYTE ORDER MARK}a:2\r\n", [Host("a", 2)]),
 ])  # fmt: skip
 def test_host_files(text: str, expected: list[Host], tmp_path: Path) -> None:
@@ -54,7 +55,9 @@ def test_host_files(text: str, expected: list[Host], tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "words"), [
     ("", "names no host"), ("a slots=x", "line 1: 'x' is no number"), ("a\nb cores=3", "line 2: 'cores=3'"),
     ("a:0", "'0' is no number of slots"), ("a:\N{SUPERSCRIPT TWO}", "is no number of slots"),
-    ("a\n::1\n", "line 2: '::1'; IPv6"), ("fe80::2:4", "IPv6 addresses are not supported"),
+    ("a\n::1\n", r"line 2: '::1'; an IPv6 address stands in brackets, \[fd00::1\]:2"), ("fd00::2:4", "in brackets"),
+    ("[fd00::1]:x", "line 1: 'x' is no number"), ("[fd00::g]", "line 1: .*Only hex"),
+    ("a\n[fe80::1] slots=2", "line 2: .*is an address of one link"),
 ])  # fmt: skip
 def test_bad_host_files(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
@@ -124,6 +127,9 @@ def test_servers_on_hosts_of_their_own_and_too_few_slots() -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [
     ("a:1, b:02,c ", [Host("a", 1), Host("b", 2), Host("c", 1)]),
+    ("[fd00::1]:2,me@[fd00:0::2],n[1-2]", [
+        Host("fd00::1", 2), Host("me@fd00::2", 1), Host("n1", 1), Host("n2", 1),
+    ]),
     ("n[01-02,7]:2,a,n7", [Host("n01", 2), Host("n02", 2), Host("n7", 3), Host("a", 1)]),
 ])  # fmt: skip
 def test_hosts_in_a_list(text: str, expected: list[Host]) -> None:
@@ -136,8 +142,9 @@ def test_hosts_in_a_list(text: str, expected: list[Host]) -> None:
 
 @pytest.mark.parametrize(("text", "words"), [
     (" ", "expected NAME:WORKERS"), ("a,", "expected NAME:WORKERS"), ("a b:1", "expected NAME:WORKERS"),
-    ("a:0", "expected NAME:WORKERS"), ("a:\N{SUPERSCRIPT TWO}", "expected NAME:WORKERS"), ("::1", "IPv6"),
-    ("[::1]:2", "IPv6"), ("n[1-:2", "no list of nodes"), ("n[1,2", "no list of nodes"),
+    ("a:0", "expected NAME:WORKERS"), ("a:\N{SUPERSCRIPT TWO}", "expected NAME:WORKERS"), ("::1", "in brackets"),
+    ("fd00::1:2", "in brackets"), ("[fe80::1]:2", "of one link"), ("[fd00::1%eth0]:2", "of one link"),
+    ("[1:2]", "3 parts"), ("[fd00::1]:0", "in brackets"), ("n[1-:2", "no list of nodes"), ("n[1,2", "no list of nodes"),
     ("n[1-20000000]", "more than 1000000 nodes"),
 ])  # fmt: skip
 def test_what_is_no_list_of_hosts(text: str, words: str) -> None:

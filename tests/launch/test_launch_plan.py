@@ -131,6 +131,22 @@ def test_workers_connect_over_the_network_that_the_user_names():
     assert plan(2, 2, 1, places=named, mpi=None).env["KVMPI_INTERFACE"] == "10.0.0.0/24"
 
 
+def test_hosts_of_an_mpirun_that_have_no_plain_names():
+    """It would take what is before a colon for the name, and is told names of our own, which its agent knows."""
+    there = hosts.Layout((), ((hosts.Host("fd00::1", 2), hosts.Host("me@fd00::2", 1), hosts.Host("plain", 1)),))
+    spread = job.Places(there, reach.ssh("sh"), "fd00::1", "fd00::1", "fd00::/64", "eth0")
+    (client,) = plan(4, 1, places=spread, mpi=MPI("/opt/bin/mpirun", "openmpi")).of_role("client")
+    assert client.command[client.command.index("--host") + 1] == "localhost:2,kvmpi-me-fd00--2:1,plain:1"
+    assert client.command[client.command.index("btl_tcp_if_include") + 1] == "eth0"
+    agent = subprocess.run(
+        ["sh", "-c", reach.Reach("ssh", ("echo",)).agent(there.names), "sh", "-x", "kvmpi-me-fd00--2", "true"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert agent.stdout == "me@fd00::2 true\n"
+    with pytest.raises(ConfigError, match=r"client 0 is to run on several hosts, and MPICH .* this one is fd00::1"):
+        plan(4, 1, places=spread, mpi=MPI("/opt/bin/mpirun", "mpich"))
+
+
 def test_each_host_has_its_cores_for_its_own_workers():
     """As many as there are on it, which only it knows; here all on this one."""
     planned = plan(5, 5, 1, cores=8, places=places([1] * 5, ["host4"]), mpi=None)

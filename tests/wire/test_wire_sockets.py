@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -332,10 +333,24 @@ def test_a_port_in_use_and_a_bad_endpoint_are_config_errors(context: Context[Any
     port = int(listener.endpoints[0].rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use; .*KVMPI_SCHEDULER_PORT"):
         Listener(context, MIB).bind_tcp("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.9:\*: [\w ]+; set KVMPI_HOST to an IPv4 address of"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9:\*: [\w ]+; set KVMPI_HOST to an address of"):
         Listener(context, MIB).bind_tcp("203.0.113.9")
     with pytest.raises(ConfigError, match="cannot connect to 'nonsense'"):
         Connection(context, "nonsense", MIB)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "lo", "localhost"])
+def test_listeners_have_addresses_of_ipv6_and_names(host: str, context: Context[Any]) -> None:
+    """Names mean an address of IPv4, where they have one, for who listens and for who connects."""
+    with contextlib.ExitStack() as stack:
+        listener = Listener(context, MIB)
+        stack.callback(listener.close)
+        endpoint = listener.bind_tcp(host)
+        assert endpoint.startswith("tcp://[::1]:" if ":" in host else "tcp://127.0.0.1:")
+        port = endpoint.rpartition(":")[2]
+        connection = Connection(context, f"tcp://localhost:{port}" if host == "localhost" else endpoint, MIB)
+        stack.callback(connection.close)
+        hears_from(listener, connection)
 
 
 def test_a_waker_wakes_and_does_not_fill_up() -> None:
