@@ -79,8 +79,8 @@ class BatchSystem(ABC):
         return WAITS if word in self.waits else RUNS if word in self.runs else ENDED
 
     @abstractmethod
-    def cancel(self, number: str) -> list[str]:
-        """The command that ends a job."""
+    def cancel(self, numbers: Sequence[str]) -> list[str]:
+        """The command that ends jobs."""
 
     @abstractmethod
     def cancel_named(self, name: str) -> list[str]:
@@ -115,8 +115,8 @@ class Slurm(BatchSystem):
         mine = (f"--user={os.getuid()}",) if len(numbers) > 1 else ()
         return ["squeue", "--noheader", "--states=all", *mine, f"--jobs={','.join(numbers)}", "--format=%A %T"]
 
-    def cancel(self, number: str) -> list[str]:
-        return ["scancel", number]
+    def cancel(self, numbers: Sequence[str]) -> list[str]:
+        return ["scancel", *numbers]
 
     def cancel_named(self, name: str) -> list[str]:
         return ["scancel", f"--name={name}"]
@@ -148,8 +148,8 @@ class Lsf(BatchSystem):
     def look(self, numbers: Sequence[str]) -> list[str]:
         return ["bjobs", "-noheader", "-o", "jobid stat", *numbers]
 
-    def cancel(self, number: str) -> list[str]:
-        return ["bkill", number]
+    def cancel(self, numbers: Sequence[str]) -> list[str]:
+        return ["bkill", *numbers]
 
     def cancel_named(self, name: str) -> list[str]:
         return ["bkill", "-J", name, "0"]  # 0 is all of them, not only the last

@@ -67,7 +67,6 @@ class BatchJob:
         self._base = next(base for base in attempts if not os.path.exists(f"{base}.spec"))
         self._out, self._err = Follower(f"{self._base}.out", 1), Follower(f"{self._base}.err", 2)
         self._command, self._asked = [*command, self._base], asked
-        self._number = ""
         self._states: States | None = None
         self.grace_s = 0.0
         self._end_word = b""
@@ -93,11 +92,11 @@ class BatchJob:
         if done.returncode != 0:
             raise OSError(f"{words[0]} refuses with status {done.returncode}: {(done.stderr or done.stdout).strip()}")
         try:
-            self._number = self._system.number(done.stdout)
+            number = self._system.number(done.stdout)
         except ValueError as error:
             raise OSError(str(error)) from None
         here = os.environ.get("KVMPI_JOB_DIR") or os.path.dirname(self._base)
-        self._states = States(self._system, os.path.join(here, "states"), self._number)
+        self._states = States(self._system, os.path.join(here, "states"), number)
         os.write(2, f"{told['word']} submitted\n".encode())
 
     def _write(self, kind: str, text: bytes, mode: int) -> None:
@@ -133,9 +132,8 @@ class BatchJob:
 
     def cancel(self) -> None:
         """Have the system end it."""
-        if self._number:
-            words = self._system.cancel(self._number)
-            subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, check=False, timeout=30)
+        if self._states is not None:
+            self._states.cancel()
 
     def close(self) -> None:
         """Nobody has to ask about it any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import LaunchedJob
+from jobs import HANGS_S, wait_for
 from rich.console import Console
 
 from kvmpi.errors import names_in_words, ranks_in_words
-from kvmpi.launchers import starting, top, where
+from kvmpi.launchers import batch_states, starting, top, where
 from kvmpi.launchers.batch import SYSTEMS, Lsf
 from kvmpi.launchers.batch_states import States
 from kvmpi.launchers.job import Process
@@ -165,6 +167,36 @@ def test_a_batch_system_that_fails_says_nothing_of_any_job(tmp_path: Path) -> No
     states = [States(system, str(tmp_path / "states"), str(number)) for number in range(3)]
     with pytest.raises(OSError, match="LSF is down"):
         states[0].word(60)
+
+
+class Ended(Counted):
+    """Writes down which jobs it was told to end: a line for each command."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def cancel(self, numbers: Sequence[str]) -> list[str]:
+        return ["sh", "-c", 'echo "$@" >> "$0"', str(self._folder / "ended"), *numbers]
+
+
+def test_jobs_that_are_to_end_do_so_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_states, "MOST_ENDED", 40)
+    states = [States(Ended(tmp_path), str(tmp_path / "states"), str(number)) for number in range(100)]
+    enders = [threading.Thread(target=state.cancel, daemon=True) for state in states[:99]]
+    with open(tmp_path / "states" / "ending", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for ender in enders:
+            ender.start()
+        wait_for(lambda: len(list((tmp_path / "states").glob("*.end"))) == 99, "all that are to end")
+    for ender in enders:
+        ender.join(HANGS_S)
+    lines = (tmp_path / "ended").read_text().splitlines()
+    assert [len(line.split()) for line in lines] == [40, 40, 19]
+    assert sorted(int(number) for line in lines for number in line.split()) == [*range(99)]
+    shutil.rmtree(tmp_path / "states")  # by a watchdog, when the launcher was killed
+    states[99].cancel()
+    assert (tmp_path / "ended").read_text().splitlines()[-1] == "99"
 
 
 def test_words_of_a_batch_system_about_several_jobs() -> None:

@@ -149,8 +149,8 @@ class Silent(type(SYSTEMS["lsf"])):  # type: ignore[misc]
     def look(self, numbers: Sequence[str]) -> list[str]:
         return ["sleep", "1000"]
 
-    def cancel(self, number: str) -> list[str]:
-        return ["sh", "-c", f"echo {number} > {self.folder}/cancelled"]
+    def cancel(self, numbers: Sequence[str]) -> list[str]:
+        return ["sh", "-c", f"echo {' '.join(numbers)} > {self.folder}/cancelled"]
 
 
 def test_a_batch_system_that_does_not_answer(

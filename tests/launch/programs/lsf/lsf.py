@@ -107,6 +107,8 @@ def bkill(words: list[str]) -> int:
         assert words[2:] == ["0"], words
         named = [job for job in HOME.iterdir() if ast.literal_eval((job / "words").read_text())[0]["-J"] == words[1]]
         return max((bkill([job.name]) for job in named if (job / "state").read_text() in ("PEND", "RUN")), default=255)
+    if len(words) > 1:
+        return max(bkill([word]) for word in words)
     job = HOME / words[0]
     print(f"Job <{words[0]}> is being terminated")
     (job / "killed").write_text("")
