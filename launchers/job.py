@@ -34,6 +34,8 @@ OWNED = {
     )
 }
 
+#: With it Python reads on from standard input, of which there is none here, and every process ends with another status.
+_ENDS_OTHERWISE = "PYTHONINSPECT"
 #: Where a job writes and listens. What a worker of it starts has these in its environment, too, and is another job.
 FILES_AND_PORTS = {
     env_name(field_name)
@@ -283,7 +285,7 @@ def plan(
         snapshots = Snapshots()
     if num_servers == 0 and snapshots != Snapshots():
         raise ConfigError("--snapshot-dir and --resume are for the state of servers, and this job has none; see -s")
-    base = mpirun.clean({name: value for name, value in environ.items() if name not in OWNED})
+    base = mpirun.clean({name: value for name, value in environ.items() if name not in {*OWNED, _ENDS_OTHERWISE}})
     modules = [*filter(None, base.get("KVMPI_IMPORTS", "").split(",")), *imports]
     common = {
         "KVMPI_JOB_ID": job_id,

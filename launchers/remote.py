@@ -18,6 +18,12 @@ REMOTE_EXEC = str(Path(__file__).with_name("remote_exec.py"))
 #: Of the environment that a batch system gives to a process: which hosts and devices are its.
 KEPT = ("SLURM_", "SLURMD_", "LSB_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
+#: How a process has ended that may not have begun.
+SILENT = (
+    "was not heard of, and what reaches its host ended with exit status 0: that must run the command that it is given, "
+    "and pass standard input and standard error on; try it by hand, and see --remote-shell"
+)
+
 
 class RemoteProcess:
     """The launcher's end of a process on another host; it has what the launcher uses of a ``Popen``.
@@ -94,6 +100,11 @@ class RemoteProcess:
     def is_told(self) -> bool:
         """Whether it is known how the process there has ended."""
         return self._told is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether what reaches the host has ended well without a word of the process there, which need not have run."""
+        return self._here.returncode == 0 and self._told is None and not self._is_step
 
     def poll(self) -> int | None:
         """As of ``Popen``."""

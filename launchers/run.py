@@ -29,7 +29,7 @@ from kvmpi.launchers.failure import Failure, Inquest
 from kvmpi.launchers.job import Job, Process
 from kvmpi.launchers.mpirun import MPICH_ABORT, PRTE_LOST, PRTE_QUICK
 from kvmpi.launchers.output import Output, OutputClosedError, Stream, shortened
-from kvmpi.launchers.remote import Child, RemoteProcess, has_ended, kill_group, signal_group
+from kvmpi.launchers.remote import SILENT, Child, RemoteProcess, has_ended, kill_group, signal_group
 from kvmpi.launchers.requests import ENDING, Requests
 from kvmpi.launchers.restarts import Restarts
 from kvmpi.launchers.signals import SignalCatcher
@@ -426,6 +426,8 @@ class Runner:
             assert code is not None
             if code == 0 and self._open_ranks.get(label):
                 code = 1  # an mpirun that has lost its helper on another host, or has been stopped, and does not say so
+            silent = isinstance(child, RemoteProcess) and child.is_silent and not self._stopping
+            code = 1 if silent else code
             self._codes[label] = code
             if self._stopping:
                 self._judge_stopped(label, code)
@@ -436,6 +438,7 @@ class Runner:
                 self._tell_end(label)
             else:
                 how = f"{processes.describe_end(code)}{' while workers were still running' if code == 0 else ''}"
+                how = SILENT if silent else how
                 # Somebody has sent it SIGTERM, upon which it ends in good order: that is no other death for the job.
                 bears = self._restarts.bears(label, code or -signal.SIGTERM) and not self._would_fail_again(label)
                 bears &= "KVMPI_SCHEDULER" in self._env  # else it is the scheduler, and there is no job yet

@@ -433,6 +433,22 @@ def test_a_host_that_is_not_to_be_reached_is_named(apart: PrivateHosts) -> None:
     assert_nothing_is_left(apart)
 
 
+def test_a_remote_shell_that_runs_nothing_is_no_success(tmp_path: Path) -> None:
+    """One that takes the host for the command, or its own options for all of it, may well end with 0."""
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\ncat > /dev/null &\nexit 0\n")
+    shell.chmod(0o755)
+    words = ["--remote-shell", str(shell), "--interface", "lo", "--hosts", "faraway:1", "-n1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmpi", "run", *words, str(PROGRAMS / "sum_on_hosts.py")],
+        env={name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "worker 0 (client 0) on faraway was not heard of" in done.stderr
+    assert "see --remote-shell" in done.stderr
+
+
 def test_secrets_stand_on_no_command_line(tmp_path: Path) -> None:
     """What is to run there is told to a pipe; what the remote shell is given names nothing but our own program."""
     seen = tmp_path / "seen"

@@ -131,6 +131,10 @@ def test_workers_connect_over_the_network_that_the_user_names():
     assert plan(2, 2, 1, places=named, mpi=None).env["KVMPI_INTERFACE"] == "10.0.0.0/24"
 
 
+def test_processes_end_as_they_do_without_a_terminal():
+    assert not {"PYTHONINSPECT"} & plan(2, 1, 1, environ={"PYTHONINSPECT": "1", "PYTHONHASHSEED": "1"}).env.keys()
+
+
 def test_hosts_of_an_mpirun_that_have_no_plain_names():
     """It would take what is before a colon for the name, and is told names of our own, which its agent knows."""
     there = hosts.Layout((), ((hosts.Host("fd00::1", 2), hosts.Host("me@fd00::2", 1), hosts.Host("plain", 1)),))
