@@ -10,6 +10,11 @@ import threading
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 
+#: Of who has a place that another process wants, as part of a sentence.
+HAS_STARTED = (
+    "has a store or MPI in use, and has probably started this one. A program that is imported once more, as by the "
+    "workers of a DataLoader with 'spawn' or 'forkserver', makes its store or group behind if __name__ == '__main__':"
+)
 _guard = threading.Lock()
 #: By file: the descriptor through which this process holds it, and how many places that counts for.
 _held: dict[str, tuple[int, int]] = {}
@@ -38,10 +43,8 @@ class Place:
                 holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "another"
                 os.close(fd)
                 raise ConfigError(
-                    f"process {os.getpid()} is not worker {config.rank} of this job: process {holder} is, has a store "
-                    "or MPI in use, and has probably started this one. A program that is imported once more, as by "
-                    "the workers of a DataLoader with 'spawn' or 'forkserver', makes its store or group behind "
-                    "if __name__ == '__main__':. What is a job of its own starts by 'kvmpi run PROGRAM'"
+                    f"process {os.getpid()} is not worker {config.rank} of this job: process {holder} is, {HAS_STARTED}"
+                    ". What is a job of its own starts by 'kvmpi run PROGRAM'"
                 )
             _held[path] = fd, count + 1
         self._path = path

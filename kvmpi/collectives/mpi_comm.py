@@ -20,7 +20,7 @@ from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVError, PeerLostError, ShapeMismatchError
 from kvmpi.machine import has_fabric, host_name
-from kvmpi.place import Place
+from kvmpi.place import HAS_STARTED, Place
 
 #: Variables by which the common MPI launchers say how many ranks they started.
 _SIZE_VARIABLES = (
@@ -138,13 +138,47 @@ def _library() -> tuple[Any, threading.Lock | None]:
 
 
 _place: Place | None = None
+#: By which what a rank starts, and has inherited its environment from, learns which process that is: an mpirun alone
+#: gives its ranks no folder in which they could meet.
+_TAKEN = "_KVMPI_RANK_IS"
+#: By which an mpirun, and others that start MPI's ranks, say to a process which job and rank it is.
+_RANK_VARIABLES = (
+    *("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_PORT", "PMI_FD", "MV2_COMM_WORLD_RANK"),
+    "JSM_NAMESPACE_RANK",
+)
 
 
 def _take_place() -> None:
-    """For as long as this process lives: MPI begins and ends once."""
+    """For as long as this process lives: MPI begins and ends once.
+
+    Raises:
+        ConfigError: another process is this rank, and has probably started this one.
+    """
     global _place
-    if _place is None:
-        _place = Place(Config.from_env())
+    if _place is not None:
+        return
+    config = Config.from_env()
+    place = Place(config)
+    if not config.role and started_by_mpi():
+        own = " ".join(os.environ.get(name, "-") for name in _RANK_VARIABLES)
+        holder, _, rank = os.environ.get(_TAKEN, "").partition(" ")
+        if rank == own and holder.isdigit() and int(holder) != os.getpid() and _is_alive(int(holder)):
+            raise ConfigError(
+                f"process {os.getpid()} is not this rank of its MPI job: process {holder} is, {HAS_STARTED}. What is a "
+                "job of its own starts by 'kvmpi run PROGRAM'"
+            )
+        os.environ[_TAKEN] = f"{os.getpid()} {own}"
+    _place = place
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _forget() -> None:

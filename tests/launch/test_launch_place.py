@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from jobs import HANGS_S
 from test_launch_kill import needs_mpi
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
+from kvmpi.launchers import mpirun
 from kvmpi.place import Place
 
 PROGRAM = Path(__file__).parent / "programs" / "inherited.py"
@@ -33,6 +37,21 @@ def test_a_store_in_a_child_beside_that_of_its_worker_is_an_error_at_once(
     assert "is not worker 0 of this job: process" in child
     assert "__main__" in child
     assert done.stdout.count("sum 3.0") == 2  # the worker's own store goes on
+
+
+@needs_mpi
+def test_a_child_of_a_rank_that_no_launcher_has_started_is_an_error_at_once(tmp_path: Path) -> None:
+    mpi = mpirun.find(os.environ, 2)
+    inherited = {name: value for name, value in mpirun.clean(os.environ).items() if not name.startswith("KVMPI_")}
+    env = inherited | mpi.env(str(tmp_path), "", crowded=True, one_host=True)
+    command = [*mpi.command(2, local=True), sys.executable, str(PROGRAM), "mpi", "spawn", "beside"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (child,) = (line for line in done.stdout.splitlines() if "child: " in line)
+    assert "child: ConfigError: process" in child
+    assert "is not this rank of its MPI job: process" in child
+    assert "__main__" in child
+    assert done.stdout.count("sum 3.0") == 2  # the ranks go on
 
 
 def test_a_child_has_the_place_of_a_worker_that_has_closed_its_store(
