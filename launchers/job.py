@@ -36,6 +36,8 @@ OWNED = {
 
 #: With it Python reads on from standard input, of which there is none here, and every process ends with another status.
 _ENDS_OTHERWISE = "PYTHONINSPECT"
+#: By which a batch system says that it has started a job before.
+_STARTED_AGAIN = ("SLURM_RESTART_COUNT", "LSB_RESTART")
 #: Where a job writes and listens. What a worker of it starts has these in its environment, too, and is another job.
 FILES_AND_PORTS = {
     env_name(field_name)
@@ -285,6 +287,8 @@ def plan(
         snapshots = Snapshots()
     if num_servers == 0 and snapshots != Snapshots():
         raise ConfigError("--snapshot-dir and --resume are for the state of servers, and this job has none; see -s")
+    if places is not None and places.reach.is_batch:  # else it is the processes' own jobs that this is about
+        environ = {name: value for name, value in environ.items() if name not in _STARTED_AGAIN}
     base = mpirun.clean({name: value for name, value in environ.items() if name not in {*OWNED, _ENDS_OTHERWISE}})
     modules = [*filter(None, base.get("KVMPI_IMPORTS", "").split(",")), *imports]
     common = {

@@ -15,6 +15,7 @@ import pytest
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import command, hosts, job, mpirun, program, reach
+from kvmpi.launchers.batch import Resources
 from kvmpi.launchers.cores import SHARE, share_cores
 from kvmpi.launchers.mpirun import MPI
 from kvmpi.launchers.program import Program, ProgramNotFoundError
@@ -129,6 +130,16 @@ def test_workers_connect_over_the_network_that_the_user_names():
     assert "KVMPI_INTERFACE" not in plan(2, 2, 1, places=spread, mpi=None).env
     named = dataclasses.replace(spread, network="10.0.0.0/24")
     assert plan(2, 2, 1, places=named, mpi=None).env["KVMPI_INTERFACE"] == "10.0.0.0/24"
+
+
+def test_a_batch_system_counts_for_its_own_jobs():
+    """Those of a launcher that was itself started again are not: their numbers begin anew."""
+    environ = {"SLURM_RESTART_COUNT": "2", "LSB_RESTART": "Y", "SLURM_JOB_ID": "7"}
+    layout = places([1, 1], ["server-0"]).layout
+    resources = {name: Resources() for name in layout.names}
+    submitted = job.Places(layout, reach.BatchReach("slurm", ("sbatch",), {}, "/shared", resources), "", "10.0.0.1")
+    assert not {"SLURM_RESTART_COUNT", "LSB_RESTART"} & plan(2, 2, 1, environ=environ, places=submitted).env.keys()
+    assert plan(2, 2, 1, environ=environ).env["SLURM_RESTART_COUNT"] == "2"
 
 
 def test_processes_end_as_they_do_without_a_terminal():

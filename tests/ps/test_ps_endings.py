@@ -263,9 +263,14 @@ def test_a_server_that_has_ended_gives_its_parts_to_others_at_once():
 @pytest.mark.parametrize("year_s", [0.0, 1.8e9, 2.8e9])
 def test_a_later_process_has_a_larger_number_whatever_clocks_say(monkeypatch, start, year_s):
     monkeypatch.setattr("time.time_ns", lambda: int(year_s * 1e9))
-    first = new_incarnation(Config(start=start))
+    first = new_incarnation(Config(start=start), {})
     assert first <= last_incarnation(start) < 1 << 63
     monkeypatch.setattr("time.time_ns", lambda: 0)
-    assert new_incarnation(Config(start=start + 1)) > last_incarnation(start)
-    monkeypatch.setattr("time.time_ns", lambda: int((year_s + 0.001) * 1e9))
-    assert new_incarnation(Config(start=start)) > first, "started by a batch system, which counts for itself"
+    assert new_incarnation(Config(start=start + 1), {}) > last_incarnation(start)
+    again = [{"SLURM_RESTART_COUNT": count} for count in ("1", "2", "63")]
+    numbers = [new_incarnation(Config(start=start), environ) for environ in again]
+    assert sorted({first, last_incarnation(start), *numbers}) == [first, *numbers, last_incarnation(start)], "requeued"
+    assert first < new_incarnation(Config(start=start), {"LSB_RESTART": "Y"}) <= numbers[0]
+    assert numbers[-1] == new_incarnation(Config(start=start), {"SLURM_RESTART_COUNT": "999"})
+    monkeypatch.setattr("time.time_ns", lambda: int((year_s + 0.002) * 1e9))
+    assert new_incarnation(Config(start=start), {}) > first, "started once more by somebody who does not count"
