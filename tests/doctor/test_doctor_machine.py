@@ -17,9 +17,10 @@ import pytest
 from jobs import HANGS_S
 
 from kvmpi import machine as this_machine
-from kvmpi.doctor import attach, command, cores, machine, network, settings
+from kvmpi.doctor import attach, command, cores, machine, network, pairs, settings
 from kvmpi.doctor.finding import Surroundings
 from kvmpi.launchers import watchdog
+from kvmpi.launchers.hosts import Host
 
 MIB = 1 << 20
 
@@ -422,6 +423,11 @@ def test_addresses_by_which_others_reach_a_host() -> None:
 def test_host_names_interfaces_and_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.interface(at(tmp_path), "no0").level == "problem"
     assert network.interface(at(tmp_path), "lo").facts["address"] == "127.0.0.1"
+    assert network.interface(at(tmp_path), "", "127.0.0.1").facts["interface"] == "lo", (
+        "the way to those that are meant"
+    )
+    others = [Host("localhost"), Host("me@n2"), Host("n3")]
+    assert [pairs.first_other(at(tmp_path), hosts) for hosts in (others, others[:1], [])] == ["n2", "", ""]
     small = at(tmp_path, files={"proc/sys/net/ipv4/ip_local_port_range": "40000\t40100\n"})
     assert network.ports(small, "lo").level == "warning"
     assert network.ports(at(tmp_path / "other"), "lo").level == "ok"

@@ -60,6 +60,7 @@ def test_a_client_on_each_host_with_servers(lab: NetLab, shell: str) -> None:
     found = [line for line in kvmpi(lab, "doctor", *listed) if line.startswith(("ok", "problem"))]
     assert not [line for line in found if line.startswith("problem")], found
     assert any(f"reached me@{there} {there}" in line for line in found), found
+    assert any(line.split()[1:4] == ["interface", "lab0", at] for line in found), "that to the hosts, not the internet"
 
 
 @needs_lab
