@@ -118,7 +118,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 found.append(two_ranks)
                 say("network")
                 towards = pairs.first_other(at, chosen)
-                found += [guarded(check, at, args.interface, towards) for check in (network.interface, network.ports)]
+                taken, listening = (
+                    guarded(check, at, args.interface, towards) for check in (network.interface, network.ports)
+                )
+                found += [taken, listening]
                 if way is not None:
                     say("other hosts")
                     about, measured = pairs.check(at, chosen, way, args.interface)
@@ -129,7 +132,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 has_mpi = bool(two_ranks.facts)
                 reachable = not any(f.check == "hosts" and f.level == "problem" for f in found)
                 found.append(
-                    trial.run(at, chosen, kind, has_mpi=has_mpi, remote_shell=args.remote_shell, network=args.interface)
+                    trial.run(at, chosen, kind, has_mpi=has_mpi, remote_shell=args.remote_shell, network=args.interface,
+                              interface=taken.facts.get("interface", ""))
                     if reachable else Finding("kvmpi run", "skipped", "hosts come first: see there")
                 )  # fmt: skip
             if args.model:

@@ -18,13 +18,14 @@ _MOST_HOSTS = 16
 
 def run(
     at: Surroundings, hosts: Sequence[Host] = (), kind: str = "", *, has_mpi: bool = True, remote_shell: str = "ssh",
-    network: str = "",
+    network: str = "", interface: str = "",
 ) -> Finding:  # fmt: skip
     """A job of one client, with one server: two workers here, or one on each host.
 
     Args:
         kind: how the hosts are reached, see ``where.look``.
         has_mpi: otherwise every worker is a client of its own.
+        interface: by which this host reaches the others; MPI may take another, unless it is told.
     """
     count = min(len(hosts), _MOST_HOSTS) if len(hosts) > 1 else 2
     name = f"kvmpi run -n {count} -s 1"
@@ -54,6 +55,13 @@ def run(
     if has_mpi:
         without = run(at, hosts, kind, has_mpi=False, remote_shell=remote_shell, network=network)
         if without.level == "ok":
+            is_about_networks = answer.status is None or "--interface" in answer.out + answer.err
+            if interface and not network and len(hosts) > 1 and is_about_networks:
+                told = run(at, hosts, kind, remote_shell=remote_shell, network=interface)
+                if told.level == "ok":
+                    why = "MPI has taken a network that does not join the hosts: told which one does, it works."
+                    seen, do = f"{where}, {how}: it {answer.end()}", f"name it: kvmpi run --interface {interface} ..."
+                    return Finding(name, "problem", seen, f"{means}\n{why}", do)
             return Finding(
                 name, "problem", f"{where}, {how}: it {answer.end()}", means,
                 "the same without MPI works, so look at MPI first, and meanwhile:\n"

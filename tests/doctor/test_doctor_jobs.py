@@ -147,6 +147,22 @@ def test_the_mpi_of_a_site(tmp_path: Path) -> None:
     assert (found.level, f"KVMPI_MPIRUN={theirs}" in found.do) == ("warning", True)
 
 
+def test_a_trial_job_of_which_mpi_takes_the_wrong_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = "eth0"
+
+    def answer(_: Surroundings, command: Sequence[str], **__: object) -> Answer:
+        told = "--interface" in command and command[command.index("--interface") + 1] == works
+        fails = command[command.index("-c") + 1] == "1" and not told
+        return Answer(int(fails), "", "name the network with --interface\n" if fails else "", 1.0)
+
+    monkeypatch.setattr(trial, "ask", answer)
+    two = [Host("a", 8), Host("b", 4)]
+    found = trial.run(around(), two, "ssh", interface="eth0")
+    assert (found.level, found.do) == ("problem", "name it: kvmpi run --interface eth0 ...")
+    works = "eth1"
+    assert "look at MPI first" in trial.run(around(), two, "ssh", interface="eth0").do
+
+
 def test_trial_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[Sequence[str], dict[str, str]]] = []
 
@@ -164,6 +180,7 @@ def test_trial_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trial.run(around(), two, "ssh", remote_shell="my ssh", network="10.0.0.0/8")
     command = " ".join(asked[-2][0])
     assert "-n 2 -c 1 -s 1 --interface 10.0.0.0/8 --remote-shell my ssh --hosts a:1,b:1" in command
+    assert "the same without MPI works" in trial.run(around(), two, "ssh", interface="eth0").do, "nothing of networks"
     for name in ("srun", "jsrun"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
