@@ -45,7 +45,7 @@ class Config:
     num_clients: int = _setting(1, "clients in the job; set by the launcher")
     num_servers: int = _setting(0, "servers in the job; set by the launcher")
     replicas: int = _setting(0, "further servers that hold each part of the values; set by the launcher (--replicas)")
-    scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT; set by the launcher")
+    scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT, IPv6 in brackets; set by the launcher")
     ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
     keys: str = _setting("", "file with the keys of the job (mode 0600), made by the scheduler; set by the launcher")
     resume: str = _setting("", "folder with the snapshots that the job goes on from; set by the launcher (--resume)")
@@ -136,7 +136,9 @@ class Config:
         0,
         "bytes of copies in shared memory that one peer may keep; what is more goes by the socket; 0: four windows",
     )
-    host: str = _setting("127.0.0.1", "address that the scheduler and the servers listen on")
+    host: str = _setting(
+        "127.0.0.1", "address, name or interface of this host that the scheduler and the servers listen on"
+    )
     security: str = _setting(
         "curve", "TCP between scheduler, servers and masters: encrypted and for members of the job only; off: open to "
         "everyone who reaches the ports", ("curve", "off"),
