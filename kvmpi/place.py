@@ -12,7 +12,7 @@ from kvmpi.errors import ConfigError
 
 #: Of who has a place that another process wants, as part of a sentence.
 HAS_STARTED = (
-    "has a store or MPI in use, and has probably started this one. A program that is imported once more, as by the "
+    "is, has a store or MPI in use, and has probably started this one. A program that is imported once more, as by the "
     "workers of a DataLoader with 'spawn' or 'forkserver', makes its store or group behind if __name__ == '__main__':"
 )
 _guard = threading.Lock()
@@ -43,7 +43,7 @@ class Place:
                 holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "another"
                 os.close(fd)
                 raise ConfigError(
-                    f"process {os.getpid()} is not worker {config.rank} of this job: process {holder} is, {HAS_STARTED}"
+                    f"process {os.getpid()} is not worker {config.rank} of this job: process {holder} {HAS_STARTED}"
                     ". What is a job of its own starts by 'kvmpi run PROGRAM'"
                 )
             _held[path] = fd, count + 1

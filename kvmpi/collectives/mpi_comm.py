@@ -164,7 +164,7 @@ def _take_place() -> None:
         holder, _, rank = os.environ.get(_TAKEN, "").partition(" ")
         if rank == own and holder.isdigit() and int(holder) != os.getpid() and _is_alive(int(holder)):
             raise ConfigError(
-                f"process {os.getpid()} is not this rank of its MPI job: process {holder} is, {HAS_STARTED}. What is a "
+                f"process {os.getpid()} is not this rank of its MPI job: process {holder} {HAS_STARTED}. What is a "
                 "job of its own starts by 'kvmpi run PROGRAM'"
             )
         os.environ[_TAKEN] = f"{os.getpid()} {own}"
