@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvmpi.ps.client import Exchange, PsClient
+    from kvmpi.ps.client import PsClient
     from kvmpi.ps.consistency import discipline
     from kvmpi.ps.embedded import EmbeddedJob
+    from kvmpi.ps.exchanges import Exchange
     from kvmpi.ps.landing import Landing
     from kvmpi.ps.placement import Placement
     from kvmpi.ps.row_chunks import ArrivingRows
@@ -23,7 +24,7 @@ __all__ = [
 _LAZY = {
     "ArrivingRows": "row_chunks",
     "EmbeddedJob": "embedded",
-    "Exchange": "client",
+    "Exchange": "exchanges",
     "Landing": "landing",
     "Placement": "placement",
     "PsClient": "client",

@@ -1,15 +1,14 @@
-"""The master's view of the servers: where each key lives, how far it is, and what to ask whom."""
+"""The master's view of the servers: where each key lives, which rule holds, and what servers remember."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi import optim
@@ -17,58 +16,25 @@ from kvmpi.arrays import DTYPES
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KVError, ProtocolError, names_in_words
-from kvmpi.kernels import host, quantize
-from kvmpi.kernels.rows import Rows
-from kvmpi.ps import codec, placement
-from kvmpi.ps.asks import SCHEDULER, Ask, Operation
-from kvmpi.ps.feedback import Feedback
-from kvmpi.ps.landing import Landing
+from kvmpi.errors import ConfigError, ProtocolError
+from kvmpi.kernels import host
+from kvmpi.ps import placement
+from kvmpi.ps.asks import SCHEDULER, Ask
+from kvmpi.ps.exchanges import Exchanges, Key
 from kvmpi.ps.layout import KeyLayout
 from kvmpi.ps.link import Link
-from kvmpi.ps.participant import OnReply, Participant, about
-from kvmpi.ps.row_chunks import WIRE_ID, ArrivingRows, RowChunks, take_rows
+from kvmpi.ps.participant import OnReply, about
+from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import check_length, rule_change
-from kvmpi.ps.steps import Turn, position
-from kvmpi.trace import Recorder, timeline
+from kvmpi.trace import Recorder
 from kvmpi.wire import Message, as_array
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import RuleInForce
 
 Buffer = npt.NDArray[Any]
-Key = int | str
 
 #: Arrays that a rule may keep of a value beside it: a copy in a wider dtype, and two moments.
 _MOST_STATES = 3
-#: Keys of one request of many that a message names.
-_MOST_IN_LABEL = 3
-
-
-class _Piece(NamedTuple):
-    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it."""
-
-    rows: int
-    nbytes: int
-    sent_bytes: int
-    payloads: Callable[[], Sequence[Buffer]]
-    on_reply: OnReply
-
-
-class _Push(NamedTuple):
-    """A push of one key with what goes to each chunk, and its place among all of the client's: None for the next."""
-
-    key: Key
-    pieces: Sequence[_Piece]
-    turn: Turn | None
-
-
-class Exchange(NamedTuple):
-    """One key of a pushpull: ``value`` to be pushed and ``out`` to be filled, as of ``PsClient.pushpull``."""
-
-    key: Key
-    value: Buffer
-    out: Buffer
-    turn: Turn
 
 
 @dataclass(slots=True)
@@ -82,26 +48,18 @@ class SavedChunk:
     rule: optim.Rule | None = None
 
 
-class PsClient(Participant):
-    """Client ``client``'s conversation with all servers about one store. Operations return a ``Work`` at once.
-
-    Buffers that are passed to an operation must stay unchanged until its Work is done. An operation on a key may be
-    started when the one before it on that key is done; different keys run side by side.
-
-    A push that fails is not counted: the next push of the key is taken as its repetition, and servers that had it
-    already add nothing. So a caller who tries again contributes once, and rounds of other clients stay in step. Only
-    one that is kept (see ``Turn``) goes on when its Work has ended because of its deadline, and the next waits for it.
-    """
+class PsClient(Exchanges):
+    """Client ``client``'s conversation with all servers about one store."""
 
     def __init__(
         self, config: Config, *, store: int, mode: str, client: int, num_clients: int, recorder: Recorder,
         link: Link | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, store, mode, client, num_clients, recorder, link)
-        self._layouts: dict[Key, KeyLayout] = {}
+        super().__init__(
+            config, store=store, mode=mode, client=client, num_clients=num_clients, recorder=recorder, link=link
+        )
         self._placement = placement.create(config.placement, max(1, config.num_servers))
         self._before_last_keys: tuple[frozenset[Key], placement.Placement] | None = None
-        self._codec = codec.get("none")
         self._said: tuple[RuleInForce, optim.Rule | None] | None = None
 
     def empty(self, count: int, dtype: str) -> Buffer:
@@ -201,345 +159,9 @@ class PsClient(Participant):
             asks.append(about(part, m.Init, fields, **how))
         return asks
 
-    @property
-    def position(self) -> int:
-        if self._position is not None:
-            return self._position
-        after = position([found for layout in self._layouts.values() if (found := layout.track.found) is not None])
-        return min(after, self.entered_after) if self._has_entered else after
-
-    def _take_position(self, key: Key) -> KeyLayout:
-        """The key, at the overall step where the process before this one has stopped: the same for all keys.
-
-        What that process has pushed beyond counts as pushed: servers take the repetition for one.
-        """
-        if self._position is None:
-            self._position = self.position
-            self._steps.begin_after(self._position)
-        layout = self._layouts[key]
-        if (found := layout.track.found) is not None:
-            layout.steps = found.up_to(self.position) if self._steps.finds else found.count
-        return layout
-
-    def next_pushes(self, keys: Sequence[Key]) -> dict[Key, Turn]:
-        """The next pushes of ``keys``, which one call of the program makes, take their places among this client's: to
-        be called in program order."""
-        tracks = {key: self._take_position(key).track for key in keys}
-        return dict(zip(tracks, self._steps.take(tracks, self.clock), strict=True))
-
-    def give_up(self, key: Key, turn: Turn) -> None:
-        """A push that has a place was not begun."""
-        if not turn.begun:
-            self._steps.end(self._layouts[key].track, turn, used=False)
-
-    def set_codec(self, chosen: codec.Codec) -> None:
-        """How pushes travel from now on. To be called when no push is under way."""
-        self._codec = chosen
-        self.forget_errors(self._layouts)
-
-    def forget_errors(self, keys: Iterable[Key]) -> None:
-        """What quantized pushes of ``keys`` have not said so far is of no use any more."""
-        for key in keys:
-            self._layouts[key].feedback = None
-
-    def restore_errors(self, key: Key, parts: Iterable[tuple[int, int]]) -> None:
-        """What was pushed last to elements ``start:stop`` of the key nobody has used: it is still to be said.
-
-        To be called when that push is done, before the next one.
-        """
-        if (feedback := self._layouts[key].feedback) is not None:
-            for start, stop in parts:
-                feedback.restore(slice(start, stop))
-
-    def abort(self) -> None:
-        super().abort()
-        self.forget_errors(self._layouts)  # as large as the values: what refers to a closed store must not keep them
-
-    def push(self, key: Key, value: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None) -> Work:
-        """Contribute ``value`` (shape ``(count,)``, storage dtype) to the key; done when every server has it.
-
-        ``turn``: its place among all pushes, if others were made since; as in those below.
-        """
-        return self._exchange(key, value, None, deadline, priority, turn)
-
-    def pushpull(
-        self, key: Key, value: Buffer, out: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None
-    ) -> Work:
-        """``push``, and fill ``out`` with the answer; ``out`` may be ``value``."""
-        return self._exchange(key, value, out, deadline, priority, turn)
-
-    def push_ahead(
-        self, key: Key, value: Buffer, landing: Landing, deadline: Deadline, priority: int = 0,
-        on_accepted: Callable[[], None] | None = None, turn: Turn | None = None,
-    ) -> Work:  # fmt: skip
-        """``push``, and the round's value into ``landing``, whose memory may be ``value``; done when it is there.
-
-        ``on_accepted`` is called when every server has ``value``, or when the Work is done.
-        """
-        return self._exchange(key, value, landing, deadline, priority, turn, on_accepted)
-
-    def pushpull_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
-        """``pushpull`` of several small keys, which all end together, in the time that one takes and not much more."""
-        pushes = [_Push(key, self._pieces_of(key, value, out), turn) for key, value, out, turn in exchanges]
-        return self._push_pieces(pushes, "pushpull", self._codec, deadline, priority, fused=True)
-
-    def _exchange(
-        self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
-        turn: Turn | None, on_accepted: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
-        pieces = self._pieces_of(key, value, out)
-        op = "pushpull" if isinstance(out, np.ndarray) else "push"
-        pushes = [_Push(key, pieces, turn)]
-        return self._push_pieces(
-            pushes, op, self._codec, deadline, priority, fused=out is not None, on_accepted=on_accepted
-        )
-
-    def _pieces_of(self, key: Key, value: Buffer, out: Buffer | Landing | None) -> list[_Piece]:
-        """What goes to each chunk of the key, encoded when it leaves, and where its answer goes.
-
-        Raises:
-            KVError: ``value`` has something that cannot be pushed as pushes travel now.
-        """
-        layout, chosen = self._layouts[key], self._codec
-        dtype, feedback = layout.dtype, self._feedback(key, value)
-
-        def payloads(where: slice, piece: Buffer) -> Callable[[], Sequence[Buffer]]:
-            return (lambda: (chosen.encode(piece, dtype),)) if feedback is None else feedback.payloads(where, piece)
-
-        pieces = []
-        for i, chunk in enumerate(layout.chunks):
-            where = slice(chunk.start, chunk.stop)
-            piece = value[where]
-            sent_bytes = chosen.wire_bytes(piece.size, dtype)
-            on_reply = self._on_value(key, layout, i, out, pushed=True, feedback=feedback)
-            pieces.append(_Piece(-1, piece.nbytes, sent_bytes, payloads(where, piece), on_reply))
-        return pieces
-
-    def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
-        """What earlier pushes of the key have left out, if the codec keeps it.
-
-        Raises:
-            KVError: ``value`` has something that would be left for ever.
-        """
-        layout = self._layouts[key]
-        if not isinstance(self._codec, codec.Quantizer) or layout.dtype != "float32":
-            return None
-        if not quantize.all_finite(value):
-            raise KVError(
-                f"push of key {key!r} on client {self._client}, clock {self.clock}: the values have infinities or "
-                f"not-a-numbers, which compression {self._codec.text} cannot carry; nothing was pushed"
-            )
-        if layout.feedback is None:
-            layout.feedback = Feedback(self._codec, value.size)
-        return layout.feedback
-
-    def _push_pieces(
-        self, pushes: Sequence[_Push], op: str, encoded: codec.Codec, deadline: Deadline, priority: int, *,
-        fused: bool, on_accepted: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
-        """Push what there is for each chunk of some keys, as one step of each key."""
-        for key, _, _ in pushes:
-            if self._layouts[key].pushing:
-                raise KVError(
-                    f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
-                )
-        # A value in shared memory comes as fast as the word that it will come.
-        acknowledge = on_accepted is not None and not self._link.shares
-        # Nobody waits for that word, unless it is to be seen in a timeline; without rounds it is said where an answer
-        # has to wait, which is seldom.
-        may_be_quiet = fused and on_accepted is None and self._in_rounds and not timeline.on
-        begun: list[tuple[KeyLayout, Turn, int, list[Ask]]] = []
-        asks: list[Ask] = []
-        for key, pieces, turn in pushes:
-            layout, turn = self._layouts[key], turn or self.next_pushes([key])[key]
-            layout.pushing = turn.begun = True
-            layout.steps = layout.track.begin(layout.steps)
-            step, done = layout.steps + 1, self._steps.done()
-            asks_of_key = [
-                about(
-                    part := layout.part(i), m.Push,
-                    (key, i, step, encoded.text, fused, acknowledge, part, piece.rows, False, turn.at, done,
-                     *turn.span),
-                    cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
-                    on_reply=piece.on_reply,
-                )
-                for i, piece in enumerate(pieces)
-            ]  # fmt: skip
-            asks += asks_of_key
-            begun.append((layout, turn, step, asks_of_key))
-        asks += (entry := self._entry())
-
-        is_late = False
-
-        def goes_on() -> bool:
-            # The program does not make it again: it counts, and what has not left yet is still to.
-            nonlocal is_late
-            if is_late := all(turn.kept for _, turn, _, _ in begun):
-                for layout, _, step, _ in begun:
-                    layout.pushing, layout.steps = False, step
-            return is_late
-
-        def count(error: KVError | None) -> None:
-            if entry and error is not None:
-                self._goes_on = False  # it is said again, though it may have been heard
-            for layout, turn, step, asks_of_key in begun:
-                if not is_late:
-                    layout.pushing = False
-                used = error is None or is_late or any(ask.used for ask in asks_of_key)
-                # With others that have failed, it may have come to a good end itself.
-                if used := used or (len(begun) > 1 and all(ask.answered for ask in asks_of_key)):
-                    layout.steps = max(layout.steps, step)
-                if layout.feedback is not None:
-                    layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
-                self._steps.end(layout.track, turn, used=used)
-
-        steps = {step for _, _, step, _ in begun}
-        label = self._label(op, [push.key for push in pushes], min(steps) if len(steps) == 1 else None)
-        nbytes = sum([piece.sent_bytes for push in pushes for piece in push.pieces])
-        return self._start(
-            label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted, goes_on=goes_on,
-            behind=[layout.pushes for layout, _, _, _ in begun], calls=len(begun),
-        )  # fmt: skip
-
-    # ---- rows
-
-    def rows_of(self, key: Key) -> RowChunks:
-        """How the rows of a key are spread over its chunks.
-
-        Raises:
-            UnsupportedError: the key is not cut at rows.
-        """
-        layout = self._layouts[key]
-        if layout.by_rows is None:
-            layout.by_rows = RowChunks(key, layout.chunks, placement.width_of(layout.shape), layout.dtype)
-        return layout.by_rows
-
-    def push_rows(
-        self, key: Key, rows: Rows, deadline: Deadline, priority: int = 0, changed: ArrivingRows | None = None,
-        turn: Turn | None = None,
-    ) -> Work:  # fmt: skip
-        """Contribute some rows to the key, in storage dtype; done when every server has them.
-
-        With ``changed``, that gets all rows which the update has changed, with their new values, and then it is done.
-        """
-        layout, chunks = self._layouts[key], self.rows_of(key)
-        # Errors are kept of whole keys only: rows are few enough as they are.
-        chosen = codec.get("none") if isinstance(self._codec, codec.Quantizer) else self._codec
-        dtype = layout.dtype
-        pieces = []
-        for i, (where, ids) in enumerate(chunks.split(rows.ids)):
-            piece = rows.values[where].reshape(-1)
-
-            def payloads(ids: Buffer = ids, piece: Buffer = piece) -> Sequence[Buffer]:
-                return ids, chosen.encode(piece, dtype)
-
-            on_reply = self._on_changed(layout, i, changed)
-            sent_bytes = ids.nbytes + chosen.wire_bytes(piece.size, dtype)
-            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
-        op = "push of rows" if changed is None else "pushpull of rows"
-        pushes = [_Push(key, pieces, turn)]
-        return self._push_pieces(pushes, op, chosen, deadline, priority, fused=changed is not None)
-
-    def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
-        def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            self._note_version(layout, index, message, pushed=True, read=changed is not None)
-            if changed is not None:
-                changed.take(index, message, payloads)
-                self._count_answer(sum(payload.nbytes for payload in payloads))
-
-        return on_reply
-
-    def pull_rows(self, key: Key, ids: Buffer, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
-        """Fill ``out`` (shape ``(ids.size, width)``, storage dtype) with rows ``ids``, ascending, of the value.
-
-        It is not older than this client's last push.
-        """
-        layout, chunks = self._take_position(key), self.rows_of(key)
-        asks, nbytes = [], out.nbytes
-        for i, (where, numbers) in enumerate(chunks.split(ids)):
-            if numbers.size:
-                part = layout.part(i)
-                asks.append(
-                    about(
-                        part,
-                        m.Pull,
-                        (key, i, layout.steps, part, numbers.size),
-                        reads=True,
-                        payloads=_all((numbers,)),
-                        cost_bytes=out[where].nbytes,
-                        on_reply=self._on_rows(layout, i, out[where]),
-                    )
-                )
-                nbytes += numbers.nbytes
-        label = self._label("pull of rows", [key], layout.steps)
-        return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes)
-
-    def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
-        def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            self._note_version(layout, index, message, pushed=False, read=True)
-            take_rows(out, message, payloads)
-
-        return on_reply
-
-    def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
-        """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
-        layout = self._take_position(key)
-        asks = [
-            about(
-                layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
-                cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
-                on_reply=self._on_value(key, layout, i, out, pushed=False),
-            )
-            for i, chunk in enumerate(layout.chunks)
-        ]  # fmt: skip
-        label = self._label("pull", [key], layout.steps)
-        return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
-
-    def _on_value(
-        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool,
-        feedback: Feedback | None = None,
-    ) -> OnReply:  # fmt: skip
-        chunk = layout.chunks[index]
-        where = slice(chunk.start, chunk.stop)
-
-        def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            if feedback is not None:
-                feedback.note_answer(where)
-            self._note_version(layout, index, message, pushed=pushed, read=out is not None)
-            if out is None:
-                return
-            if not isinstance(message, m.Value) or len(payloads) != 1:
-                raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
-            start_ns = timeline.now() if timeline.on else 0
-            value = as_array(payloads[0], DTYPES[layout.dtype])
-            if value.size != where.stop - where.start:
-                raise ProtocolError(f"a chunk of {value.size} elements came, expected {where.stop - where.start}")
-            if pushed:
-                self._count_answer(value.nbytes)
-            if isinstance(out, Landing):
-                out.put(where, value)
-            else:
-                np.copyto(out[where], value)
-            if start_ns:
-                timeline.span("copy", start_ns, key, nbytes=value.nbytes, clock=self.clock, chunk=index)
-
-        return on_reply
-
-    def _count_answer(self, nbytes: int) -> None:
-        """Bytes that a push brings back; its own are counted when it ends."""
-        self._recorder.add("pull", 0.0, nbytes, calls=0)
-
-    def _note_version(self, layout: KeyLayout, index: int, message: Message, *, pushed: bool, read: bool) -> None:
-        """How old was what this client had; the first chunk speaks for the key."""
-        if index != 0:
-            return
-        version = message.version if isinstance(message, (m.Value, m.Ack)) else 0
-        if pushed and not self._in_rounds:
-            later = message.later if isinstance(message, m.Value) else 0
-            layout.staleness = max(0, version - later - 1 - layout.seen_version)
-            self._recorder.staleness(layout.staleness)
-        if read:
-            layout.seen_version = version
+    def imbalance(self) -> float:
+        """The most loaded server's bytes over the mean."""
+        return self._placement.imbalance()
 
     # ---- commands to all servers
 
@@ -556,23 +178,7 @@ class PsClient(Participant):
         """
         return self._command("set_hyperparams", m.SetHyperparams, (hyperparams, self.clock), deadline, counts="hyper")
 
-    def _label(self, op: str, keys: Sequence[Key], step: int | None = None) -> str:
-        at = "" if step is None else f" at step {step}"
-        of = repr(keys[0]) if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
-        return f"{op} of key {of} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
-
-    def _furthest_step(self) -> int:
-        return max((layout.steps for layout in self._layouts.values()), default=0)
-
-    def _under_way(self) -> list[Operation]:
-        return [operation for layout in self._layouts.values() for operation in [*layout.pushes]]
-
-    def _staleness(self, key: Key) -> int:
-        return self._layouts[key].staleness
-
-    def imbalance(self) -> float:
-        """The most loaded server's bytes over the mean."""
-        return self._placement.imbalance()
+    # ---- what servers remember
 
     def get_state(self, key: Key, deadline: Deadline) -> tuple[Work, list[SavedChunk]]:
         """Everything the servers hold of a key, in a list that is complete when the Work is done."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmpi.errors import KVError
-from kvmpi.ps import barriers, client, consistency, part, replay, rounds, shard, snapshot_book
+from kvmpi.ps import barriers, consistency, exchanges, part, replay, rounds, shard, snapshot_book
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
@@ -292,7 +292,7 @@ def _meets_without_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _goes_on_after_the_furthest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing could be missing of keys that are not pushed in every step."""
-    monkeypatch.setattr(client, "position", lambda found: max((key.last for key in found), default=0))
+    monkeypatch.setattr(exchanges, "position", lambda found: max((key.last for key in found), default=0))
 
 
 def _takes_what_is_repeated_for_new(monkeypatch: pytest.MonkeyPatch) -> None:

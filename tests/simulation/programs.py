@@ -18,7 +18,8 @@ from kvmpi.engine import Work
 from kvmpi.errors import KVError, KVTimeoutError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import ArrivingRows, codec
-from kvmpi.ps.client import Exchange, PsClient, SavedChunk
+from kvmpi.ps.client import PsClient, SavedChunk
+from kvmpi.ps.exchanges import Exchange
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.participant import GOODBYE_S
 from kvmpi.ps.steps import Turn
