@@ -54,11 +54,11 @@ class _Push(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One key of a pushpull: ``value`` to be pushed and ``out`` to be filled, as of ``PsClient.pushpull``."""
+    """One key of several that are exchanged: ``value`` is pushed, and the answer goes to ``out``, if one is wanted."""
 
     key: Key
     value: Buffer
-    out: Buffer
+    out: Buffer | Landing | None
     turn: Turn
 
 
@@ -158,10 +158,14 @@ class Exchanges(Participant):
         """
         return self._exchange(key, value, landing, deadline, priority, turn, on_accepted)
 
-    def pushpull_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
-        """``pushpull`` of several small keys, which all end together, in the time that one takes and not much more."""
+    def exchange_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
+        """Several small keys, which all end together, in the time that one takes and not much more: ``push``,
+        ``push_ahead`` or ``pushpull``, by where their answers go, which is alike for all."""
+        outs = [out for _, _, out, _ in exchanges]
+        op = "pushpull" if all(isinstance(out, np.ndarray) for out in outs) else "push"
         pushes = [_Push(key, self._pieces_of(key, value, out), turn) for key, value, out, turn in exchanges]
-        return self._push_pieces(pushes, "pushpull", self._codec, deadline, priority, fused=True)
+        fused = all(out is not None for out in outs)
+        return self._push_pieces(pushes, op, self._codec, deadline, priority, fused=fused)
 
     def _exchange(
         self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
@@ -363,17 +367,25 @@ class Exchanges(Participant):
 
     def pull(self, key: Key, out: Buffer, deadline: Deadline, priority: int = 0) -> Work:
         """Fill ``out`` (shape ``(count,)``, storage dtype) with the value, not older than this client's last push."""
-        layout = self._take_position(key)
-        asks = [
-            about(
-                layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
-                cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
-                on_reply=self._on_value(key, layout, i, out, pushed=False),
-            )
-            for i, chunk in enumerate(layout.chunks)
-        ]  # fmt: skip
-        label = self._label("pull", [key], layout.steps)
-        return self._start(label, asks, deadline, priority, phase="pull", nbytes=out.nbytes)
+        return self.pull_together([(key, out)], deadline, priority)
+
+    def pull_together(self, wanted: Sequence[tuple[Key, Buffer]], deadline: Deadline, priority: int = 0) -> Work:
+        """``pull`` of several small keys, which all end together."""
+        asks, steps = list[Ask](), set[int]()
+        for key, out in wanted:
+            layout = self._take_position(key)
+            steps.add(layout.steps)
+            asks += [
+                about(
+                    layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
+                    cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
+                    on_reply=self._on_value(key, layout, i, out, pushed=False),
+                )
+                for i, chunk in enumerate(layout.chunks)
+            ]  # fmt: skip
+        label = self._label("pull", [key for key, _ in wanted], min(steps) if len(steps) == 1 else None)
+        nbytes = sum([out.nbytes for _, out in wanted])
+        return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes, calls=len(wanted))
 
     def _on_value(
         self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool,

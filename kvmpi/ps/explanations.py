@@ -8,6 +8,7 @@ from kvmpi.errors import VALUES_LOST, KVError, ServerLostError, names_in_words, 
 from kvmpi.ps.asks import NOWHERE, SCHEDULER, Ask, Operation
 from kvmpi.ps.reply import MAX_NAMED
 from kvmpi.wire import messages as m
+from kvmpi.wire.entries import Key
 
 _LOOK = "check that process and the network to it"
 
@@ -69,8 +70,11 @@ def why_waiting(operation: Operation, greeted: Collection[int]) -> list[str]:
 
 
 def _which(operation: Operation, asks: Collection[Ask]) -> str:
-    """Which of the keys that are pushed together ``asks`` are about; nothing where there is one."""
-    pushed = [ask.fields[0] for ask in operation.asks if ask.kind is m.Push]
-    if not pushed or pushed.count(pushed[0]) == len(pushed):
+    """Which of the keys that are exchanged together ``asks`` are about; nothing where there is one."""
+    if len(set(_keys(operation.asks))) < 2:
         return ""
-    return f" (key {names_in_words([repr(ask.fields[0]) for ask in asks if ask.kind is m.Push], 4)})"
+    return f" (key {names_in_words([*map(repr, _keys(asks))], 4)})"
+
+
+def _keys(asks: Collection[Ask]) -> list[Key]:
+    return list(dict.fromkeys(ask.fields[0] for ask in asks if ask.kind in (m.Push, m.Pull)))

@@ -53,7 +53,7 @@ def test_rounds_of_several_keys(start_job: StartJob, in_threads: InThreads, num_
             values = values_of(rank, step)
             outs = values if step % 2 else {key: np.full(count, np.nan, "f4") for key, count in COUNTS.items()}
             if (step + rank) % 3:
-                ps.pushpull_together(together(ps, values, outs), deadline()).wait()
+                ps.exchange_together(together(ps, values, outs), deadline()).wait()
             else:  # others exchange one by one what this client pushes at once
                 for one in [ps.pushpull(key, values[key], outs[key], deadline()) for key in COUNTS]:
                     one.wait()
@@ -73,9 +73,9 @@ def test_what_is_late_is_named_and_what_came_counts_once(start_job: StartJob) ->
     other_outs = {key: np.empty(count, "f4") for key, count in COUNTS.items()}
     late = "k3"
     there = [key for key in COUNTS if key != late]
-    pushed = clients[1].pushpull_together(together(clients[1], others, other_outs, there), deadline())
+    pushed = clients[1].exchange_together(together(clients[1], others, other_outs, there), deadline())
     with pytest.raises(KVTimeoutError) as caught:
-        clients[0].pushpull_together(together(clients[0], mine, outs), Deadline(0.7)).wait()
+        clients[0].exchange_together(together(clients[0], mine, outs), Deadline(0.7)).wait()
     for part in ("pushpull of key 'k0', 'k1', 'k2' and 5 more on client 0 of 2 at step 1, clock 0", f"(key {late!r})",
                  "still waits for client 1"):  # fmt: skip
         assert part in str(caught.value)
@@ -84,9 +84,9 @@ def test_what_is_late_is_named_and_what_came_counts_once(start_job: StartJob) ->
     for key in there:  # these have had their round, and its value
         np.testing.assert_array_equal(outs[key], whole_numbers(COUNTS[key]) + first[key], err_msg=key)
     # The late one is made again, in the same round; the others are in their next.
-    again = clients[0].pushpull_together(together(clients[0], mine, outs), deadline())
+    again = clients[0].exchange_together(together(clients[0], mine, outs), deadline())
     clients[1].pushpull(late, others[late], other_outs[late], deadline()).wait()
-    clients[1].pushpull_together(together(clients[1], others, other_outs, there), deadline()).wait()
+    clients[1].exchange_together(together(clients[1], others, other_outs, there), deadline()).wait()
     again.wait()
     for key in COUNTS:
         rounds = 1 if key == late else 2
@@ -109,9 +109,9 @@ def test_one_that_its_servers_refuse_fails_alone(start_job: StartJob, monkeypatc
     monkeypatch.setattr(optim.Test, "compute", fail)
     values, outs = values_of(0, 1), {key: np.full(count, np.nan, "f4") for key, count in COUNTS.items()}
     with pytest.raises(KVError, match=r"key 'k5'.*ZeroDivisionError: of a rule"):
-        ps.pushpull_together(together(ps, values, outs), deadline()).wait()
+        ps.exchange_together(together(ps, values, outs), deadline()).wait()
     broken.clear()
-    ps.pushpull_together(together(ps, values, outs), deadline()).wait()
+    ps.exchange_together(together(ps, values, outs), deadline()).wait()
     for key, total in sums(1, [0]).items():
         rounds = 1 if key == "k5" else 2
         np.testing.assert_array_equal(outs[key], whole_numbers(COUNTS[key]) + rounds * total, err_msg=key)
@@ -126,7 +126,7 @@ def test_a_second_push_of_one_of_them_is_refused_and_leaves_the_others(start_job
     held = clients[0].pushpull("k6", values["k6"], outs["k6"], deadline())  # until client 1 pushes
     exchanges = together(clients[0], values, outs)
     with pytest.raises(KVError, match="push of key 'k6' on client 0: its last push is not done"):
-        clients[0].pushpull_together(exchanges, deadline())
+        clients[0].exchange_together(exchanges, deadline())
     for exchange in exchanges:
         clients[0].give_up(exchange.key, exchange.turn)
     clients[1].push("k7", others["k7"], deadline()).wait()
@@ -134,7 +134,7 @@ def test_a_second_push_of_one_of_them_is_refused_and_leaves_the_others(start_job
     held.wait()
     other_outs = {key: np.empty(count, "f4") for key, count in COUNTS.items()}
     works = [
-        ps.pushpull_together(together(ps, mine, into), deadline())
+        ps.exchange_together(together(ps, mine, into), deadline())
         for ps, mine, into in zip(clients, (values, others), (outs, other_outs), strict=True)
     ]
     for work in works:

@@ -289,7 +289,13 @@ class Programs:
             return ps.pull_rows(key, by_rows[key], rows, deadline)
 
         came: list[tuple[Any, np.ndarray]] = []
-        yield from self._insist([partial(start, key) for key in outs])
+        whole = [(key, out) for key, out in outs.items() if key not in by_rows] if self._plan.together else []
+        if len(whole) > 1:
+            self._network.faults.count("pulled together")
+            starts = [partial(start, key) for key in outs if key in by_rows]
+            yield from self._insist([partial(ps.pull_together, whole), *starts])
+        else:
+            yield from self._insist([partial(start, key) for key in outs])
         for key, rows in came:  # that of one which had too little time is not the last
             outs[key][by_rows[key]] = rows[:, 0]
 
@@ -381,19 +387,19 @@ class Programs:
 
         def start_together(some: list[Any], deadline: Any) -> Work:
             turns = ps.next_pushes(some)
-            exchanges = [Exchange(key, values[key], outs[key], turns[key]) for key in some]
-            work = ps.pushpull_together(exchanges, deadline)
+            exchanges = [Exchange(key, values[key], outs[key] if key in fused else None, turns[key]) for key in some]
+            work = ps.exchange_together(exchanges, deadline)
             self._network.faults.count("together")
             works.update({key: self._noted(work, rank, step, key, entered) for key in some})
             return work
 
-        whole = fused - by_rows.keys() - landing.keys() if plan.together else set()
+        alike = {key: key in fused for key in keys if plan.together and key not in {*by_rows, *landing, *kept}}
         left = keys
         while left:
             deadline, begun = self._deadline(), []
-            for is_whole, group in itertools.groupby(left, whole.__contains__):
+            for kind, group in itertools.groupby(left, alike.get):
                 some = [*group]
-                if is_whole and len(some) > 1:
+                if kind is not None and len(some) > 1:
                     begun.append(start_together(some, deadline))
                 else:
                     begun += [start(key, deadline) for key in some]
