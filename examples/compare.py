@@ -24,6 +24,8 @@ COLOURS = {
     "mpi-sgd": "#56B4E9",
     "dist-asgd": "#D55E00",
     "mpi-asgd": "#E69F00",
+    "dist-ssp": "#7F7F7F",
+    "mpi-ssp": "#F0E442",
     "dist-esgd": "#009E73",
     "mpi-esgd": "#CC79A7",
     "diloco": "#8A6D3B",

@@ -103,6 +103,8 @@ ALGORITHMS = {
     "mpi-sgd": Algorithm("dist_sync_mpi", "SGD, once per round of all clients", GradientExchange),
     "dist-asgd": Algorithm("dist_async", "SGD, for each worker's gradients as they come", GradientExchange),
     "mpi-asgd": Algorithm("dist_async_mpi", "SGD, for each client's gradients as they come", GradientExchange),
+    "dist-ssp": Algorithm("dist_ssp", "the same; no worker gets far ahead of another", GradientExchange),
+    "mpi-ssp": Algorithm("dist_ssp_mpi", "the same; no client gets far ahead of another", GradientExchange),
     "dist-esgd": Algorithm("dist_async", "Elastic, for each worker's weights", ElasticExchange),
     "mpi-esgd": Algorithm("dist_async_mpi", "Elastic, for each client's weights", ElasticExchange),
     "diloco": Algorithm("dist_sync_mpi", "Outer, once per round of all clients", DiLoCoExchange, "adamw"),

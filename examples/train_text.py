@@ -28,7 +28,7 @@ from kvmpi.torch import ElasticAveraging, Trainer
 
 STORES = {
     "local": "local", "mpi-sgd": "dist_sync_mpi", "dist-asgd": "dist_async", "mpi-asgd": "dist_async_mpi",
-    "mpi-esgd": "dist_async_mpi",
+    "dist-ssp": "dist_ssp", "mpi-ssp": "dist_ssp_mpi", "mpi-esgd": "dist_async_mpi",
 }  # fmt: skip
 PAD = 0  # the word that fills short sentences up
 
