@@ -13,12 +13,13 @@ import pytest
 from jobs import HANGS_S
 
 from kvmpi.benchmarks.netlab import PRIVATE, NetLab
+from kvmpi.machine import read_text
 
 PROGRAM = str(Path(__file__).with_name("programs") / "sum_on_hosts.py")
 
 needs_lab = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("nsenter") is None or shutil.which("ip") is None
-    or not os.path.exists("/proc/net/if_inet6"), reason="needs root, iproute2, nsenter and IPv6",
+    or not read_text("/proc/net/if_inet6"), reason="needs root, iproute2, nsenter and IPv6",
 )  # fmt: skip
 
 
