@@ -188,15 +188,15 @@ class ClientSession:
         self._in_flight[window] = in_flight + cost_bytes
         return True
 
-    def _let_older_go(self, waiting: Ask) -> None:
-        """What was asked for before a request that waits at its server need not stay behind it for lack of room, as
-        long as there would be room in a second window.
+    def _let_others_go(self, waiting: Ask) -> None:
+        """What is queued behind a request that waits at its server need not stay there for lack of room, as long as
+        there would be room in a second window: the oldest first.
 
-        Other clients may wait for just that, and this one for them: priorities, and parts that move from server to
-        server one by one, change the order in which requests leave.
+        Other clients may wait for just that, and this one for them. Priorities, parts that move from server to server
+        one by one, and pushes of a key that wait for the one before them change the order in which requests leave.
         """
         queue = self._queues.get(waiting.where, [])
-        for entry in sorted((entry for entry in queue if entry[1] < waiting.number), key=lambda entry: entry[1]):
+        for entry in sorted(queue, key=lambda entry: entry[1]):
             ask = entry[2]
             if ask.operation.finished or ask.ended or not self._can_send(ask):
                 continue
@@ -263,7 +263,7 @@ class ClientSession:
                     self._send_again(ask)
                     (ask.payloads, ask.cost_bytes), ask.withheld = ask.withheld, None
                 elif not ask.accepted:
-                    self._let_older_go(ask)
+                    self._let_others_go(ask)
             case m.Moved():
                 self._astray.append(ask)
             case m.Accepted():

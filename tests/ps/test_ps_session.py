@@ -270,11 +270,26 @@ def test_what_is_older_than_a_request_that_waits_need_not_stay_behind_it() -> No
     bench.answer(older[0])
     assert not bench.flush()
     bench.answer(first, m.Waiting, [1], [])
-    assert keys(bench.flush()) == ["old 3"], "and nothing newer"
+    assert keys(bench.flush()) == ["old 3"], "and nothing that would not fit"
     for message in (first, *older[1:]):
         bench.answer(message)
     assert keys(bench.flush()) == ["new"]
     assert bench.session._in_flight[0, False] == 41
+
+
+def test_what_is_newer_than_a_request_that_waits_need_not_stay_behind_it_either() -> None:
+    """A push of a key that waits for the one before it is queued behind what the program has pushed since."""
+    bench = Bench(100)
+    bench.start("large", push(0, 280, "large"))
+    bench.start("next of a key", push(0, 0, "next of a key"))
+    (large,) = bench.flush()
+    bench.answer(large, m.Waiting, [1], [])
+    (small,) = bench.flush()
+    assert keys([large, small]) == ["large", "next of a key"]
+    bench.answer(small)
+    bench.answer(large)
+    assert bench.session.idle
+    assert bench.session._in_flight[0, False] == 0
 
 
 def test_a_request_that_has_left_out_of_turn_is_repeated_and_sent_once() -> None:

@@ -59,7 +59,7 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
 #: The first seeds that find a mistake, tried first to save time. A change of the scenario may move them: a warning
 #: says where to, since a search takes up to a minute.
 FOUND_BY = {
-    "resurrected incarnation": 99, "resurrected client": 8, "open rounds forgotten": 320, "one snapshot kept": 126,
+    "resurrected incarnation": 99, "resurrected client": 8, "open rounds forgotten": 99, "one snapshot kept": 126,
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 817, "snapshot of several rounds": 61, "lost acknowledgement": 10,
     "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 17,
