@@ -96,7 +96,7 @@ class Config:
     )
     interface: str = _setting(
         "",
-        "interfaces (eth0) or networks (10.0.0.0/16, fd00::/64) with commas that such connections use; empty: any",
+        "interfaces (eth0) or networks (10.0.0.0/16, fd00::/64), separated by commas, for these; empty: any",
     )
     native: str = _setting(
         "auto", "compiled code in the collectives: auto uses it where it has been built, off leaves all to Python",
