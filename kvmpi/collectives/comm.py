@@ -77,6 +77,10 @@ class Comm(Protocol):
         """What wakes when messages to or from ``peers`` may have moved; None: their requests must be polled."""
         ...
 
+    def attend(self) -> None:
+        """Give messages that are under way a turn, where they move only inside calls; for ranks that wait elsewhere."""
+        ...
+
     def channel(self, source: int, dest: int, tag: int) -> Channel | None:
         """The connections that messages of ``tag`` from ``source`` and to ``dest`` travel over, for others to use.
 
@@ -108,6 +112,9 @@ class SoloComm:
     irecv = iallreduce = ireduce_scatter = iallgather = ibroadcast = isend
 
     def waiter(self, peers: Collection[int]) -> None:
+        pass
+
+    def attend(self) -> None:
         pass
 
     def channel(self, source: int, dest: int, tag: int) -> None:

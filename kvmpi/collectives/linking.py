@@ -1,4 +1,4 @@
-"""How ranks of different hosts get TCP connections for their rings: who needs one to whom, and how they meet.
+"""How ranks of different hosts get TCP connections: who needs one to whom, for rings and to agree, and how they meet.
 
 Each rank listens for a moment, and tells the others over their communicator where, with a token that nobody else can
 know. Who connects shows the token of the rank it wants, and is shown its own: so neither takes a stranger for a peer,
@@ -15,12 +15,14 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.forming import exchange
+from kvmpi.collectives.lines import Lines
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.probing import options
 from kvmpi.collectives.topology import Layout
@@ -38,8 +40,18 @@ _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
 _MPI_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
 #: Seconds at most that an address may take to answer, and all of this.
 _ANSWER_S, _ALL_S = 2.0, 5.0
+#: Hosts whose first ranks agree over connections: rank 0 has two to each, and a process may have some hundreds.
+_MOST_CALLERS = 128
 
 Pair = tuple[int, int]
+
+
+class Linked(NamedTuple):
+    """The connections of a rank: ``rings`` between neighbours; ``calls`` between rank 0 and the first ranks of other
+    hosts, on these, if that was asked for and there are not too many of them."""
+
+    rings: Links
+    calls: Lines | None
 
 
 def pairs(layout: Layout) -> list[Pair]:
@@ -53,6 +65,14 @@ def pairs(layout: Layout) -> list[Pair]:
             ranks = [ranks[ring] for ranks in hosts]
             found += zip(ranks, [*ranks[1:], ranks[0]], strict=True)
     return sorted(set(found))
+
+
+def call_pairs(layout: Layout) -> list[Pair]:
+    """(from, to) of ranks between which ``Shortcut`` sends messages."""
+    firsts = [ranks[0] for ranks in layout.hosts[1:]]
+    if len(firsts) > _MOST_CALLERS:
+        return []
+    return sorted([(0, first) for first in firsts] + [(first, 0) for first in firsts])
 
 
 def own_addresses(network: str = "") -> list[tuple[str, int]]:
@@ -120,13 +140,14 @@ def _listen(own: Sequence[str]) -> socket.socket:
 
 
 def link(
-    comm: Comm, layout: Layout, num_connections: int, deadline: Deadline, label: str, *, network: str = "",
-    despite_fabric: bool = False,
-) -> Links | str:  # fmt: skip
+    comm: Comm, layout: Layout, num_connections: int, deadline: Deadline, label: str, *, calls: Comm | None = None,
+    network: str = "", despite_fabric: bool = False,
+) -> Linked | str:  # fmt: skip
     """Collective: ``comm`` with connections between hosts, or why there are none, which is then so on every rank.
 
     Args:
         num_connections: for each pair of neighbours: one for each ring that runs at the same time.
+        calls: what agreements travel over, which gets connections too; on all ranks or on none.
         network: see ``own_addresses``.
         despite_fabric: also where a host has a faster way than TCP.
     Raises:
@@ -155,15 +176,16 @@ def link(
         if refusing or listener is None:
             return why_not or f"MPI rank {refusing[0]} offers no connection"
         patience = Deadline(min(_ALL_S, 0.5 * deadline.remaining_s()))
-        wanted, numbers = pairs(layout), range(num_connections)
-        callers = [(rank, number) for rank, to in wanted if to == comm.rank for number in numbers]
-        calls = [(to, number) for rank, to in wanted if rank == comm.rank for number in numbers]
+        wanted = [(*pair, number) for pair in pairs(layout) for number in range(num_connections)]
+        wanted += [(*pair, num_connections) for pair in (call_pairs(layout) if calls is not None else ())]
+        callers = [(rank, number) for rank, to, number in wanted if to == comm.rank]
+        called = [(to, number) for rank, to, number in wanted if rank == comm.rank]
         tokens = [words[1:3].tobytes() for words in offers]
         answering = threading.Thread(
             target=_answer, args=(listener, token, tokens, set(callers), incoming, patience), daemon=True
         )
         answering.start()
-        for to, number in calls:
+        for to, number in called:
             hello = _HELLO.pack(tokens[to], comm.rank, number)
             made = _call(offers[to], hello, token, [address for address, _ in own], patience)
             if made is None:
@@ -177,15 +199,25 @@ def link(
         if without:
             return why_not or f"MPI rank {without[0]} lacks connections"
         linked = True
-        return Links(comm, _by_peer(outgoing), _by_peer(incoming))
+        rings = Links(comm, *(_by_peer(socks, num_connections) for socks in (outgoing, incoming)))
+        ends = [
+            {rank: sock for (rank, number), sock in socks.items() if number == num_connections}
+            for socks in (outgoing, incoming)
+        ]
+        return Linked(rings, Lines(calls, *ends) if calls is not None and any(ends) else None)
     finally:
         for sock in (listener, *(() if linked else (*incoming.values(), *outgoing.values()))):
             if sock is not None:
                 sock.close()
 
 
-def _by_peer(socks: dict[Pair, socket.socket]) -> dict[int, list[socket.socket]]:
-    return {peer: [socks[key] for key in sorted(socks) if key[0] == peer] for peer in sorted({key[0] for key in socks})}
+def _by_peer(socks: Mapping[Pair, socket.socket], num_connections: int) -> dict[int, list[socket.socket]]:
+    """Those of rings: the others have the number after theirs."""
+    found: dict[int, list[socket.socket]] = {}
+    for peer, number in sorted(socks):
+        if number < num_connections:
+            found.setdefault(peer, []).append(socks[peer, number])
+    return found
 
 
 def _answer(

@@ -18,6 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from kvmpi.collectives.comm import Bytes, Channel, Comm, Request, Waiter
 from kvmpi.errors import PeerLostError
@@ -171,7 +172,7 @@ class Links:
         #: So often has been looked what can be moved.
         self.num_looks = 0
         self._beside: deque[Request] = deque()
-        _all.add(self)
+        close_in_child(self)
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> Request:
         streams = self._outgoing.get(dest)
@@ -242,6 +243,9 @@ class Links:
         incoming.wake_bytes = 0  # nobody knows what it is after that
         return Channel(source, incoming.fd, dest, outgoing.fd)
 
+    def attend(self) -> None:
+        self._comm.attend()
+
     def duplicate(self) -> Comm:
         return self._comm.duplicate()
 
@@ -255,13 +259,21 @@ class Links:
         self._comm.free()
 
 
-_all: weakref.WeakSet[Links] = weakref.WeakSet()
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_all: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_in_child(connections: _Closable) -> None:
+    """A forked child has no part in what its parent exchanges, and must not keep connections open that that closes."""
+    _all.add(connections)
 
 
 def _forked() -> None:
-    """A child has no part in what its parent exchanges, and must not keep connections open that the parent closes."""
-    for links in list(_all):
-        links.close()
+    for connections in list(_all):
+        connections.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -95,6 +95,9 @@ class MemoryComm:
     def waiter(self, peers: Collection[int]) -> None:
         """Nothing wakes."""
 
+    def attend(self) -> None:
+        """They move when they are asked about."""
+
     def channel(self, source: int, dest: int, tag: int) -> None:
         """There are no connections."""
 

@@ -367,6 +367,13 @@ class MpiComm:
     def waiter(self, peers: Collection[int]) -> None:
         """MPI wakes nobody."""
 
+    def attend(self) -> None:
+        try:
+            with self._lock or nullcontext():
+                self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+        except self._mpi.Exception as error:
+            raise _lost(error) from None
+
     def channel(self, source: int, dest: int, tag: int) -> None:
         """There are no connections."""
 

@@ -15,7 +15,8 @@ from kvmpi.collectives.guard import Guard
 from kvmpi.collectives.hierarchical import Hierarchical
 from kvmpi.collectives.host_group import HostGroup
 from kvmpi.collectives.library import Library
-from kvmpi.collectives.linking import link
+from kvmpi.collectives.lines import Lines
+from kvmpi.collectives.linking import Linked, link
 from kvmpi.collectives.links import Links
 from kvmpi.collectives.naive import Naive
 from kvmpi.collectives.nccl import Nccl, connect
@@ -43,23 +44,24 @@ class Selection:
 
     Args:
         guard: of that communicator.
+        calls: what agreements travel over, if it is to have connections between hosts, too.
         others: as of ``Collectives``.
     Attributes:
         settings: for people, those that must be equal on all ranks.
         topology: found out at the first call that depends on it.
-        links: connections between hosts; likewise, where there are any.
+        links, calls: connections between hosts, of rings and to agree over; likewise, where there are any.
         shared: if it sums whatever comes.
     """
 
     def __init__(
         self, comm: Comm, guard: Guard, algorithm: str, chunk_bytes: int, *, num_rings: int, attach: bool,
-        figures: Figures, ring_transport: str, interface: str, use_native: bool,
+        figures: Figures, ring_transport: str, interface: str, use_native: bool, calls: Comm | None = None,
     ) -> None:  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"allreduce algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
         if not 1 <= num_rings <= 8:
             raise ConfigError(f"{num_rings} rings: expected 1 to 8")
-        self._comm, self._guard = comm, guard
+        self._comm, self._guard, self._calls = comm, guard, calls
         self.algorithm, self._chunk_bytes = algorithm, chunk_bytes
         self._num_rings, self._attach, self._figures = num_rings, attach, figures
         self._ring_transport, self._interface, self._use_native = ring_transport, interface, use_native
@@ -72,6 +74,7 @@ class Selection:
         self._unlinked = ""  # why there are no links
         self.topology: Topology | None = None
         self.links: Links | None = None
+        self.calls: Lines | None = None
         self.shared: Shared | None = None
 
     @property
@@ -91,16 +94,19 @@ class Selection:
 
     @property
     def route(self) -> Route | None:
-        """By which ranks can agree, if they are known to share memory on their hosts."""
+        """By which ranks can agree, if they are known to share memory on their hosts, or to be woken by others."""
         topology = self.topology
-        if topology is None or isinstance(topology.group, str) or len(topology.layout.hosts) == self._comm.size:
+        if topology is None or isinstance(topology.group, str):
             return None
-        return Route(topology.group, topology.layout.hosts)
+        if len(topology.layout.hosts) == self._comm.size and self.calls is None:
+            return None
+        return Route(topology.group, topology.layout.hosts, self.calls)
 
     def close(self) -> None:
         """End the connections, and keep no memory but what others may still read."""
-        if self.links is not None:
-            self.links.close()
+        for connections in (self.links, self.calls):
+            if connections is not None:
+                connections.close()
         for algorithm in self._made.values():
             if isinstance(algorithm, Nccl):
                 algorithm.close()
@@ -135,11 +141,11 @@ class Selection:
             _log.info("ranks of a host share no memory: %s", topology.group)
         if len(topology.layout.hosts) > 1 and self._ring_transport != "mpi":
             linked = link(
-                self._comm, topology.layout, max(MODEL_RINGS, self._num_rings), deadline, label,
+                self._comm, topology.layout, max(MODEL_RINGS, self._num_rings), deadline, label, calls=self._calls,
                 network=self._interface, despite_fabric=self._ring_transport == "tcp",
             )  # fmt: skip
-            if isinstance(linked, Links):
-                self.links = linked
+            if isinstance(linked, Linked):
+                self.links, self.calls = linked
             else:
                 self._unlinked = linked
                 _log.info("rings between hosts use MPI: %s", linked)

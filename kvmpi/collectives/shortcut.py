@@ -2,8 +2,10 @@
 
 On each host the first rank looks at what the others state. Where there are several hosts, those first ranks send rank 0
 a digest each, for their hosts, and rank 0 answers whether all are the same; so rank 0 has to do with as many ranks as
-there are hosts. Whenever that is not so - a rank makes another call or none, or goes on by messages whatever the others
-do - all ranks go on by messages to rank 0 (``agreement``), which finds out what is the matter.
+there are hosts. Where these messages have connections of their own, who waits for them is woken: MPI would have to be
+asked again and again for as long as another rank computes, which costs as much as the sum that follows. Whenever that
+is not so - a rank makes another call or none, or goes on by messages whatever the others do - all ranks go on by
+messages to rank 0 (``agreement``), which finds out what is the matter.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy.typing as npt
 
 from kvmpi.collectives.comm import Comm, Request
 from kvmpi.collectives.host_group import HostGroup
+from kvmpi.collectives.lines import Lines
 from kvmpi.collectives.waiting import Habit, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError
@@ -25,6 +28,8 @@ Buffer = npt.NDArray[Any]
 About = Callable[[Sequence[int]], str]
 #: Whether messages, by rank, have come in time.
 Came = Callable[[Mapping[int, Request]], bool]
+#: Whether all ranks of this host have stated the same; its argument says when that does not matter any more.
+SameHere = Callable[..., bool]
 
 _TAG = 2
 #: What the first rank of a host sends whose ranks do not all make the same call. No call has that digest.
@@ -33,10 +38,11 @@ _WAITS = Habit()
 
 
 class Route(NamedTuple):
-    """The ranks of this rank's host, and of each host."""
+    """The ranks of this rank's host, and of each host; ``lines`` between the first ranks of these, if there are any."""
 
     group: HostGroup
     hosts: tuple[tuple[int, ...], ...]
+    lines: Lines | None = None
 
 
 class Shortcut:
@@ -97,7 +103,7 @@ class Shortcut:
         """
         if self._route is None:
             return False
-        group, hosts = self._route
+        group, hosts, lines = self._route
         self.owed = [request for request in self.owed if not request.test()]
         self._sent = [request for request in self._sent if not request.test()]
         group.state(digest)
@@ -110,25 +116,29 @@ class Shortcut:
         def same_here(over: Callable[[], bool] = lambda: False) -> bool:
             return not alone and _in_time(lambda: group.all_state(digest, deadline, late, over))
 
-        def came(receives: Mapping[int, Request]) -> bool:
-            def describe() -> str:
-                return unheard([rank for rank, receive in receives.items() if not receive.test()])
-
-            def wait() -> bool:
-                wait_all(receives.values(), deadline, describe, _WAITS)
-                return True
-
-            return _in_time(wait)
-
-        if comm.rank:
-            agreed = self._ask_rank_0(comm, digest, same_here, came)
+        if lines is not None:
+            agreed = _over_lines(lines, comm.rank == 0, digest, deadline, unheard, same_here)
         else:
-            agreed = self._ask_first_ranks(comm, [ranks[0] for ranks in hosts[1:]], digest, same_here, came)
+
+            def came(receives: Mapping[int, Request]) -> bool:
+                def describe() -> str:
+                    return unheard([rank for rank, receive in receives.items() if not receive.test()])
+
+                def wait() -> bool:
+                    wait_all(receives.values(), deadline, describe, _WAITS)
+                    return True
+
+                return _in_time(wait)
+
+            if comm.rank:
+                agreed = self._ask_rank_0(comm, digest, same_here, came)
+            else:
+                agreed = self._ask_first_ranks(comm, [ranks[0] for ranks in hosts[1:]], digest, same_here, came)
         group.answer(agreed)
         return agreed
 
     def _ask_first_ranks(
-        self, comm: Comm, others: Sequence[int], digest: bytes, same_here: Callable[[], bool], came: Came
+        self, comm: Comm, others: Sequence[int], digest: bytes, same_here: SameHere, came: Came
     ) -> bool:
         digests = np.empty((len(others), len(digest)), np.uint8)
         receives = {rank: comm.irecv(digests[number], rank, _TAG) for number, rank in enumerate(others)}
@@ -138,9 +148,7 @@ class Shortcut:
         self._sent += [comm.isend(answer, rank, _TAG) for rank in others]
         return agreed
 
-    def _ask_rank_0(
-        self, comm: Comm, digest: bytes, same_here: Callable[[Callable[[], bool]], bool], came: Came
-    ) -> bool:
+    def _ask_rank_0(self, comm: Comm, digest: bytes, same_here: SameHere, came: Came) -> bool:
         answer = np.zeros(1, np.uint8)
         receive = comm.irecv(answer, 0, _TAG)
         # An answer that comes before this rank has said anything is no.
@@ -148,6 +156,25 @@ class Shortcut:
         self.owed.append(receive)
         self._sent.append(comm.isend(np.frombuffer(digest if same else _DIFFERS, np.uint8), 0, _TAG))
         return same and came({0: receive}) and bool(answer[0])
+
+
+def _over_lines(
+    lines: Lines, is_first: bool, digest: bytes, deadline: Deadline, unheard: About, same_here: SameHere
+) -> bool:
+    """The same with words, of which each is a digest: rank 0 answers with one that is its own, or with none."""
+
+    def all_say() -> bool:
+        said = lines.hear(deadline, unheard)
+        return said is not None and all(word == digest for word in said)
+
+    lines.expect()
+    if is_first:
+        agreed = same_here() and _in_time(all_say)
+        lines.say(digest if agreed else _DIFFERS)
+        return agreed
+    same = same_here(lines.is_over)
+    lines.say(digest if same else _DIFFERS)
+    return same and _in_time(all_say)
 
 
 def _in_time(wait: Callable[[], bool]) -> bool:

@@ -64,7 +64,7 @@ class Collectives:
         self._guard = Guard(comm)
         self._selection = Selection(
             comm, self._guard, algorithm, chunk_bytes, num_rings=num_rings, attach=attach, figures=figures or Figures(),
-            ring_transport=ring_transport, interface=interface, use_native=use_native,
+            ring_transport=ring_transport, interface=interface, use_native=use_native, calls=calls,
         )  # fmt: skip
         self._shortcut = Shortcut(lambda: self._selection.route)
         self._recorder = recorder or Recorder()

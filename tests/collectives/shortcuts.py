@@ -1,7 +1,8 @@
-"""Agreement in shared memory for ranks that are threads, from the first call on."""
+"""Agreement in shared memory, and over connections, for ranks that are threads, from the first call on."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from kvmpi.collectives import agreement, arena, tensor, words
 from kvmpi.collectives.forming import _page
 from kvmpi.collectives.host_group import HostGroup, Peer
+from kvmpi.collectives.lines import Lines
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
 from kvmpi.collectives.shortcut import Route, Shortcut
 
@@ -23,10 +25,12 @@ class Shortcuts:
 
     Args:
         per_host: so many ranks are on each host; 0: all are on one.
+        linked: whether there are connections between first ranks of hosts.
     """
 
-    def __init__(self, wakes: bool, per_host: int = 0) -> None:
-        self._wakes, self.per_host = wakes, per_host
+    def __init__(self, wakes: bool, per_host: int = 0, *, linked: bool = False) -> None:
+        self._wakes, self.per_host, self._linked = wakes, per_host, linked
+        self._socks: weakref.WeakKeyDictionary[MemoryWorld, Any] = weakref.WeakKeyDictionary()
         self._peers: weakref.WeakKeyDictionary[MemoryWorld, dict[Any, list[Peer]]] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakKeyDictionary[MemoryComm, Shortcut] = weakref.WeakKeyDictionary()
         self.taken = 0
@@ -44,12 +48,29 @@ class Shortcuts:
                 peers = [of_world[comm._context][rank] for rank in members]
                 group = HostGroup(members, members.index(comm.rank), peers)
                 group.wakes = self._wakes
-                found = self._made[comm] = Shortcut(lambda: Route(group, hosts))
+                lines = self._lines(comm, [ranks[0] for ranks in hosts]) if self._linked else None
+                found = self._made[comm] = Shortcut(lambda: Route(group, hosts, lines))
                 found.take()
         return found
 
+    def _lines(self, comm: MemoryComm, firsts: list[int]) -> Lines | None:
+        """Of a first rank, those to and from rank 0."""
+        if len(firsts) == 1 or comm.rank not in firsts:
+            return None
+        pairs = [pair for first in firsts[1:] for pair in ((0, first), (first, 0))]
+        of_world = self._socks.setdefault(comm._world, {})
+        if comm._context not in of_world:
+            of_world[comm._context] = {pair: socket.socketpair() for pair in pairs}
+        ends = of_world[comm._context]
+        outgoing = {to: ends[at, to][0] for at, to in pairs if at == comm.rank}
+        incoming = {at: ends[at, to][1] for at, to in pairs if to == comm.rank}
+        return Lines(comm, outgoing, incoming)
 
-WAYS = ["messages", "shared memory", "shared memory that wakes", "shared memory of several hosts"]
+
+WAYS = [
+    "messages", "shared memory", "shared memory that wakes", "shared memory of several hosts",
+    "connections between hosts of several", "connections between hosts of one",
+]  # fmt: skip
 
 
 @pytest.fixture(params=WAYS, autouse=True)
@@ -58,10 +79,12 @@ def shortcuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "messages":
         yield None
         return
-    wakes, per_host = request.param != "shared memory", 2 if request.param == WAYS[-1] else 0
+    wakes, linked = request.param != "shared memory", request.param.startswith("connections")
+    per_host = 1 if request.param == WAYS[-1] else 2 if "several" in request.param else 0
     if wakes and not words.wakes():
         pytest.skip("no compiled code here that wakes")
-    made, plain, leave, settle = Shortcuts(wakes, per_host), agreement.verdict, agreement.leave, Shortcut.settle
+    made = Shortcuts(wakes, per_host, linked=linked)
+    plain, leave, settle = agreement.verdict, agreement.leave, Shortcut.settle
 
     def verdict(comm: MemoryComm, call: Any, deadline: Any, settings: str = "", shortcut: Any = None) -> Any:
         return plain(comm, call, deadline, settings, made.of(comm))
