@@ -106,21 +106,21 @@ class Tensor:
     devices: Sequence[Any] = ()
 
 
-_serials = itertools.count()
+_serials = itertools.count(1)
 
 
 class Batch(list[Tensor]):
-    """Tensors of host memory that are summed again and again where they lie.
+    """Tensors of host memory that are summed where they lie.
 
     Attributes:
-        serial: tells them from all others that there have been.
+        serial: of tensors that are summed again and again tells them from all others that there have been; else 0.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], dtype: str) -> None:
+    def __init__(self, tensors: Iterable[Tensor], dtype: str, *, once: bool = False) -> None:
         super().__init__(tensors)
         self.dtype = dtype
         self.nbytes = sum(tensor.out.nbytes for tensor in self)
-        self.serial = next(_serials)
+        self.serial = 0 if once else next(_serials)
 
 
 def pack(tensors: Sequence[Tensor], act: Act) -> Tensor:

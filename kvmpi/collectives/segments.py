@@ -118,7 +118,7 @@ class SegmentSums:
             self._plans.clear()
             self._memory = scratch.memory
         key: list[Any] = [dtype, act.scale, scratch.used]
-        if isinstance(tensors, Batch):
+        if isinstance(tensors, Batch) and tensors.serial:
             key.append(tensors.serial)
         else:
             for tensor in tensors:

@@ -2,14 +2,16 @@
 
 A step of a loop sums the arrays that the step before has summed, and of a sum of many small arrays most of the time is
 Python's, which looks at each. So the second call on the same keys with the same memory leaves a ``Repeat`` behind, and
-those after it only look whether they are that call. Memory is told by its address: a ``Repeat`` keeps no array.
+those after it only look whether they are that call. Memory is told by its address: a ``Repeat`` keeps no array. Where
+sums are made in place, arrays that lie elsewhere need no more than to be looked at: those of a step's gradients do.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -38,6 +40,12 @@ _PATIENCE, _RARELY = 64, 16
 kept_for_late_ranks: list[Any] = []
 
 
+def kind_of(signature: Signature) -> Signature | None:
+    """The same wherever the arrays lie; None where that counts, because of others that must not lie there."""
+    op, scale, keys, pushed, pulled = signature
+    return (op, scale, keys, tuple(layout[1:] for layout in pushed), None) if op == "allreduce" and not pulled else None
+
+
 @dataclass(slots=True)
 class RepeatedPart:
     """What the call does with one key: ``source`` is summed into ``outs``, which may be ``source`` too."""
@@ -55,12 +63,14 @@ class Repeat:
         buckets: whose sums travel together.
         labels: of the buckets, for messages.
         calls: for the agreement, by ``async_op``.
+        once: whether arrays lie there in this call only.
         batches: of the buckets; and the ``values`` of the keys for which they were made, if those get the sums, too.
     """
 
     buckets: list[list[RepeatedPart]]
     labels: list[str]
     calls: tuple[Call, Call]
+    once: bool = False
     batches: list[Batch] = field(default_factory=list)
     values: list[Buffer] = field(default_factory=list)
 
@@ -76,12 +86,24 @@ class Repeat:
         memory = [value for value, _ in values]
         if self.batches and len(memory) == len(self.values) and all(map(operator.is_, memory, self.values)):
             return
-        given = iter(values)
+        given, once = iter(values), self.once
         self.batches = [
-            Batch([_tensor(part, *next(given, (None, False))) for part in bucket], bucket[0].state.dtype)
+            Batch([_tensor(part, *next(given, (None, False))) for part in bucket], bucket[0].state.dtype, once=once)
             for bucket in self.buckets
         ]
         self.values = memory
+
+    def elsewhere(self, places: Mapping[Key, int]) -> Repeat | None:
+        """The call, in place, on arrays at these addresses; None if they share memory."""
+        spans = sorted((places[state.key], state.nbytes) for state in self.states)
+        if any(start + nbytes > after for (start, nbytes), (after, _) in itertools.pairwise(spans)):
+            return None
+
+        def moved(part: RepeatedPart) -> RepeatedPart:
+            memory = arrays.memory_at(places[part.state.key], part.state.count, part.state.dtype)
+            return RepeatedPart(part.state, memory, [memory])
+
+        return Repeat([list(map(moved, bucket)) for bucket in self.buckets], self.labels, self.calls, once=True)
 
 
 class Repeats(Generic[T]):
@@ -89,6 +111,7 @@ class Repeats(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[Signature, T] = {}
+        self._kinds: dict[Signature, T] = {}
         self._num_keys = 0  # of all of them
         self._made: set[int] = set()  # hashes of signatures
         self._misses = self._skipped = 0
@@ -119,23 +142,35 @@ class Repeats(Generic[T]):
         self._misses = 0 if found is not None else self._misses + 1
         return found
 
+    def like(self, signature: Signature) -> T | None:
+        """What is known of a call on arrays of the same kinds that lie elsewhere."""
+        kind = kind_of(signature)
+        found = None if kind is None else self._kinds.get(kind)
+        if found is not None:
+            self._misses = 0
+        return found
+
     def made(self, signature: Signature) -> bool:
-        """The call is made, and was not known; whether it had been made before, and ``keep`` is worth while."""
-        found = hash(signature)
-        if found in self._made:
+        """The call is made, and was not known; whether it, or one like it, had been made before, and ``keep`` is worth
+        while."""
+        found = {hash(signature), hash(kind_of(signature) or signature)}
+        if not found.isdisjoint(self._made):
             return True
         if len(self._made) >= _MOST_MADE:
             self._made.clear()
-        self._made.add(found)
+        self._made |= found
         return False
 
     def keep(self, signature: Signature, repeat: T) -> None:
-        """Next time ``find`` returns this."""
+        """Next time ``find`` returns this, or ``like``."""
         self._num_keys += len(signature[2])
         if self._num_keys > _MOST_KEYS:
             self._known.clear()
+            self._kinds.clear()
             self._num_keys = len(signature[2])
         self._known[signature] = repeat
+        if (kind := kind_of(signature)) is not None:
+            self._kinds[kind] = repeat
 
 
 def _fits(given: Any, key: Sequence[Any]) -> bool:
@@ -192,7 +227,7 @@ class Repeating(Operations):
         if not (usual and able):
             return None
         signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)
-        repeat = None if signature is None else self._repeats.find(signature)
+        repeat = None if signature is None else self._repeats.find(signature) or self._elsewhere(signature)
         if repeat is None or self._has_pending(repeat.states):
             return None
         call.scale = float(call.scale)
@@ -203,6 +238,11 @@ class Repeating(Operations):
         for state in repeat.states:
             state.pushes += 1
         return self._repeat_op(repeat, call, [*written, *read])
+
+    def _elsewhere(self, signature: Signature) -> Repeat | None:
+        """The call as one like it was made on other arrays."""
+        found, addresses = self._repeats.like(signature), (layout[0] for layout in signature[3])
+        return None if found is None else found.elsewhere(dict(zip(signature[2], addresses, strict=True)))
 
     def _repeat_op(self, repeat: Repeat, call: Invocation, keep: list[Any]) -> Work:
         """Push: agree, and sum all buckets; ``keep`` are the arrays that the call was given."""

@@ -18,7 +18,7 @@ def test_calls_with_other_arrays_each_time_are_looked_at_seldom_and_leave_little
     kept, looked_at = [], 0
     for _ in range(300):
         kept.append([np.empty(1, "f4") for _ in keys])
-        signature = known.signature("allreduce", 1.0, keys, kept[-1], None)
+        signature = known.signature("pushpull", 1.0, keys, kept[-1], None)
         if signature is not None:
             looked_at += 1
             assert known.find(signature) is None
@@ -30,9 +30,9 @@ def test_calls_with_other_arrays_each_time_are_looked_at_seldom_and_leave_little
 
 def test_known_calls_are_so_many_keys_at_most_and_the_newest_stays() -> None:
     known, keys = Repeats(), tuple(range(NUM_KEYS))
-    calls = (Call("allreduce"), Call("allreduce"))
+    calls = (Call("pushpull"), Call("pushpull"))
     for number in range(100):
-        signature = ("allreduce", 1.0, keys, (number,), None)
+        signature = ("pushpull", 1.0, keys, (number,), None)
         repeat = Repeat([], [], calls)
         known.keep(signature, repeat)
         assert known.find(signature) is repeat
@@ -50,3 +50,28 @@ def test_a_call_that_is_made_again_is_looked_at_every_time() -> None:
         again = known.signature("pushpull", 1.0, "k", array, None)
         assert again == first
         assert known.find(again) is not None
+
+
+def test_a_sum_in_place_is_known_wherever_its_arrays_lie() -> None:
+    known, keys, repeat = Repeats(), ["k", "l"], Repeat([], [], (Call("allreduce"), Call("allreduce")))
+    kept = [[np.empty((2, 3), "f4"), np.empty(5)] for _ in range(4)]
+    first, second, third = (known.signature("allreduce", 0.5, keys, arrays, None) for arrays in kept[:3])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert not known.made(first)
+    assert known.like(second) is None
+    assert known.made(second), "one like it"
+    known.keep(second, repeat)
+    assert known.find(third) is None
+    assert known.like(third) is repeat
+    one, other = kept[3]
+    others = [
+        ("allreduce", 1.0, keys, kept[3], None), ("allreduce", 0.5, keys[::-1], kept[3][::-1], None),
+        ("allreduce", 0.5, keys, [one.T, other], None), ("allreduce", 0.5, keys, [one, other.astype("f4")], None),
+        ("allreduce", 0.5, keys, kept[3], kept[2]), ("pushpull", 0.5, keys, kept[3], None),
+        ("allreduce", 0.5, keys, [one.reshape(3, 2), other], None),
+    ]  # fmt: skip
+    for call in others:
+        signature = known.signature(*call)
+        assert signature is None or known.like(signature) is None, call[:3]

@@ -359,6 +359,52 @@ def mistakes(kv):
     assert hits.found == 0
 
 
+def elsewhere(kv):
+    """Sums in place of arrays that are others each time, as gradients are."""
+    n, me = kv.num_workers, kv.rank
+    shapes = {"p": (30, 10), "q": (300_001,), "none": (0, 3), "r": (70_000,)}
+    names = list(shapes)
+    kv.init(names, [np.zeros(shape, "f4") for shape in shapes.values()])
+    hits, kept = Hits(kv), []
+    for step in range(8):
+        own = [np.full(shape, step + me + i, "f4") for i, shape in enumerate(shapes.values())]
+        kept.append(own)  # so that the next ones lie elsewhere
+        given = [torch.from_numpy(array) for array in own] if WITH_TORCH and step % 2 else own
+        work = kv.allreduce(names, given, async_op=step > 4, scale=0.5)
+        if step > 4:
+            del given
+            work.wait()
+        for i, array in enumerate(own):
+            assert (array == 0.5 * sum(step + rank + i for rank in range(n))).all(), (step, i)
+    assert hits.found == (4 if WITH_TORCH else 6), hits.found  # of each library, two are looked at
+    # What is not like it is none of it.
+    for wrong in (np.ones((10, 30), "f4"), np.ones((30, 10), "f8"), np.ones((30, 10), ">f4")):
+        with raises((ShapeMismatchError, DTypeMismatchError)):
+            kv.allreduce(names, [wrong, *own[1:]], scale=0.5)
+    before = hits.found
+    both = np.ones(600, "f4")
+    kv.init(["p2", "p3"], [np.zeros(300, "f4")] * 2)
+    for start in (300, 300, 300, 299):
+        both[:] = 1
+        kv.allreduce(["p2", "p3"], [both[:300], both[start : start + 300]])
+        if start == 300:
+            assert (both == n).all()
+    assert hits.found == before + 1, "arrays that share memory are looked at"
+    for _ in range(4):
+        if me == n - 1:
+            time.sleep(0.02)
+        array = np.full(300, me + 1.0, "f4")
+        last = weakref.ref(array)
+        work = kv.allreduce("p2", array, async_op=True)
+        del array
+        assert last() is not None or work.done(), "what is under way stays"
+        work.wait()
+    # One worker knows the call, others make another.
+    count = 2 if me == n - 1 else 4
+    with raises(OrderMismatchError):
+        kv.allreduce(names[:count], [np.ones(shape, "f4") for shape in shapes.values()][:count], scale=0.5)
+
+
 def rules(kv):
     """An optimizer after plain sums: the same call is another one from then on."""
     n = kv.num_workers
@@ -410,7 +456,7 @@ def joining(kv):
 
 
 def main():
-    for check in (memory, mistakes, rules, joining):
+    for check in (memory, mistakes, elsewhere, rules, joining):
         with kvmpi.create("mpi", timeout_s=TIMEOUT_S) as kv:
             check(kv)
     with kvmpi.create("mpi", timeout_s=TIMEOUT_S, bucket_bytes=1_000_000) as kv:
