@@ -96,7 +96,7 @@ class GroupBase(_ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self._name, self._description, self._ranks, self._timeout_s = name, "", list(ranks), timeout_s
         self._comms = [comm, comm.duplicate()]
-        self._collectives = GroupCollectives.configured(comm, config)
+        self._collectives = GroupCollectives.configured(comm, config, calls=comm)
         self._transfers = Transfers(self._comms[1])
         self._engine = create_engine(config.engine)
         self._engine.add_lane(_LANE, ordered=True)
