@@ -12,6 +12,7 @@ from kvmpi.compiling import methods_not_compiled, not_compiled
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.store import KVStore
+from kvmpi.store.call import JoinedWork
 from kvmpi.torch import buckets, ownership
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.learning import Learner
@@ -396,9 +397,11 @@ class Exchange:
 
     def _receive(self) -> None:
         """Gradients come back: a parameter that no worker has used has none, as without an exchange."""
-        for work in self._flying:
-            work.wait()
-        self._flying.clear()
+        flying, self._flying = self._flying, []
+        if flying:
+            together = JoinedWork(flying, "gradients")
+            together.on_waited = flying[0].on_waited
+            together.wait()
         self._check_left()
         if not self._bucket_of:
             return

@@ -205,3 +205,28 @@ def test_two_keys_are_not_pulled_into_one_memory(any_store: KVStore) -> None:
     np.testing.assert_array_equal(both[:, 1::2], values[1])
     any_store.pull(KEYS[:2], [[block[:2], block[:2]], block[2:]])  # of one key: the same numbers
     np.testing.assert_array_equal(block, np.concatenate(values))
+
+
+def test_who_waits_for_several_operations_is_woken_once() -> None:
+    """They end about in the order in which they were begun."""
+    works = [Work(f"operation {i}") for i in range(5)]
+    waiting = threading.Thread(target=JoinedWork(works, "all").wait, daemon=True)
+    waiting.start()
+    until_s = time.monotonic() + 20
+    while works[-1]._gates is None:
+        assert time.monotonic() < until_s
+        time.sleep(1e-3)
+    assert all(work._gates is None for work in works[:-1])
+    for work in works:
+        assert waiting.is_alive()
+        work.finish()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_time_that_is_up_is_told_of_the_first_operation_that_is_late() -> None:
+    works = [Work(f"operation {i}") for i in range(4)]
+    works[0].finish()
+    works[3].finish()
+    with pytest.raises(KVTimeoutError, match="operation 1: not finished"):
+        JoinedWork(works, "all").wait(0.05)
