@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -122,14 +123,32 @@ class Exchanges(Participant):
         for key in keys:
             self._layouts[key].feedback = None
 
-    def restore_errors(self, key: Key, parts: Iterable[tuple[int, int]]) -> None:
-        """What was pushed last to elements ``start:stop`` of the key nobody has used: it is still to be said.
+    def restore_errors(self, parts: Iterable[tuple[Key, Sequence[tuple[int, int]]]]) -> None:
+        """What was pushed last to elements ``start:stop`` of a key nobody has used: it is still to be said.
 
         To be called when that push is done, before the next one.
         """
-        if (feedback := self._layouts[key].feedback) is not None:
-            for start, stop in parts:
-                feedback.restore(slice(start, stop))
+        for key, some in parts:
+            if (feedback := self._layouts[key].feedback) is not None:
+                for start, stop in some:
+                    feedback.restore(slice(start, stop))
+
+    def move_errors(self, moves: Iterable[tuple[Key, Key, Sequence[tuple[int, int, int]]]]) -> None:
+        """What pushes of one key have left out of elements ``start:stop`` is to be said by those of another, of its
+        elements from the third number on. Keys of other dtypes than float32 leave nothing out.
+
+        To be called when no push of these keys is under way.
+        """
+        taken = []
+        for source, target, parts in moves:
+            layout = self._layouts[target]
+            if (feedback := self._layouts[source].feedback) is not None and layout.dtype == "float32":
+                taken += [(layout, start, feedback.take(slice(*where))) for *where, start in parts]
+        for layout, start, values in taken:
+            if layout.feedback is None:
+                assert isinstance(self._codec, codec.Quantizer)
+                layout.feedback = Feedback(self._codec, math.prod(layout.shape))
+            layout.feedback.add(slice(start, start + values.size), values)
 
     def abort(self) -> None:
         super().abort()

@@ -12,6 +12,8 @@ from kvmpi.ps.codec import Quantizer
 
 Buffer = npt.NDArray[Any]
 
+_LARGEST = np.finfo(np.float32).max
+
 
 class Feedback:
     """The error of one float32 key of ``count`` elements. It changes only with a push that counts.
@@ -45,6 +47,18 @@ class Feedback:
         To be called when that push is over and counts, before the next one.
         """
         self._residual[where] = self._left[where]
+
+    def take(self, where: slice) -> Buffer:
+        """What is still to be said of elements ``where``, for somebody else to say it."""
+        taken = self._residual[where].copy()
+        self._residual[where] = 0
+        return taken
+
+    def add(self, where: slice, values: Buffer) -> None:
+        """This is to be said of elements ``where``, too."""
+        with np.errstate(over="ignore"):
+            self._residual[where] += values
+        np.clip(self._residual[where], -_LARGEST, _LARGEST, out=self._residual[where])
 
     def note_answer(self, where: slice) -> None:
         """The server has what was said of elements ``where``."""

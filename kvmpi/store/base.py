@@ -415,6 +415,21 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             KeyNotInitializedError: a key does not exist.
         """
 
+    def move_errors(self, moves: Mapping[tuple[Key, Key], Sequence[tuple[int, int, int]]]) -> None:
+        """Take note that elements of one key are pushed as elements of another from now on.
+
+        For loops that lay out anew which gradients travel together: what pushes of the one have left out is added to
+        the next push of the other. Collective over the workers of a client, when their pushes are done; all clients do
+        it alike. Where nothing is left out, it does nothing.
+
+        Args:
+            moves: by keys, the one and the other: ``(start, stop, first)``, elements ``start:stop`` of the one, which
+                are those from ``first`` on of the other.
+        Raises:
+            KeyNotInitializedError: a key does not exist.
+            ShapeMismatchError: a key has no such elements.
+        """
+
     def _await_copies(self, parts: Sequence[Part], call: Invocation) -> None:
         """Return when what the call pushes is in memory of the store's own."""
         written = [part.state.sent for part in parts]

@@ -9,7 +9,7 @@ from kvmpi import optim
 from kvmpi.collectives import Entry
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.engine import Work
-from kvmpi.errors import KeyNotInitializedError, UnsupportedError
+from kvmpi.errors import KeyNotInitializedError, ShapeMismatchError, UnsupportedError
 from kvmpi.ps import PsClient, codec
 from kvmpi.store.base import KVStore, seconds_of_silence
 from kvmpi.store.call import Invocation, KeyState
@@ -67,28 +67,60 @@ class Commanding(KVStore):
         return isinstance(self._codec, codec.Quantizer)
 
     def restore_errors(self, parts: Mapping[Key, Sequence[tuple[int, int]]]) -> None:
-        call = self._call("restore_errors")
         details = [[key, [list(part) for part in some]] for key, some in parts.items()]
+        self._tell_of_errors(
+            "restore_errors", list(parts), details,
+            lambda ps: ps.restore_errors(parts.items()),
+        )  # fmt: skip
+
+    def move_errors(self, moves: Mapping[tuple[Key, Key], Sequence[tuple[int, int, int]]]) -> None:
+        details = [[*keys, [list(part) for part in some]] for keys, some in moves.items()]
+
+        def check(states: Mapping[Key, KeyState]) -> None:
+            for (source, target), some in moves.items():
+                for start, stop, first in some:
+                    for key, last in ((source, stop), (target, first + stop - start)):
+                        if not (0 <= start <= stop and first >= 0 and last <= states[key].count):
+                            raise ShapeMismatchError(
+                                f"move_errors of key {key!r} on worker {self.rank}: elements {start}:{stop} of "
+                                f"{source!r} to {first} of {target!r}, the key has {states[key].count} elements"
+                            )
+
+        self._tell_of_errors(
+            "move_errors", [key for keys in moves for key in keys], details,
+            lambda ps: ps.move_errors([(*keys, some) for keys, some in moves.items()]), check,
+        )  # fmt: skip
+
+    def _tell_of_errors(
+        self, op: str, keys: Sequence[Key], details: Any, tell: Callable[[PsClient], object],
+        check: Callable[[Mapping[Key, KeyState]], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Let what pushes of ``keys`` have left out be changed on the master, by ``tell``. Collective over the client.
+
+        Args:
+            details: what all workers have to give alike.
+            check: raises if the states of the keys do not fit.
+        """
+        call = self._call(op)
 
         def prepare() -> list[KeyState]:
-            if unknown := [key for key in parts if key not in self._keys]:
+            if unknown := [key for key in keys if key not in self._keys]:
                 raise KeyNotInitializedError(
-                    f"restore_errors of key {unknown[0]!r} on worker {self.rank}: the key was never initialised"
+                    f"{op} of key {unknown[0]!r} on worker {self.rank}: the key was never initialised"
                 )
-            return [self._keys[key] for key in parts]
+            states = {key: self._keys[key] for key in keys}
+            check(states)
+            return list(states.values())
 
         states = self._enter(call, prepare, lambda _: [Entry(repr(details))], lambda _: details)
-        ps = self._ps
-        if ps is None:
-            return
+        if (ps := self._ps) is not None:
 
-        def restore() -> None:
-            for key, some in parts.items():
-                ps.restore_errors(key, some)
+            def change() -> None:
+                tell(ps)
 
-        # A worker that has joined waits for no push that others have waited for.
-        written = [state.value for state in states]
-        self._engine.push(restore, reads=call.done, writes=written, lane="inline", name=call.op).wait()
+            # A worker that has joined waits for no push that others have waited for.
+            written = [state.value for state in states]
+            self._engine.push(change, reads=call.done, writes=written, lane="inline", name=op).wait()
 
     def pushed_dtype(self, dtype: str) -> str:
         return self._codec.wire_dtype(dtype)

@@ -257,6 +257,7 @@ _COMMANDS: Mapping[str, Callable[[KVStore, Any], object]] = MappingProxyType(
         "set_hyperparams": lambda store, changed: store.set_hyperparams(**changed),
         "set_gradient_compression": lambda store, params: store.set_gradient_compression(params),
         "restore_errors": lambda store, details: store.restore_errors(dict(details)),
+        "move_errors": lambda store, details: store.move_errors({(a, b): some for a, b, some in details}),
         "save": lambda store, details: store._save(details[0], with_values=details[1]),
         "load": lambda store, details: store._load(details[0], with_values=details[1]),
         "num_dead": lambda store, timeout_s: store.num_dead(timeout_s),

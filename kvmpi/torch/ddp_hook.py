@@ -14,6 +14,7 @@ from kvmpi.compiling import not_compiled
 from kvmpi.errors import ConfigError
 from kvmpi.store import KVStore
 from kvmpi.torch.futures import future_of
+from kvmpi.torch.leftovers import Leftovers
 from kvmpi.torch.parameters import start_sum
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
@@ -38,8 +39,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
     bucket first comes; DDP forms new buckets after its first step, and the old keys stay. Several hooks of a store, for
     several models, are made in the same order by all workers: the second has keys that begin with ``prefix`` and a 2.
 
-    Under ``2bit`` and ``1bit`` compression, what pushes have left out of a parameter is kept while no worker has a
-    gradient of it other than zeros.
+    Under ``2bit`` and ``1bit`` compression, what pushes have left out of a parameter goes with it into other buckets,
+    and is kept while no worker has a gradient of it other than zeros.
 
     When backward returns, gradients are those of all workers: they are clipped and unscaled as in one process. Sparse
     ones, of ``Embedding(sparse=True)``, are an error: DDP's process group exchanges those, without this hook, and so
@@ -58,7 +59,8 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             f"ddp_comm_hook with store type {kv.type!r}: in an asynchronous store every push is an update, so there is "
             "no sum of gradients to get back; use a synchronous store, or kvmpi.torch.DistributedOptimizer without DDP"
         )
-    made, unused = set[str](), dict[str, _Unused]()
+    members = dict[str, tuple[int, ...]]()  # by key: whose gradients its bucket has
+    made, unused, leftovers = set[str](), dict[str, _Unused](), Leftovers(kv)
     before = _prefixes.setdefault(kv, [])
     before.append(prefix)
     if (number := before.count(prefix)) > 1:
@@ -76,11 +78,19 @@ def ddp_comm_hook(kv: KVStore, prefix: str = "ddp") -> Hook:
             _after_ddp(partial(_fill_unused, bucket.parameters(), bucket.gradients()))
         gradients: torch.Tensor = bucket.buffer()
         key = f"{prefix}.{bucket.index()}.{gradients.numel()}.{str(gradients.dtype).removeprefix('torch.')}"
+        names = tuple(map(id, bucket.parameters()))
+        while members.setdefault(key, names) != names:  # what of the others is left for the next push is theirs
+            key += "'"
         if key not in made:
             kv.init(key, torch.zeros_like(gradients))
             made.add(key)
-        if (last := unused.pop(key, None)) is not None:
-            last.restore(kv)
+        if bucket.index() == 0:  # with which every pass begins
+            for last in unused.values():
+                last.restore(kv)
+            unused.clear()
+        ends = itertools.accumulate((part.numel() for part in bucket.gradients()), initial=0)
+        ranges = zip(names, itertools.pairwise(ends), strict=True)
+        leftovers.lay_out({name: (key, *where) for name, where in ranges})
         if not kv.keeps_errors:
             work, left = start_sum(kv, key, gradients, 1.0 / kv.num_workers)
             return future_of(work, lambda: gradients if left == 1.0 else gradients.mul_(left))

@@ -20,6 +20,7 @@ from kvmpi.torch import buckets, gradients, rules
 from kvmpi.torch.exchange import Exchange
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.layers import Layers
+from kvmpi.torch.leftovers import Leftovers
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.other_buffers import OtherBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
@@ -154,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._in_store = _StateInStore(dict)
         self._layers: Layers | None = None
         self._stand_in: torch.Tensor | None = None  # a parameter that shows zeros in place of no gradient
-        self._tenant = object()
+        self._tenant, self._leftovers = object(), Leftovers(kvstore)
         self._params.create_in(kvstore, as_they_lie=True)
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose rest began alike
         self._start_rest_alike()
@@ -251,7 +252,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return Exchange(
             kv, self._params, keys, weights=None if self._in_step else self._weights, scale=self._scale,
             average=self._average, bucket_bytes=self._bucket_bytes, overlap=self._overlaps(),
-            before_pass=lambda: None if self._in_step else self._bring_up_to_date(),
+            before_pass=lambda: None if self._in_step else self._bring_up_to_date(), leftovers=self._leftovers,
         )  # fmt: skip
 
     def _look_at_layers(self) -> None:

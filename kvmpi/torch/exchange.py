@@ -16,6 +16,7 @@ from kvmpi.store.call import JoinedWork
 from kvmpi.torch import buckets, ownership
 from kvmpi.torch.gradients import Bucket
 from kvmpi.torch.learning import Learner
+from kvmpi.torch.leftovers import Leftovers
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.other_buffers import OtherBuffers
 from kvmpi.torch.ownership import Hooks
@@ -51,14 +52,17 @@ class Exchange:
         average: the sum with this scale is a mean, of which the mean is itself: a second pass before a step adds up.
         overlap: buckets leave during the backward; else all at its end.
         before_pass: called before anything leaves.
+        leftovers: of the exchange before this one, of fewer parameters, if there was one.
     """
 
     def __init__(
         self, kv: KVStore | None, params: KeyedParameters, keys: Sequence[int], *, weights: Weights | None,
         scale: float, average: bool, bucket_bytes: int, overlap: bool, before_pass: Callable[[], None],
+        leftovers: Leftovers,
     ) -> None:  # fmt: skip
         self._kv, self._params, self._keys, self._weights, self._overlap = kv, params, keys, weights, overlap
         self._scale, self._average, self._before_pass = scale, average, before_pass
+        self._leftovers = leftovers
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._tensors = params.tensors
         self._hooks: Hooks | None = None
@@ -154,6 +158,8 @@ class Exchange:
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._progress = buckets.Progress([bucket.indices for bucket in self._buckets])
+        if self._weights is None:
+            self._leftovers.lay_out({i: place for bucket in self._buckets for i, place in bucket.places()})
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         @not_compiled
@@ -413,8 +419,9 @@ class Exchange:
         if self._kv is not None and self._kv.keeps_errors:
             # What was left of them has travelled with zeros, and nobody takes it.
             parts: dict[int | str, list[tuple[int, int]]] = {}
-            for bucket in self._buckets:
-                parts.update(bucket.ranges(i for i in bucket.indices if used[i] <= 0))
+            for i, (key, *where) in (each for bucket in self._buckets for each in bucket.places()):
+                if used[i] <= 0:
+                    parts.setdefault(key, []).append((where[0], where[1]))
             if parts:
                 self._kv.restore_errors(parts)
         for i, bucket in self._bucket_of.items():

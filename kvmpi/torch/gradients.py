@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -92,12 +92,11 @@ class Bucket:
         self._addresses[index] = self.arrays[index].data_ptr()
         return self.grads[index]
 
-    def ranges(self, indices: Iterable[int]) -> dict[int | str, list[tuple[int, int]]]:
-        """By key of a block: where in it gradients of ``indices`` lie, as far as they are in blocks."""
-        found: dict[int | str, list[tuple[int, int]]] = {}
-        for number, start, stop in (self._ranges[i] for i in indices if i in self.copied):
-            found.setdefault(self.keys[number], []).append((start, stop))
-        return found
+    def places(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """By index, of gradients that are in blocks: the key of the block, and where in it they lie."""
+        for i in self.copied:
+            number, start, stop = self._ranges[i]
+            yield i, (self.keys[number], start, stop)
 
     def place(self, index: int) -> torch.Tensor:
         """Where a gradient lies in its block. To convert or move a model puts other memory into what it shows."""

@@ -269,3 +269,46 @@ def compressed(kv: kvmpi.KVStore) -> None:
                 torch.testing.assert_close(found, value, atol=1e-6, rtol=0, msg=f"{what}: {found}, expected {value}")
         optimizer.detach()
     kv.set_gradient_compression({"type": "none"})
+
+
+def compressed_in_other_buckets(kv: kvmpi.KVStore) -> None:
+    """What was left of a gradient goes with it, in whichever company it travels; frozen, it waits."""
+    if not kv.is_capable("compression"):
+        return
+    clients = client_bounds(kv.num_workers, kv.num_clients)
+    counts = {"a": 6, "b": 4, "c": 8, "added": 5}
+
+    def drawn(name: str, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + len(name) + counts[name])
+        return torch.randint(-4, 5, (counts[name],), generator=generator) / 8.0
+
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(counts[name])) for name in "abc"})
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, kv, model.named_parameters(), average=False, bucket_bytes=48, overlap=True)
+    left = {name: [torch.zeros(count) for _ in clients] for name, count in counts.items()}
+    expected = {name: torch.zeros(count) for name, count in counts.items()}
+    num_keys = list[int]()
+    for step in range(9):
+        if step in (3, 5):
+            model["b"].requires_grad_(step == 5)
+        if step == 6:
+            model["added"] = nn.Parameter(torch.zeros(counts["added"]))
+            optimizer.add_param_group({"params": [model["added"]]})
+        trained = [name for name in ("a", "c", "b", "added") if name in model and model[name].requires_grad]
+        optimizer.zero_grad()
+        torch.stack([(model[name] * drawn(name, step, kv.rank)).sum() for name in trained]).sum().backward()
+        optimizer.step()
+        num_keys.append(len(kv.keys))
+        for name in trained:
+            for client, (start, stop) in enumerate(clients):
+                wanted = left[name][client] + sum(drawn(name, step, rank) for rank in range(start, stop))
+                codes = wanted.sign() * 0.5 * (wanted.abs() >= 0.5)
+                left[name][client] = wanted - codes
+                expected[name] = expected[name] - codes
+        for name in model:
+            found = model[name].detach()
+            assert torch.equal(found, expected[name]), f"step {step}, {name}: {found}, expected {expected[name]}"
+    assert num_keys[0] < num_keys[1] or num_keys[2] < num_keys[3], f"the same buckets all the time: {num_keys}"
+    optimizer.detach()
+    kv.set_gradient_compression({"type": "none"})

@@ -13,6 +13,7 @@ import optimizer_loops as loops
 import torch
 from optimizer_buffers import (
     compressed,
+    compressed_in_other_buckets,
     converted_statistics,
     half_statistics,
     images,
@@ -683,7 +684,8 @@ def other_devices_by_default(kv: kvmpi.KVStore) -> None:
 DIRECT_CHECKS = (summed_where_they_are, gradients_that_others_hold)
 CHECKS = (
     every_loop, parameter_groups, groups_that_are_added, half_types, graphs_that_change, frozen_in_turn, converted,
-    images, odd_buffers, other_buffers, scripted, compressed, no_copies, compiled, nothing_leaves_without_sync,
+    images, odd_buffers, other_buffers, scripted, compressed, compressed_in_other_buckets, no_copies, compiled,
+    nothing_leaves_without_sync,
     order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, half_statistics, resumed,
     two_optimizers, sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,

@@ -36,8 +36,8 @@ JOBS = {
     ],
     "-n 4 -c 2 -s 2": [
         "dist_sync_mpi/gradients=every_loop,graphs_that_change,converted,images,other_buffers,"
-        "order_of_the_first_worker,compressed,uneven_batches",
-        "dist_sync/gradients=graphs_that_change,half_types,compressed,resumed,forks",
+        "order_of_the_first_worker,compressed,compressed_in_other_buckets,uneven_batches",
+        "dist_sync/gradients=graphs_that_change,half_types,compressed,compressed_in_other_buckets,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
         "checkpoint_of_torch,loaded,written_to,uneven_batches",
         "dist_sync/weights=frozen_in_turn,converted,layers_wait_for_their_own,whoever_reads_waits,first_layers_first,loaded,loaded_by_one",

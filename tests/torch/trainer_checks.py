@@ -330,6 +330,7 @@ def unmodified_ddp_over_a_store(store: str) -> None:
         for view in (False, True):
             layers_of_one_client(kv, gradient_as_bucket_view=view)
         what_is_left_of_unused_layers(kv)
+        what_is_left_in_other_buckets(kv)
     torch.distributed.destroy_process_group()
 
 
@@ -386,6 +387,46 @@ def what_is_left_of_unused_layers(kv: kvmpi.KVStore) -> None:
                 torch.testing.assert_close(found, torch.full((1, 3), mean), msg=f"step {step}: {found}, {mean}")
             else:
                 assert found is None, f"step {step}: layer {layer} has {found}"
+    kv.set_gradient_compression({"type": "none"})
+
+
+class Scales(nn.Module):
+    """Three parameters of which autograd has the gradients in another order than DDP expects them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.zeros(count)) for count in (6, 4, 8))
+
+    def forward(self, factors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(self.get_parameter(name) * factors[name]).sum() for name in "acb"]).sum()
+
+
+def what_is_left_in_other_buckets(kv: kvmpi.KVStore) -> None:
+    """After the first step DDP puts others together, and what was left of a gradient is still its parameter's."""
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    model = Scales()
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=48 / 2**20)
+    parallel.register_comm_hook(None, ddp_comm_hook(kv))
+    before = set(kv.keys)
+
+    def drawn(name: str, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + ord(name))
+        return torch.randint(-4, 5, model.get_parameter(name).shape, generator=generator) / 8.0
+
+    left = {name: [torch.zeros_like(p) for _ in range(kv.num_clients)] for name, p in model.named_parameters()}
+    for step in range(5):
+        parallel.zero_grad()
+        parallel({name: drawn(name, step, kv.rank) for name in left}).backward()
+        for name, errors in left.items():
+            mean = torch.zeros_like(errors[0])
+            for client in range(kv.num_clients):
+                ranks = range(client * kv.mpi_size, (client + 1) * kv.mpi_size)
+                wanted = errors[client] + sum(drawn(name, step, rank) for rank in ranks)
+                codes = wanted.sign() * (wanted.abs() >= 1)
+                errors[client], mean = wanted - codes, mean + codes / kv.num_workers
+            found = model.get_parameter(name).grad
+            assert torch.equal(found, mean), f"step {step}, {name}: {found}, expected {mean}"
+    assert len(buckets := set(kv.keys) - before) > 4, f"the same buckets all the time: {buckets}"
     kv.set_gradient_compression({"type": "none"})
 
 

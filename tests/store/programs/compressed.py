@@ -133,6 +133,8 @@ for name in sys.argv[2:]:
             odd = 0.5 + (kv.mpi_rank == kv.mpi_size - 1)
             refused(kv.set_gradient_compression, {"type": "2bit", "threshold": odd}, "2bit:0.5", "2bit:1.5")
         refused(kv.restore_errors, {"even": [(0, 1)]}, "'even'", "never initialised")
+        refused(kv.move_errors, {("odd", "even"): [(0, 1, 0)]}, "'even'", "never initialised")
+        refused(kv.move_errors, {("large", "odd"): [(0, 9, 993)]}, "key 'odd'", "993", "has 1001 elements")
         refused(kv.set_optimizer, kvmpi.optim.Elastic(alpha=0.5), "elastic is sent weights")
         kv.set_gradient_compression({"type": "none"})
         kv.set_optimizer(kvmpi.optim.Elastic(alpha=0.5))
@@ -151,7 +153,7 @@ for name in sys.argv[2:]:
         kv.barrier()
     if kv.mpi_size > 1:  # worker 0 joins before the others choose; its client goes on without what it would give
         with kvmpi.create(name) as kv:
-            kv.init("odd", np.zeros(COUNTS["odd"], "f4"))
+            kv.init(["odd", "new"], [np.zeros(COUNTS["odd"], "f4"), np.zeros(150, "f4")])
             left, out = np.zeros((kv.num_clients, COUNTS["odd"])), np.empty(COUNTS["odd"], "f4")
             if kv.rank:
                 kv.set_gradient_compression({"type": "2bit", "threshold": 0.75})
@@ -169,6 +171,18 @@ for name in sys.argv[2:]:
                     left[:, 300:500] = before[:, 300:500]
                     if kv.rank:
                         kv.restore_errors({"odd": [(300, 400), (400, 500)]})
+                    # Others change places, and some go to a key to which nothing was pushed yet.
+                    moves = {("odd", "odd"): [(100, 300, 0), (0, 100, 200)], ("odd", "new"): [(600, 700, 50)]}
+                    new, left[:, 600:700] = left[:, 600:700].copy(), 0
+                    left[:, :300] = np.roll(left[:, :300], 200, axis=1)
+                    if kv.rank:
+                        kv.move_errors(moves)
+            if kv.rank:
+                kv.pushpull("new", np.full(150, 0.25 / of_client, "f4"), moved := np.empty(150, "f4"))
+                given_now = 0.25 * (of_client - (np.arange(kv.num_clients) == 0)) / of_client
+                wanted = np.repeat(given_now[:, None], 150, axis=1)
+                wanted[:, 50:] += new
+                check(moved, (np.sign(wanted) * 0.75 * (np.abs(wanted) >= 0.75)).sum(axis=0), "moved")
             kv.join()
             kv.pull("odd", out)
             check(out, total.sum(axis=0), "joined")
