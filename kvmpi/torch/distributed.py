@@ -24,6 +24,7 @@ from kvmpi.torch.leftovers import Leftovers
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.other_buffers import OtherBuffers
 from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
+from kvmpi.torch.same_gradients import SameGradients
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights
 from kvmpi.warning import warn
@@ -58,8 +59,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     **Gradients come back** where the store is synchronous and has no optimizer. When ``backward`` returns, every
     ``p.grad`` is the mean over all workers: clip, unscale, look at them as in a loop of one process. A parameter that
-    no worker has used has no gradient. Several backward passes before a step add up; inside ``no_sync`` they exchange
-    nothing, which is what accumulation wants for all but the last.
+    no worker has used has no gradient. A worker without a backward steps with what others have made of theirs. Several
+    backward passes before a step add up; inside ``no_sync`` they exchange nothing, which is what accumulation wants for
+    all but the last.
 
     **Weights come back** with ``update_on_kvstore=True``, a store with an optimizer (``kv.set_optimizer``), and
     asynchronous stores. The store updates with the optimizer's rule and options, for this optimizer alone; it is an
@@ -154,6 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warn_of_forks(kvstore)
         self._in_store = _StateInStore(dict)
         self._layers: Layers | None = None
+        self._same: SameGradients | None = None
         self._stand_in: torch.Tensor | None = None  # a parameter that shows zeros in place of no gradient
         self._tenant, self._leftovers = object(), Leftovers(kvstore)
         self._params.create_in(kvstore, as_they_lie=True)
@@ -340,7 +343,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        if name == "_step_supports_amp_scaling" and self._update_on_kvstore:
+        if name == "_step_supports_amp_scaling" and not self._update_on_kvstore:
+            self._complete()  # GradScaler looks here before it looks for an overflow, which it does on all workers
+        elif name == "_step_supports_amp_scaling":
             if self._in_step:
                 self._show_all()
                 return True  # so that ``step`` hears of an overflow, and can tell other clients
@@ -373,8 +378,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "would differ from worker to worker: call add_param_group of this one, which adds them to both"
             )
         if not self._update_on_kvstore:
-            if closure is None and not self._exchange.complete:
-                self._exchange.finish()
+            if closure is None:
+                self._complete()
+                self._share_gradients()
             told = self._told
             vars(self._inner).update(told)
             try:
@@ -401,8 +407,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def evaluate() -> Any:
             self._exchange.called()
             result = closure()
-            if not self._exchange.complete:
-                self._exchange.finish()
+            self._complete()
+            self._share_gradients()
             if result is None:
                 return None
             value = self._exchange.summed_value(torch.as_tensor(result, dtype=torch.float64, device="cpu").detach())
@@ -416,8 +422,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._hide_stand_in()
-        if not self._exchange.complete:
-            self._exchange.finish()
+        self._complete()
         if self._in_step:
             self._push()
         else:
@@ -438,8 +443,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Those of a worker that had no backward are there from now on. Where there are none in the client, others may
         have some: then it is shown zeros, since ``GradScaler.update`` fails if there was nothing to look at.
         """
-        if not self._exchange.complete:
-            self._exchange.finish()
+        self._complete()
         tensors = [tensor for tensor in self._own_tensors() if tensor.requires_grad]
         if tensors and all(tensor.grad is None for tensor in tensors):
             self._stand_in = min(tensors, key=torch.Tensor.numel)
@@ -449,6 +453,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._stand_in is not None:
             self._stand_in.grad = None
         self._stand_in = None
+
+    def _complete(self) -> None:
+        """What no backward of this step has exchanged is exchanged."""
+        if not self._exchange.complete:
+            self._exchange.finish()
+
+    def _share_gradients(self) -> None:
+        """What loops do to gradients after a backward, those without one have not done: they get what others have."""
+        if self._exchange.some_have_none:
+            if self._same is None:
+                self._same = SameGradients(self._kv.client if self._in_step else self._kv, self._params)
+            self._same.take_over(has_pass=self._exchange.has_pass)
 
     @property
     def _told(self) -> dict[str, Any]:
@@ -474,9 +490,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 inverse = scale.double().reciprocal().float()
                 for grad in [tensor.grad.detach() for tensor in self._params.tensors if tensor.grad is not None]:
                     grad.mul_(inverse.to(grad.device))
-        if self._exchange.some_have_none:
-            # What loops do to gradients after a backward, those without one have not done, and the master may be one.
-            self._weights.take_over(has_pass=self._exchange.has_pass)
+        self._share_gradients()  # the master may have had no backward
         self._bring_up_to_date()
         self._weights.send_all(self._exchange.order[::-1], self._factor, self._bucket_bytes)
 
@@ -498,9 +512,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         it waits, and nothing more.
 
         Args:
-            broken: it was on this one, by an error that the program goes on after; not where it has gone through. The
-                others' gradients are summed with what there is of this worker's, be it nothing. Then call ``step``, as
-                the others do.
+            broken: it was on this one, by an error that the program goes on after, or this one has no batch; not where
+                it has gone through. The others' gradients are summed with what there is of this worker's, be it
+                nothing, and are there. Then call ``step``, as the others do.
         """
         if self._exchange.is_open or broken:
             self._exchange.finish(broken)

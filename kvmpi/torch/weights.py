@@ -14,7 +14,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, rebuild
 from kvmpi.store import KVStore
 from kvmpi.torch import buckets, pending
-from kvmpi.torch.parameters import KeyedParameters, next_key
+from kvmpi.torch.parameters import KeyedParameters
 from kvmpi.warning import warn
 
 
@@ -52,7 +52,6 @@ class Weights:
         self._note_versions(range(len(params)))
         # Nobody waits for a gradient that no worker of the client has: neither other clients nor a round.
         self._leaves_out = kv.is_capable("skip") or kv.num_clients == 1
-        self._shared_key: int | None = None  # the first of those of the client under which gradients are passed on
         self._planned: tuple[list[int], list[tuple[int, ...]]] = ([], [])
         self._warned = False
 
@@ -110,40 +109,6 @@ class Weights:
             some = [i for i in bucket if asks or gradients[i] is not None]
             if some:
                 self.send(some, [gradients[i] for i in some], len(plan) - number, reduced=True)
-
-    def take_over(self, *, has_pass: bool) -> None:
-        """Gradients become those of the client's first worker whose loop had a pass, clipped for instance, as it likes.
-
-        Collective over the client.
-        """
-        kv, tensors = self._kv.client, self._params.tensors
-        trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-        flags = torch.zeros(kv.num_workers + len(tensors), dtype=torch.float64, device="cpu")
-        if self._shared_key is None:
-            self._shared_key = next_key(kv)
-            values = [self._params.as_it_lies(i) for i in range(len(tensors))]
-            kv.init(list(range(self._shared_key, self._shared_key + 1 + len(tensors))), [flags, *values])
-        flags[kv.rank] = has_pass
-        kv.pushpull(self._shared_key, flags)
-        is_first = int(flags[: kv.num_workers].argmax()) == kv.rank
-        flags.zero_()
-        found = {i: torch.zeros_like(self._params.as_it_lies(i)) for i in trained}
-        for i in trained if is_first else ():
-            if (grad := tensors[i].grad) is not None:
-                flags[i] = 1.0
-                found[i].copy_(grad.detach().permute(self._params.order(i)))
-        kv.pushpull(
-            [self._shared_key, *(self._shared_key + 1 + i for i in trained)], [flags, *(found[i] for i in trained)]
-        )
-        for i in trained:
-            order = self._params.order(i)
-            shown = found[i].permute([order.index(d) for d in range(len(order))])
-            if not flags[i]:
-                tensors[i].grad = None
-            elif (grad := tensors[i].grad) is None:
-                tensors[i].grad = shown
-            else:
-                grad.copy_(shown)
 
     def _gradient(self, index: int, factor: float) -> torch.Tensor | None:
         grad = self._params.tensors[index].grad

@@ -11,6 +11,7 @@ from typing import Any
 
 import optimizer_loops as loops
 import torch
+from optimizer_absences import without_a_batch
 from optimizer_buffers import (
     compressed,
     compressed_in_other_buckets,
@@ -689,5 +690,5 @@ CHECKS = (
     order_of_the_first_worker, detached_in_place, hooks_of_the_user, converted_statistics, half_statistics, resumed,
     two_optimizers, sums, after_an_error,
     before_any_gradient, summed_with_other_passes, forks, line_searches, graphs_that_are_there_before,
-    sums_twice, other_devices_by_default, uneven_batches,
+    sums_twice, other_devices_by_default, without_a_batch, uneven_batches,
 )  # fmt: skip

@@ -17,7 +17,7 @@ JOBS = {
         "mpi/gradients",
         "mpi/direct=summed_where_they_are,hooks_of_the_user,gradients_that_others_hold,every_loop,half_types,graphs_that_change,frozen_in_turn,"
         "converted,images,two_optimizers,sums,after_an_error,before_any_gradient,summed_with_other_passes,"
-        "line_searches,graphs_that_are_there_before,sums_twice,"
+        "line_searches,graphs_that_are_there_before,sums_twice,without_a_batch,"
         "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
         "whoever_reads_waits,first_layers_first,compiled,too_late,checkpoint_of_torch,loaded,written_to,"
@@ -36,7 +36,7 @@ JOBS = {
     ],
     "-n 4 -c 2 -s 2": [
         "dist_sync_mpi/gradients=every_loop,graphs_that_change,converted,images,other_buffers,"
-        "order_of_the_first_worker,compressed,compressed_in_other_buckets,uneven_batches",
+        "order_of_the_first_worker,compressed,compressed_in_other_buckets,without_a_batch,uneven_batches",
         "dist_sync/gradients=graphs_that_change,half_types,compressed,compressed_in_other_buckets,resumed,forks",
         "dist_sync_mpi/weights=loops_of_people,groups_of_parameters,rule_of_the_user,graphs_that_change,resumed,"
         "checkpoint_of_torch,loaded,written_to,uneven_batches",
