@@ -23,7 +23,7 @@ from kvmpi.torch.layers import Layers
 from kvmpi.torch.leftovers import Leftovers
 from kvmpi.torch.norms import NormBuffers
 from kvmpi.torch.other_buffers import OtherBuffers
-from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key, start_alike
+from kvmpi.torch.parameters import KeyedParameters, Parameters, check_sums, next_key, start_alike
 from kvmpi.torch.same_gradients import SameGradients
 from kvmpi.torch.trainer import options_of
 from kvmpi.torch.weights import Weights
@@ -299,6 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _bring_up_to_date(self) -> None:
         """Tell the store what was loaded into the model, and what has changed in the optimizer's options."""
         if self._weights is None:
+            check_sums(self._kv, "DistributedOptimizer, which was made for a store without an optimizer")
             return
         self._weights.hand_over()
         if self._rescale is not None:

@@ -219,6 +219,15 @@ def summing(kv: KVStore) -> Callable[..., Work | None]:
     return kv.allreduce if kv.is_capable("allreduce") else kv.pushpull
 
 
+def check_sums(kv: KVStore, who: str) -> None:
+    """Raise if the store does something else with gradients than to sum them: its user has set an optimizer since."""
+    if kv.optimizer is not None and not kv.is_capable("allreduce"):
+        raise ConfigError(
+            f"{who}: the store applies {kv.optimizer!r} to what is pushed, and gives no gradients back; set it before, "
+            "and the store updates weights, or create another store for it"
+        )
+
+
 def start_sum(kv: KVStore, key: Any, value: Any, scale: float, priority: int = 0) -> tuple[Work, float]:
     """Start to sum gradients over workers, in place; and what the sum is still to be multiplied by then."""
     if kv.is_capable("allreduce"):

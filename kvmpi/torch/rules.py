@@ -15,7 +15,7 @@ from kvmpi.optim.rule import plain_name
 from kvmpi.store import KVStore
 from kvmpi.torch.parameters import KeyedParameters
 
-#: By store, what stands for each ``DistributedOptimizer`` that trains with it.
+#: By store, what stands for each ``DistributedOptimizer``, and each ``Trainer`` whose weights it updates.
 _TENANTS: WeakKeyDictionary[KVStore, set[object]] = WeakKeyDictionary()
 #: By store, the rule that such an optimizer has put in force; who finds another there has been given it.
 _MADE: WeakKeyDictionary[KVStore, optim.Rule] = WeakKeyDictionary()
@@ -24,7 +24,7 @@ _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
 
 def move_in(kv: KVStore, tenant: object) -> None:
-    """An optimizer trains with ``kv`` from here on."""
+    """An optimizer, or what stands for one, trains with ``kv`` from here on."""
     _TENANTS.setdefault(kv, set()).add(tenant)
 
 
@@ -37,8 +37,8 @@ def check_empty(kv: KVStore) -> None:
     """Raise if another optimizer trains with a store that is to update weights: its one rule would be that of both."""
     if _TENANTS.get(kv):
         raise ConfigError(
-            "a DistributedOptimizer trains with this store already, and a store that updates weights has one rule: "
-            "create a store for each, or detach() the first"
+            "a DistributedOptimizer or Trainer trains with this store already, and a store that updates weights has "
+            "one rule: create a store for each, or detach() a first DistributedOptimizer"
         )
 
 

@@ -19,8 +19,8 @@ from kvmpi.store import KVStore
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.gradients import keep_apart
 from kvmpi.torch.kinds import GradientKinds, no_rows
-from kvmpi.torch.parameters import KeyedParameters, Parameters, next_key
-from kvmpi.torch.rules import has_stepped, keys_of_groups
+from kvmpi.torch.parameters import KeyedParameters, Parameters, check_sums, next_key
+from kvmpi.torch.rules import has_stepped, keys_of_groups, move_in
 from kvmpi.warning import warn
 
 #: A ``local`` store that updates keeps a second copy of the weights: not by default for parameters larger than this.
@@ -109,7 +109,9 @@ class Trainer:
                     if self._torch is not None:
                         self._torch.register_state_dict_pre_hook(_warning_once())
                 self._params.create_in(self._kv)
-                if not self._update_on_kvstore:
+                if self._update_on_kvstore:
+                    move_in(self._kv, object())  # for good: the rule that stays is divided by this one's batch size
+                else:
                     self._sum_keys = dict(zip(enumerate(self._params.dtypes), self._params.keys, strict=True))
         except BaseException:
             self.close()
@@ -337,6 +339,7 @@ class Trainer:
         if kv is None:
             self._scale([p.grad for p in self._params.tensors if p.grad is not None], scale)
             return
+        check_sums(kv, "Trainer, which was made for a store without an optimizer")
         keys = self._keys_in(kv)
         active = self._active()
         self._kinds.learn(active)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import kvmpi
 from kvmpi import optim
 from kvmpi.errors import ConfigError, KVError
-from kvmpi.torch import DistributedOptimizer
+from kvmpi.torch import DistributedOptimizer, Trainer
 from kvmpi.torch.parameters import memory_order
 
 SYNC = ["local", "mpi", "dist_sync", "dist_sync_mpi"]
@@ -469,6 +469,13 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         DistributedOptimizer(sgd(other := mlp()), kv, other, update_on_kvstore=update_on_kvstore)
         return DistributedOptimizer(sgd(model), kv, model, update_on_kvstore=True)
 
+    def behind_a_trainer(kv: kvmpi.KVStore, model: nn.Module) -> Any:
+        """Whose rule divides by the size of its batch."""
+        trainer = Trainer((other := mlp()).parameters(), sgd(other), kv, True)
+        loss_of(other, [shard(0, 0)]).backward()
+        trainer.step(4)
+        return DistributedOptimizer(sgd(model), kv, model)
+
     def rms(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters())
 
@@ -493,6 +500,7 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
         ),
         "has one rule": lambda kv, m: after(kv, m, update_on_kvstore=True),
         "already, and a store": lambda kv, m: after(kv, m, update_on_kvstore=False),
+        "or Trainer trains with this store already": behind_a_trainer,
     }
 
 
@@ -500,6 +508,25 @@ def refusals() -> dict[str, Callable[[kvmpi.KVStore, nn.Module], Any]]:
 def test_forbidden_combinations(kv: kvmpi.KVStore, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         refusals()[said](kv, mlp())
+
+
+@pytest.mark.parametrize("make", [DistributedOptimizer, Trainer])
+def test_an_optimizer_that_the_store_gets_too_late(make: Any) -> None:
+    """What came back would be weights, in the place of gradients."""
+    with kvmpi.create("dist_sync") as kv:
+        model = mlp()
+        if make is Trainer:
+            trains = Trainer(model.parameters(), sgd(model), kv, False)
+        else:
+            trains = DistributedOptimizer(sgd(model), kv, model)
+        kv.set_optimizer(optim.SGD(0.1))
+
+        def train() -> None:
+            loss_of(model, [shard(0, 0)]).backward()
+            trains.step(1)
+
+        with pytest.raises(ConfigError, match="made for a store without an optimizer: the store applies SGD"):
+            train()
 
 
 @optim.register("sign of tests/torch")
