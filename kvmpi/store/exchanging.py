@@ -50,7 +50,7 @@ class Exchanging(KnownExchanges):
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
         sums = self._sum_ops(parts, call)
         call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
-        works = [work for batch in _batches(sums, call) for work in self._push_parts(batch, call)]
+        works = [work for batch in self._pushed_together(sums, call) for work in self._push_parts(batch, call)]
         return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
     def _push_rows(self, part: Part, call: Invocation) -> Work:
@@ -240,7 +240,7 @@ class Exchanging(KnownExchanges):
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
         self._begin_pushpull([part.state.key for part in parts], call)
         sums = self._sum_ops(parts, call)
-        coming = [each for batch in _batches(sums, call) for each in self._pushpull_parts(batch, call)]
+        coming = [each for batch in self._pushed_together(sums, call) for each in self._pushpull_parts(batch, call)]
         return self._spread_ops(coming, call) + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
     def _begin_pushpull(self, keys: Sequence[Key], call: Invocation) -> None:
@@ -291,6 +291,13 @@ class Exchanging(KnownExchanges):
             buffer: Buffer = vectors[0].buffer
             return buffer
         return None
+
+    def _pushed_together(
+        self, sums: Sequence[tuple[Part, Work | None]], call: Invocation
+    ) -> Sequence[Sequence[tuple[Part, Work | None]]]:
+        """Where pushes leave something out, a client refuses what it could not keep: that is an error of its key alone,
+        and the others have to leave."""
+        return [[each] for each in sums] if self.keeps_errors else _batches(sums, call)
 
     def _sum_ops(self, parts: list[Part], call: Invocation) -> list[tuple[Part, Work | None]]:
         """Parts that push whole arrays, each with the operation that sums it; None where a part may be lent, and is

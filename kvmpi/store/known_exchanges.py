@@ -67,7 +67,7 @@ class KnownExchanges(Commanding):
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         several = isinstance(key, list | tuple) and len(key) > 1
         usual = several and call.op == "pushpull" and not (call.async_op or call.reduced or timeline.on)
-        able = self.mpi_size == 1 and not (self._closed or self._joined or self._is_told_too_much)
+        able = self.mpi_size == 1 and not (self._closed or self._joined or self._is_told_too_much or self.keeps_errors)
         if not (usual and able and type(call.priority) is int):
             return None
         signature = call.signature = self._known.signature(call.op, 1.0, key, value, out)

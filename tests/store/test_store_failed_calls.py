@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -230,3 +231,29 @@ def test_time_that_is_up_is_told_of_the_first_operation_that_is_late() -> None:
     works[3].finish()
     with pytest.raises(KVTimeoutError, match="operation 1: not finished"):
         JoinedWork(works, "all").wait(0.05)
+
+
+@pytest.mark.parametrize("op", ["push", "pushpull"])
+def test_what_compression_cannot_carry_keeps_only_its_own_key_back(op: str) -> None:
+    """Others of the list are pushed, however often such a call was made before."""
+    keys, bad = ["a", "b", "c", "d"], "c"
+    with kvmpi.create("dist_sync") as kv:
+        kv.init(keys, [np.zeros(3, "f4") for _ in keys])
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        values, outs = [np.full(3, 0.5, "f4") for _ in keys], [np.empty(3, "f4") for _ in keys]
+        for fails in (False, False, False, True, False):
+            values[2].fill(np.nan if fails else 0.5)
+            for value in (*values[:2], values[3]):
+                value.fill(-0.5 if fails else 0.5)
+            if op == "push":
+                kv.push(keys, values)
+            else:
+                with pytest.raises(KVError, match="push of key 'c'") if fails else nullcontext():
+                    kv.pushpull(keys, values, outs)
+            for key in keys:
+                out = np.zeros(3, "f4")
+                if key == bad and fails and op == "push":
+                    with pytest.raises(KVError, match="push of key 'c'"):
+                        kv.pull(key, out)
+                kv.pull(key, out)
+                assert (out == (-0.5 if fails and key != bad else 0.5)).all(), f"{op}, {key}: {out}"
