@@ -156,7 +156,13 @@ class KeyedParameters:
             )
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             if str(dtype).removeprefix("torch.") not in DTYPES:
-                raise DTypeMismatchError(f"{name} is of {dtype}; stores carry {', '.join(DTYPES)}")
+                hint = ""
+                if dtype.is_complex:
+                    hint = (
+                        ". Keep torch.view_as_real of it as the parameter, and take torch.view_as_complex where it is "
+                        "used; or let DistributedDataParallel on kvmpi.torch.c10d sum its gradients"
+                    )
+                raise DTypeMismatchError(f"{name} is of {dtype}; stores carry {', '.join(DTYPES)}{hint}")
         values = [self.as_it_lies(i) for i in range(len(self))] if as_they_lie else self.data
         kv.broadcast(self.keys, values, values)
 

@@ -623,7 +623,7 @@ CHECKS: dict[int, Sequence[Callable[[int, int], None]]] = {
     1: (reductions, moves, groups, asynchronous, mistakes),
     2: (reductions, moves, groups, asynchronous, mistakes, messages, training, extensions, memory, forks),
     3: (reductions, moves, named_arguments, messages, mistakes),
-    4: (reductions, groups, asynchronous, messages),
+    4: (reductions, groups, asynchronous, messages, extensions),
 }
 
 
