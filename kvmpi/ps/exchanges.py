@@ -306,6 +306,10 @@ class Exchanges(Participant):
 
     # ---- rows
 
+    def found_by_rows(self, key: Key) -> bool:
+        """Whether the last round of a key before this process pushed to it was of rows, where clients step together."""
+        return self._layouts[key].found_by_rows
+
     def rows_of(self, key: Key) -> RowChunks:
         """How the rows of a key are spread over its chunks.
 

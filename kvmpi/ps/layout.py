@@ -28,6 +28,7 @@ class KeyLayout:
     seen_version: int = 0
     pushing: bool = False  # somebody waits for the last push
     pushes: list[Operation] = field(default_factory=list)  # that one, and those before it for which nobody waits
+    found_by_rows: bool = False  # the last round before this process pushed was of rows
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
     feedback: Feedback | None = None  # with a codec that keeps what it does not send
@@ -41,6 +42,7 @@ class KeyLayout:
         match message:
             case m.Found():
                 found = Found(message.version, message.at, message.done)
+                self.found_by_rows |= message.by_rows
             case m.Ack():
                 found = Found(message.version, {}, 0)
             case _:

@@ -284,8 +284,10 @@ class Shard:
             else:
                 lasting, (at, done) = slot.lasting_steps(client), slot.last_steps(client, not self.rounds.acknowledges)
                 done = max(done, self._done.get(client, 0))
-            found = m.Found(message.request, lasting, at, done) if at else m.Ack(message.request, lasting)
-            return [Reply(route, found)]
+            by_rows = slot.touched is not None
+            if not (at or by_rows):
+                return [Reply(route, m.Ack(message.request, lasting))]
+            return [Reply(route, m.Found(message.request, lasting, at, done if at else 0, by_rows))]
         if key in self.saved:
             raise ConfigError(
                 f"init of key {key!r}: chunk {message.chunk} of {message.num_chunks} is elsewhere in the snapshot, or "

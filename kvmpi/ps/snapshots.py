@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
+from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import RuleChange, Slot
@@ -52,7 +54,7 @@ _MANY_UNCLEAR = 3
 
 @dataclass(slots=True)
 class ChunkCopy:
-    """All that lasts of a chunk."""
+    """All that lasts of a chunk. ``by_rows``: its last round was of rows."""
 
     key: Key
     chunk: int
@@ -64,6 +66,7 @@ class ChunkCopy:
     generation: int
     rule: entries.RuleInForce
     arrays: dict[str, Buffer]
+    by_rows: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ def copy_chunk(shard: Shard, slot: Slot, rule: RuleChange) -> ChunkCopy:
     layout = shard.layouts[slot.key]
     return ChunkCopy(
         slot.key, slot.chunk, layout.num_chunks, slot.count, list(layout.shape), slot.dtype, slot.updates,
-        slot.generation, in_force(rule), dict(zip(names, arrays, strict=True)),
+        slot.generation, in_force(rule), dict(zip(names, arrays, strict=True)), slot.touched is not None,
     )  # fmt: skip
 
 
@@ -117,6 +120,8 @@ def restore(shard: Shard, saved: StoreCopy, keys: frozenset[Key]) -> None:
         slot.change_rule(RuleChange(0, change.generation, change.rule))
         slot.restore(copy.updates, arrays)
         slot.generation = copy.generation
+        # Which rows they were nobody asks any more, as the clients of that round are gone.
+        slot.touched = np.empty(0, WIRE_ID) if copy.by_rows else None
 
 
 # ---- on a server

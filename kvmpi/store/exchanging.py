@@ -88,6 +88,11 @@ class Exchanging(KnownExchanges):
         self._ask_op([state], ask, call, reads=known)
         return self._spread_rows_op(part, lambda: found[0], call)
 
+    def pushed_by_rows(self, key: Key) -> bool:
+        if super().pushed_by_rows(key):
+            return True
+        return self._ps is not None and not self._keys[key].pushes and self._ps.found_by_rows(key)
+
     def _check_by_rows(self, op: str, state: KeyState) -> None:
         super()._check_by_rows(op, state)
         if self._ps is not None:

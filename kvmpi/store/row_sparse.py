@@ -27,6 +27,9 @@ class RowSparse(Operations):
     def pushed_by_rows(self, key: Key) -> bool:
         """Whether the last push to a key was of rows: by this worker, or before the file that was loaded last.
 
+        In a synchronous store on servers the master of a client that was started again, or of a job that was resumed,
+        knows of the pushes before.
+
         Raises:
             KeyNotInitializedError: the key does not exist.
         """

@@ -48,7 +48,7 @@ class GradientKinds:
         for i in indices:
             grad = self._tensors[i].grad
             if grad is None and i in self._unknown and not self._by_client and self._updates is not None:
-                # A file may know, where the steps before this one were those of another process.
+                # A file, or servers, may know, where the steps before this one were those of another process.
                 if self._updates.pushed_by_rows(i):
                     self._sparse.add(i)
             elif grad is not None and _has_rows(grad) != (i in self._sparse):
@@ -77,6 +77,8 @@ class GradientKinds:
             elif kv.any(grad is not None):
                 self._sparse.discard(i)
                 self._unknown.discard(i)
+            elif self._updates is not None and not self._by_client and kv.any(i in self._sparse):
+                self._sparse.add(i)  # as the first of them knows
 
     def gradient(self, index: int) -> torch.Tensor:
         """The gradient of a parameter to be pushed; without one, zeros, which nobody may write to, or no rows."""

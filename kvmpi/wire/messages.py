@@ -209,13 +209,14 @@ class Found(Message, tag="found"):
     back and others have gone on without it, of those.
 
     ``version`` counts the closed rounds that have one, ``at`` are the overall steps of the last pushes by their number
-    in the chunk, ``done`` is the largest that has come with them.
+    in the chunk, ``done`` is the largest that has come with them. ``by_rows``: the last of these rounds was of rows.
     """
 
     request: int
     version: int
     at: dict[int, int]
     done: int
+    by_rows: bool = False
 
 
 class Accepted(Message, tag="accepted"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from pathlib import Path
 
@@ -72,3 +73,18 @@ def test_a_client_that_is_started_again_learns_by_itself_what_has_rows() -> None
     program = HERE / "programs" / "started_again.py"
     done = run_job("-n 3 -c 2 -s 1 --restart 1", program, settings={"timeout_s": 60})
     assert done.stdout.count("as if nothing had happened") == 3, done.stdout + done.stderr
+
+
+def test_a_trainer_that_goes_on_knows_what_has_rows(tmp_path: Path) -> None:
+    """The only client is killed, or its job is resumed, before it has had a gradient: the table does not decay."""
+    program = HERE / "programs" / "rows_again.py"
+    snapshots = f"-n 2 -c 1 -s 2 --snapshot-dir {tmp_path} --snapshot-every 3"
+    kills = [(f"-n {n} -c 1 -s 1 --restart 1", "kill", "2") for n in (2, 1)]
+    for options, argument, begins in [
+        *kills,
+        (snapshots, f"3 {tmp_path}", "0"),
+        (f"-n 2 -c 1 -s 2 --resume {tmp_path}", "5", "3"),
+    ]:
+        done = run_job(options, program, *argument.split(), settings={"timeout_s": 60})
+        said = re.findall(f"as if nothing had happened, from {begins}\n", done.stdout)
+        assert len(said) == int(options[3]), f"{options}\n{done.stdout}{done.stderr}"

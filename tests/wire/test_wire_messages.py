@@ -56,7 +56,7 @@ EXAMPLES = [
     m.Hello(1, 2, "sync", 3, 4, 1 << 60),
     m.Init(1, "wéight.0", 2, 3, 0, [0, 7], "bfloat16"),
     m.Push((1 << 63) - 1, -5, 0, 1, "none", True),
-    m.Found(3, 4, {4: 7, 3: -6}, 5),
+    m.Found(3, 4, {4: 7, 3: -6}, 5, True),
     m.Pull(0, 17, 1, 0),
     m.Query(5, "k", 1, 9),
     m.SetRule(1, 1, "adam", {"lr": 0.1, "betas": [0.9, 0.999], "multi_precision": True, "n": 3}),
