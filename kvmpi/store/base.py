@@ -6,6 +6,7 @@ import logging
 import numbers
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,9 @@ Updater = Callable[[Key, Any, Any], None]
 #: So long a worker that closes its store waits for the others of its client, which may have something left to do.
 _CLOSE_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
+
+#: Stores to which nothing referred any more before they were closed: whoever makes the next one closes them.
+dropped: deque[KVStore] = deque()
 
 
 @methods_not_compiled
@@ -566,6 +570,11 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Whether workers of this client were lost, so that the process cannot end MPI in good order."""
         inner = self._client_store
         return self._reduce.broken or self._cast.broken or (inner is not None and inner.broken)
+
+    def __del__(self) -> None:
+        """Nothing refers to it any more. Collections come at any moment, in any thread, where it cannot be closed."""
+        if not getattr(self, "_closed", True):
+            dropped.append(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import logging
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,14 +17,16 @@ from typing import Any, Protocol
 from kvmpi import ps
 from kvmpi.collectives import Comm
 from kvmpi.config import Config, client_bounds, close_to
-from kvmpi.errors import ConfigError, NotLaunchedError
+from kvmpi.errors import ConfigError, NotLaunchedError, UnsupportedError
 from kvmpi.ps.reporter import begin_reports, end_reports
-from kvmpi.store.base import KVStore
+from kvmpi.store.base import KVStore, dropped
 from kvmpi.store.dist import DistStore
 from kvmpi.store.replicated import ReplicatedStore
 from kvmpi.trace import timeline
 from kvmpi.trace.activity import activity
 from kvmpi.warning import warn
+
+_log = logging.getLogger(__name__)
 
 Factory = Callable[[Config], KVStore]
 
@@ -54,6 +59,9 @@ class Closing(Protocol):
 
 #: Kept alive until they are closed: a store that was merely dropped still has threads, peers and files.
 _open: list[Closing] = []
+#: Stores of a process that is a job by itself. Nobody else waits for these: one to which nothing refers any more can be
+#: closed, as when a cell of a notebook is run again and has made another.
+_alone: weakref.WeakSet[KVStore] = weakref.WeakSet()
 
 
 def create(name: str = "local", **settings: Any) -> KVStore:
@@ -70,6 +78,7 @@ def create(name: str = "local", **settings: Any) -> KVStore:
         ConfigError: unknown type (the message lists the known ones), or a job of a shape that the type cannot use.
         NotLaunchedError: the type needs servers, and this process is one of several that ``mpirun`` started without.
     """
+    _close_dropped()
     factory = (_FACTORIES.get(name) or _FACTORIES.get(_ALIASES.get(name, ""))) if isinstance(name, str) else None
     if factory is None:
         known = [*_FACTORIES, *_ALIASES]
@@ -83,7 +92,10 @@ def create(name: str = "local", **settings: Any) -> KVStore:
         )
     if not isinstance(store, KVStore):
         raise ConfigError(f"create({name!r}): its factory returned {store!r}, expected a KVStore")
-    close_at_exit(store)
+    if config.role or store.num_workers > 1:
+        close_at_exit(store)
+    else:
+        _alone.add(store)
     activity.begin(store._observe)
     begin_reports(config, store.client_rank)
     return store
@@ -93,6 +105,19 @@ def close_at_exit(thing: Closing) -> None:
     """Close ``thing`` when the process ends, if nobody has."""
     _open[:] = [known for known in _open if not known.closed or known.broken]
     _open.append(thing)
+
+
+def _close_dropped() -> None:
+    """Close stores of this process alone to which nothing refers any more."""
+    if any(not store.closed for store in _alone):
+        gc.collect()  # the keys of a store refer to it
+    while dropped:
+        store = dropped.popleft()
+        activity.begin(store._observe)  # what it has done goes on to count
+        try:
+            store.close()
+        except Exception as error:
+            _log.warning("kvmpi: a store that nothing referred to any more was closed, and had failed: %s", error)
 
 
 def register_store(name: str, factory: Factory) -> None:
@@ -123,6 +148,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
     name = f"dist_{mode}_mpi" if grouped else f"dist_{mode}"
 
     def factory(config: Config) -> KVStore:
+        _require_threads()
         if grouped and mode == "sync" and _without_servers(config) and config.num_clients == 1:
             return ReplicatedStore(name, config, client_comm(config))
         if not config.role:
@@ -178,10 +204,32 @@ def _require_no_lone_tasks() -> None:
         )
 
 
+def _require_threads() -> None:
+    """Raises:
+    UnsupportedError: a library has put greenlets in the place of threads. They take turns where Python waits, and
+        whoever waits in libzmq or MPI would stop all of them for ever.
+    """
+    if (gevent := sys.modules.get("gevent.monkey")) is not None:
+        names = [name for name in ("threading", "select", "queue") if gevent.is_module_patched(name)]
+        leave = ("gevent", "gevent.monkey.patch_all(thread=False, select=False, queue=False)")
+    elif (eventlet := sys.modules.get("eventlet.patcher")) is not None:
+        names = [name for name in ("thread", "select") if eventlet.is_monkey_patched(name)]
+        leave = ("eventlet", "eventlet.monkey_patch(thread=False, select=False)")
+    else:
+        return
+    if names:
+        raise UnsupportedError(
+            f"{leave[0]} has replaced Python's {' and '.join(names)} in this process, and kvmpi needs those of the "
+            f"system: whoever waits for a peer would stop all greenlets for ever; call {leave[1]} in place of what was "
+            "called, or have the store in a process of its own"
+        )
+
+
 def client_comm(config: Config) -> Comm | None:
     """The communicator of this worker's client, collective over its workers; None for a worker that is alone."""
     from kvmpi.collectives import mpi_comm
 
+    _require_threads()
     if not config.role:
         if not mpi_comm.started_by_mpi():
             _require_no_lone_tasks()
@@ -236,7 +284,7 @@ if hasattr(os, "register_at_fork"):
 def _close_at_exit() -> None:
     """Close what is open; if this process ends with an error, do not wait for peers that wait for it."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    for thing in _open:
+    for thing in (*_open, *_alone, *dropped):
         if error is not None:
             thing.abort(error)
             continue

@@ -6,6 +6,7 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class Activity:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[Observe] = []
+        # Not the stores: a lone one may be dropped, and is closed for that reason.
+        self._open: list[weakref.WeakMethod[Observe]] = []
         self._done = Observation()
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._names: set[str] = set()
@@ -71,27 +73,28 @@ class Activity:
         self.on_idle: Callable[[], object] | None = None
 
     def begin(self, store: Observe) -> None:
-        """A store counts from now on."""
+        """A store, of which this is a method, counts from now on, as long as it is there."""
         with self._lock:
+            self._open = [known for known in self._open if known() is not None]
             if not self._open and not self._done.totals:
                 self._start_s = time.monotonic()
-            self._open.append(store)
+            self._open.append(weakref.WeakMethod(store))
 
     def end(self, store: Observe) -> None:
         """A store does nothing further, what it has done goes on to count. Idempotent."""
         with self._lock:
-            if store not in self._open:
+            if (known := weakref.WeakMethod(store)) not in self._open:
                 return
-            self._open.remove(store)
+            self._open.remove(known)
             self._done.add(store())
-            is_last = not self._open
+            is_last = self.is_idle
         if is_last and self.on_idle is not None:
             self.on_idle()
 
     @property
     def is_idle(self) -> bool:
         """Whether no store is open."""
-        return not self._open
+        return all(store() is None for store in self._open)
 
     def report(self, step: Any, values: dict[str, Any]) -> None:
         """Take what ``KVStore.report`` is given.
@@ -126,8 +129,9 @@ class Activity:
         whole = Observation()
         with self._lock:
             whole.add(self._done)
-            for store in self._open:
-                whole.add(store())
+            for known in self._open:
+                if (store := known()) is not None:
+                    whole.add(store())
             whole.curves, self._points = self._points, {}
             if self._reported_step >= 0:
                 whole.totals["steps"] = float(self._reported_step)

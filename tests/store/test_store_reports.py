@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -70,14 +71,21 @@ def test_stores_of_a_process_are_added_up_and_go_on_to_count_when_closed() -> No
     idle: list[bool] = []
     whole.on_idle = lambda: idle.append(whole.is_idle)
 
-    def first() -> Observation:
-        return Observation({"steps": 5.0, "keys": 2.0}, {"push": [1.0, 10.0, 2.0]})
+    class Store:
+        def __init__(self, *seen: Any) -> None:
+            self.seen = seen
 
-    def second() -> Observation:
-        return Observation({"steps": 3.0, "keys": 1.0}, {"push": [0.5, 7.0, 1.0], "pull": [1.0, 1.0, 1.0]})
+        def observe(self) -> Observation:
+            return Observation(*self.seen)
 
+    one = Store({"steps": 5.0, "keys": 2.0}, {"push": [1.0, 10.0, 2.0]})
+    two = Store({"steps": 3.0, "keys": 1.0}, {"push": [0.5, 7.0, 1.0], "pull": [1.0, 1.0, 1.0]})
+    first, second = one.observe, two.observe
+    dropped = Store({"steps": 9.0}, {"push": [9.0, 9.0, 9.0]})
     whole.begin(first)
+    whole.begin(dropped.observe)
     whole.begin(second)
+    del dropped
     found = whole.observe()
     assert (found.totals["steps"], found.totals["keys"]) == (5.0, 3.0)
     assert found.phases == {"push": [1.5, 17.0, 3.0], "pull": [1.0, 1.0, 1.0]}
