@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"kvmpi {command}: the current folder has been removed, or made anew; cd to one that is there\n"
                 )
                 return 2
+            if command == "doctor" and (said := _lack_of_threads()):  # before NumPy, which ends a process that has none
+                sys.stderr.write(f"kvmpi doctor: {said}\n")
+                return 1
             if command in _TAKE_VALUES:
                 from kvmpi.config import empty_option  # here, where Ctrl-C is caught
 
@@ -87,6 +90,19 @@ def _is_in_a_folder() -> bool:
         return bool(os.getcwd())
     except FileNotFoundError:
         return False
+
+
+def _lack_of_threads() -> str:
+    """What helps where no thread can be started; else nothing."""
+    import threading
+
+    try:
+        threading.Thread(target=int).start()
+    except RuntimeError as error:
+        from kvmpi.launchers import limits
+
+        return limits.advice([str(error).encode()])
+    return ""
 
 
 def _drop_output() -> None:

@@ -5,6 +5,7 @@ Only the standard library is used: launchers load this file by its path, since t
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -21,6 +22,8 @@ _TEMPORARY, _UNUSABLE = 0x01, 0x08 | 0x20 | 0x40  # another host has it, it is o
 #: slice in nanoseconds, deadline, period, two utilisations (https://man7.org/linux/man-pages/man2/sched_setattr.2.html).
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
 _SCHED_ATTR = struct.Struct("=IIQiIQQQII")
+#: On all machines (https://man7.org/linux/man-pages/man2/clone.2.html).
+_CLONE3 = 435
 _SHORT_SLICE_NS = 100_000
 _RESET_ON_FORK = 1  # threads that this one makes have slices as usual
 
@@ -43,7 +46,25 @@ def read_text(path: str) -> str:
 
 def bound_cores() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on Linux, or a sandbox does not say
+        return os.cpu_count() or 1
+
+
+def refuses_clone3() -> bool:
+    """Whether a filter of system calls refuses clone3 in a way upon which glibc 2.34 and later make no thread.
+
+    They call clone where clone3 is not known; the filter of Docker before 20.10.10 says that it is not permitted
+    (https://github.com/moby/moby/issues/42680).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(ctypes.c_long(_CLONE3), None, ctypes.c_size_t(0))  # with arguments that no kernel takes
+    return ctypes.get_errno() == errno.EPERM
 
 
 def num_cores() -> int:

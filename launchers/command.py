@@ -31,7 +31,7 @@ from kvmpi.launchers.timeline import Timeline
 from kvmpi.launchers.watchdog import hold
 
 SUMMARY_S = 5.0  # a shorter job is a try, of which nobody wants to know more
-MAX_TMPDIR = 40  # characters; unix sockets below it must stay under 108
+MAX_TMPDIR = 40  # bytes; unix sockets below it must stay under 108
 
 
 def parser() -> argparse.ArgumentParser:
@@ -319,9 +319,12 @@ def _summarise(args: argparse.Namespace, picture: summary.Picture, output: Outpu
 
 
 def _short_tmpdir() -> str:
-    """The temporary folder, unless its name is too long for the unix sockets that processes put into the job's."""
+    """The temporary folder, unless its name is too long for the unix sockets that processes put into the job's, or has
+    bytes that addresses cannot have."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= MAX_TMPDIR or not os.access("/tmp", os.W_OK) else "/tmp"
+    name = folder.encode(errors="ignore")
+    fits = len(name) <= MAX_TMPDIR and name == os.fsencode(folder)
+    return folder if fits or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
 def _check_umask() -> None:

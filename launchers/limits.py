@@ -7,6 +7,16 @@ import resource
 import signal
 from collections.abc import Iterable
 
+from kvmpi.launchers.cores import machine
+
+_NO_THREAD = (
+    "no thread or process could be started: raise the limit of processes, ulimit -u or pids.max of the cgroup, or that "
+    "of memory, ulimit -v, if there is one"
+)
+_REFUSED_THREADS = (
+    "no thread could be started, because this container's filter of system calls refuses clone3: docker run "
+    "--security-opt seccomp=unconfined, or a Docker from 20.10.10 on"
+)
 #: What the system, Python, libzmq, OpenBLAS and Open MPI say, and what helps; the first that fits counts.
 _ADVICE = (
     (
@@ -18,8 +28,7 @@ _ADVICE = (
         re.compile(
             rb"can't start new thread|Resource temporarily unavailable|PRTE ERROR: .*odls_default_module\.c at "
         ),
-        "no thread or process could be started: raise the limit of processes, ulimit -u or pids.max of the cgroup, or "
-        "that of memory, ulimit -v, if there is one",
+        _NO_THREAD,
     ),
     (
         re.compile(rb"^MemoryError|Cannot allocate memory|failed to map segment|Memory allocation still failed"),
@@ -88,4 +97,5 @@ def num_killed_for_memory() -> int:
 def advice(lines: Iterable[bytes]) -> str:
     """What helps a process whose last words these are; empty if they tell of no limit."""
     words = list(lines)
-    return next((text for pattern, text in _ADVICE if any(map(pattern.search, words))), "")
+    found = next((text for pattern, text in _ADVICE if any(map(pattern.search, words))), "")
+    return _REFUSED_THREADS if found is _NO_THREAD and machine()["refuses_clone3"]() else found

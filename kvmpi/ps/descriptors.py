@@ -48,7 +48,10 @@ def allow_embedded() -> None:
         ConfigError: too few are left.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    left = soft - len(os.listdir("/dev/fd"))
+    try:
+        left = soft - len(os.listdir("/dev/fd"))
+    except FileNotFoundError:  # without /proc, nobody knows
+        return
     if soft == resource.RLIM_INFINITY or left >= _EMBEDDED:
         return
     if hard != resource.RLIM_INFINITY and hard < soft + _EMBEDDED:

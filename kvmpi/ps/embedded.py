@@ -90,7 +90,8 @@ def _private_folder() -> str:
     """
     try:
         folder = tempfile.mkdtemp(prefix="kvmpi-")
-        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        name = folder.encode(errors="ignore")
+        if len(name) > _MAX_FOLDER_BYTES or name != os.fsencode(folder):  # as addresses are UTF-8
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="kvmpi-", dir=SHORT)
     except OSError as error:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_job, wait_for
+from jobs import HANGS_S, run_job, wait_for
+from test_launch_temporary import NO_FILTERS, WITHOUT
 
 from kvmpi.launchers import limits, mpirun
 from kvmpi.launchers.watchdog import is_held
@@ -86,6 +87,25 @@ def test_who_was_killed_for_want_of_memory_is_told_so() -> None:
 )
 def test_an_mpirun_that_meets_a_limit_has_words_of_its_own(said: bytes, advice: str) -> None:
     assert advice in limits.advice([b"", said])
+
+
+@pytest.mark.parametrize("command", ["run -c 1 -s 1 program.py", "doctor --machine"])
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+def test_a_filter_that_refuses_threads_is_named(command: str, error: str, tmp_path: Path) -> None:
+    """As that of Docker did before 20.10.10; upon ENOSYS, which newer ones say, the C library takes clone."""
+    (tmp_path / "program.py").write_text("")
+    filtered = [sys.executable, WITHOUT, error, "clone3"]
+    done = subprocess.run(
+        [*filtered, sys.executable, "-m", "kvmpi", *command.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False,
+    )  # fmt: skip
+    if done.returncode == NO_FILTERS:
+        pytest.skip("no filters of seccomp")
+    told = "no thread could be started, because this container's filter of system calls refuses clone3" in done.stderr
+    if error == "EPERM" and os.confstr("CS_GNU_LIBC_VERSION") >= "glibc 2.34":
+        assert (done.returncode, told) == (1, True), done.stderr
+    else:
+        assert not told, done.stderr
 
 
 def test_nor_is_it_under_a_plain_mpirun(tmp_path: Path) -> None:

@@ -57,6 +57,26 @@ def test_temporary_files_may_be_in_shared_memory(launch: Callable[..., LaunchedJ
             job.assert_nothing_left(said[0][3])
 
 
+@pytest.mark.parametrize("command", ["-m kvmpi run -c 1 -s 1", ""])
+def test_the_temporary_folder_may_have_a_name_in_any_bytes(command: str, tmp_path: Path) -> None:
+    """Which addresses of sockets cannot have: these are elsewhere."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import kvmpi, numpy as np\nwith kvmpi.create('dist_sync') as kv:\n    kv.init('w', np.arange(3.0))\n"
+        "    out = np.zeros(3)\n    kv.pull('w', out)\n    print(out.sum())\n"
+    )
+    with tempfile.TemporaryDirectory() as short:  # as another one is taken if it is too long
+        folder = os.fsencode(short) + b"/\xff\xfe"
+        os.mkdir(folder)
+        done = subprocess.run(
+            [sys.executable, *command.split(), str(program)], env={**os.environb, b"TMPDIR": folder},
+            cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == "3.0"
+        assert os.listdir(folder) == []
+
+
 def run_without(calls: str, error: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A job of one worker where the file system of its folder refuses these calls."""
     program = folder / "program.py"

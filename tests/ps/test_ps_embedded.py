@@ -78,6 +78,16 @@ def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
     assert not os.path.exists(job.config.job_dir)
 
 
+def test_where_nobody_says_how_many_descriptors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a chroot without /proc."""
+
+    def no_such_folder(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(descriptors.os, "listdir", no_such_folder)
+    descriptors.allow_embedded()
+
+
 def test_an_embedded_job_without_a_folder_for_sockets_says_what_it_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
