@@ -44,14 +44,12 @@ class EmbeddedJob:
         try:
             scheduler = SchedulerDaemon(self.config)
             server = ServerDaemon(self.config, 0)
+            self._daemons = (server, scheduler)
+            self._start("scheduler", lambda: scheduler.run(self._context, lambda _: self._news.put(None)))
+            self._start("server", lambda: server.run(self._context, lambda: self._news.put(None)))
         except BaseException:
             self.close()
             raise
-        self._daemons = (server, scheduler)
-        self._threads = [
-            self._start("scheduler", lambda: scheduler.run(self._context, lambda _: self._news.put(None))),
-            self._start("server", lambda: server.run(self._context, lambda: self._news.put(None))),
-        ]
         for _ in self._threads:
             try:
                 error = self._news.get(timeout=config.timeout_s)
@@ -61,7 +59,7 @@ class EmbeddedJob:
                 self.close()
                 raise error
 
-    def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
+    def _start(self, name: str, run: Callable[[], None]) -> None:
         def guarded() -> None:
             try:
                 run()
@@ -70,7 +68,7 @@ class EmbeddedJob:
 
         thread = threading.Thread(target=guarded, name=f"kvmpi-{name}", daemon=True)
         thread.start()
-        return thread
+        self._threads.append(thread)
 
     def close(self) -> None:
         """Stop both threads and remove their sockets. Idempotent."""

@@ -78,6 +78,27 @@ def test_an_embedded_job_works_where_the_temporary_folder_has_a_long_name(
     assert not os.path.exists(job.config.job_dir)
 
 
+@pytest.mark.parametrize("refused", ["kvmpi-scheduler", "kvmpi-server"])
+def test_a_job_whose_threads_cannot_be_started_leaves_nothing(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below ``ulimit -u``."""
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(embedded, "SHORT", str(tmp_path))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        EmbeddedJob(Config())
+    assert not list(tmp_path.iterdir())
+    assert not {"kvmpi-scheduler", "kvmpi-server"} & {thread.name for thread in threading.enumerate()}
+
+
 def test_where_nobody_says_how_many_descriptors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a chroot without /proc."""
 
