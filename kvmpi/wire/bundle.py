@@ -7,6 +7,7 @@ machines nor users see it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -36,13 +37,6 @@ class Bundle(msgspec.Struct, array_like=True, tag="bundle"):
     sizes: list[list[int]]
 
 
-class _Sealed(msgspec.Struct, array_like=True, tag="bundle"):
-    """The same, of messages that are encoded."""
-
-    messages: list[msgspec.Raw]
-    sizes: list[list[int]]
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage | Bundle)
 
@@ -56,47 +50,67 @@ def gathered(
         reject: gets messages that cannot be encoded; nothing of them is sent.
         most_bytes: no frame of several messages has more; 0: each message goes alone.
     """
-    bodies: list[bytes] = []
-    joined: list[Sequence[Payload]] = []
-    nbytes = header_bytes = 0
     most_bytes = min(_MOST_BYTES, most_bytes)
-    for message, payloads in messages:
+    small_bytes = min(SMALL_BYTES, most_bytes)
+    group: list[Outgoing] = []
+    room = most_bytes
+    for outgoing in messages:
+        payloads = outgoing[1]
+        size = sum([payload.nbytes for payload in payloads]) if payloads else 0
+        if group and (size > room or size >= small_bytes or len(group) == MOST_MESSAGES):
+            yield from _sealed(group, reject, most_bytes // 4)
+            group, room = [], most_bytes
+        group.append(outgoing)
+        room -= size
+        if size >= small_bytes:
+            yield from _sealed(group, reject, 0)
+            group, room = [], most_bytes
+    if group:
+        yield from _sealed(group, reject, most_bytes // 4)
+
+
+def _sealed(
+    group: list[Outgoing], reject: Callable[[Message, ProtocolError], None], most_bytes: int
+) -> Iterator[tuple[bytes, Sequence[Payload]]]:
+    """Messages as one, encoded at once; as several, if that would have a header of more than ``most_bytes``."""
+    if len(group) == 1:
+        [(message, payloads)] = group
         try:
-            body = encoding.encode(message)
+            yield encoding.encode(message), payloads
         except ProtocolError as error:
             reject(message, error)
-            continue
-        size = sum([payload.nbytes for payload in payloads]) if payloads else 0
-        is_small = max(size, len(body)) < min(SMALL_BYTES, most_bytes)
-        if bodies and (
-            not is_small or nbytes + size > most_bytes or header_bytes + len(body) > most_bytes // 4
-            or len(bodies) == MOST_MESSAGES
-        ):  # fmt: skip
-            yield _sealed(bodies, joined)
-            bodies, joined, nbytes, header_bytes = [], [], 0, 0
-        if not is_small:
-            yield body, payloads
-            continue
-        bodies.append(body)
-        joined.append(payloads)
-        nbytes += size
-        header_bytes += len(body)
-    if bodies:
-        yield _sealed(bodies, joined)
+        return
+    messages: list[Any] = [message for message, _ in group]
+    sizes = [[payload.nbytes for payload in payloads] for _, payloads in group]
+    try:
+        header = encoding.BEGINNING + _encoder.encode(Bundle(messages, sizes))
+    except encoding.CANNOT_BE_ENCODED:
+        if left := [outgoing for outgoing in group if _can_be_encoded(outgoing[0], reject)]:
+            yield from _sealed(left, reject, most_bytes)
+        return
+    if len(header) <= most_bytes:
+        yield header, _joined([payload for _, payloads in group for payload in payloads])
+        return
+    middle = len(group) // 2
+    yield from _sealed(group[:middle], reject, most_bytes)
+    yield from _sealed(group[middle:], reject, most_bytes)
 
 
-def _sealed(bodies: list[bytes], joined: list[Sequence[Payload]]) -> tuple[bytes, Sequence[Payload]]:
-    if len(bodies) == 1:
-        return bodies[0], joined[0]
-    raw = [msgspec.Raw(body[len(encoding.BEGINNING) :]) for body in bodies]
-    sizes = [[payload.nbytes for payload in payloads] for payloads in joined]
-    header = encoding.BEGINNING + _encoder.encode(_Sealed(raw, sizes))
-    flat = [payload for payloads in joined for payload in payloads]
-    if not flat:
-        return header, ()
+def _can_be_encoded(message: Message, reject: Callable[[Message, ProtocolError], None]) -> bool:
+    try:
+        encoding.encode(message)
+    except ProtocolError as error:
+        reject(message, error)
+        return False
+    return True
+
+
+def _joined(payloads: list[Payload]) -> Sequence[Payload]:
+    if not payloads:
+        return ()
     import numpy as np  # a scheduler, which has no payloads, starts without
 
-    return header, (np.frombuffer(b"".join([payload.data for payload in flat if payload.nbytes]), np.uint8),)
+    return (np.frombuffer(b"".join([payload.data for payload in payloads if payload.nbytes]), np.uint8),)
 
 
 def parted(header: bytes, frames: list[memoryview]) -> list[tuple[Message, list[memoryview]]]:
@@ -112,17 +126,16 @@ def parted(header: bytes, frames: list[memoryview]) -> list[tuple[Message, list[
     messages, sizes = found.messages, found.sizes
     if not 0 < len(messages) == len(sizes) <= MOST_MESSAGES:
         raise ProtocolError(f"a bundle of {len(messages)} messages, and sizes of {len(sizes)}")
-    total = sum(map(sum, sizes))
-    if any(size < 0 for each in sizes for size in each) or len(frames) != int(any(sizes)):
+    flat = [size for each in sizes for size in each]
+    if (flat and min(flat) < 0) or len(frames) != bool(flat):
         raise ProtocolError(f"a bundle with {len(frames)} payload frames")
-    if frames and frames[0].nbytes != total:
-        raise ProtocolError(f"a bundle with {frames[0].nbytes} bytes of payloads, which says {total}")
-    together: list[tuple[Message, list[memoryview]]] = []
-    start = 0
-    for message, each in zip(messages, sizes, strict=True):
-        payloads = []
-        for size in each:
-            payloads.append(frames[0][start : start + size])
-            start += size
-        together.append((message, payloads))
-    return together
+    if not flat:
+        return [(message, []) for message in messages]
+    [frame], total = frames, sum(flat)
+    if frame.nbytes != total:
+        raise ProtocolError(f"a bundle with {frame.nbytes} bytes of payloads, which says {total}")
+    ends = accumulate(flat)
+    return [
+        (message, [frame[(end := next(ends)) - size : end] for size in each])
+        for message, each in zip(messages, sizes, strict=True)
+    ]

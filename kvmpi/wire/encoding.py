@@ -19,6 +19,9 @@ PROTOCOL_VERSION = 11
 MAX_HEADER_BYTES = 256 << 10
 BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
+#: What goes wrong with a message that has an integer of more than 64 bits, a lone surrogate, or too many levels.
+CANNOT_BE_ENCODED = (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError)
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.AnyMessage)
 
@@ -31,7 +34,7 @@ def encode(message: m.Message) -> bytes:
     """
     try:
         header = BEGINNING + _encoder.encode(message)
-    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, RecursionError) as error:
+    except CANNOT_BE_ENCODED as error:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {type(message).__name__} has {len(header)} bytes, limit {MAX_HEADER_BYTES}")
