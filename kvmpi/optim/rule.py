@@ -211,7 +211,7 @@ class Rule:
         self.ensure_state(state, stored.size, stored.dtype)
         size = stored.size
         length = min(size, max(1, BLOCK_BYTES // stored.itemsize))
-        first, second = np.empty(length, stored.dtype), np.empty(length, stored.dtype)
+        first, second = np.empty((2, length), stored.dtype)
         mine = {name: state[name] for name in self.slots()}
         with np.errstate(all="ignore"):
             if length == size:  # one block, or none

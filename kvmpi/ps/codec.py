@@ -58,7 +58,7 @@ class Codec(ABC):
 
     def decode(self, payload: memoryview, count: int, dtype: str) -> Buffer:
         """``count`` elements of ``wire_dtype``, of a payload of as many bytes as it must have."""
-        return as_array(payload, DTYPES[self.wire_dtype(dtype)])
+        return np.frombuffer(payload, DTYPES[self.wire_dtype(dtype)])
 
 
 class Quantizer(Codec):

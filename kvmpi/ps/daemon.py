@@ -75,9 +75,7 @@ class Daemon:
         for _ in range(_BATCH):
             if (received := listener.recv()) is None:
                 return
-            together = [received]
-            while listener.has_rest and (received := listener.recv()) is not None:
-                together.append(received)
+            together = [received, *listener.take_rest()]
             received = None  # payloads that nobody holds are given back with the answer
             yield together
 
@@ -447,11 +445,15 @@ class ServerDaemon(Daemon):
                 self._readiness_changed = True
 
     def _dispatch(self, listener: Listener, outgoing: Sequence[Outgoing]) -> None:
+        replies, forwards = list[Reply](), list[Forward]()
         for each in outgoing:
             for payload in each.payloads:
                 self._sent_bytes += payload.nbytes
-        self._send(listener, [reply for reply in outgoing if isinstance(reply, Reply)])
-        forwards = [each for each in outgoing if isinstance(each, Forward) and each.server in self._found]
+            if isinstance(each, Reply):
+                replies.append(each)
+            elif each.server in self._found:
+                forwards.append(each)
+        self._send(listener, replies)
         for server, group in groupby(forwards, attrgetter("server")):
             try:
                 self._other(server).send_all([each[1:] for each in group], partial(self._complain, server))

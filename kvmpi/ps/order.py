@@ -44,7 +44,7 @@ def common(spans: Sequence[Span], otherwise: int) -> Span:
     """
     if len(spans) == 1 and spans[0].earliest:  # which most rounds of one client have
         return spans[0]
-    if not spans or not all(span.earliest for span in spans):
+    if not spans or UNSAID in spans or not all(span.earliest for span in spans):
         return Span(otherwise, otherwise)
     earliest, latest = max(span.earliest for span in spans), min(span.latest for span in spans)
     if earliest > latest:

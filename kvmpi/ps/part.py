@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,6 +54,8 @@ class Part:
         seq: entries of the log that this server has; all up to ``committed`` are on every server of the chain.
         complete: whether it has all of the part.
         sends_on, moves: whether a server comes after this one; whether the part is on its way to or from this one.
+        is_shared: whether other servers have the part too, one of which may be made its head without this one's
+            knowing.
         shards: what it holds, by store.
         over: stores that it is too late to come back to.
         snapshots: hears, where clients are served, of chunks that change and stores that end.
@@ -95,6 +98,7 @@ class Part:
         after = self._line.index(self.server) + 1 if self.server in self._line else len(self._line)
         self._successor = self._line[after] if after < len(self._line) else None
         self.sends_on, self.moves = self._successor is not None, chain.draining or chain.joiner == self.server
+        self.is_shared = len(self._line) > 1
 
     @property
     def answers(self) -> bool:
@@ -111,11 +115,6 @@ class Part:
         everything still, nor if it has not said so since the chain has changed."""
         is_first = self.chain.members[:1] == [self.server] and len(self.chain.members) > 1
         return is_first and self._sent is not None and not self._installs
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other servers have the part too, one of which may be made its head without this one's knowing."""
-        return len(self._line) > 1
 
     def adopt(self, chain: m.Chain, replicas: int, now_s: float) -> list[Outgoing]:
         """The scheduler says how the chain is now."""
@@ -184,11 +183,10 @@ class Part:
         return self.shards[store]
 
     def _open(self, store: int, mode: str, num_clients: int) -> None:
-        shard = Shard(
-            self.server, store, mode, num_clients, lambda *record: self._record(store, *record), self._on_client_loss
-        )
+        shard = Shard(self.server, store, mode, num_clients, partial(self._record, store), self._on_client_loss)
         shard.rounds.acknowledges = self.replicas > 0
         shard.rounds.is_backed = self._is_backed
+        shard.rounds.is_followed = lambda: self.sends_on
         shard.empty = self.empty
         if store in self.shards:
             shard.inherit(self.shards[store])
@@ -199,7 +197,7 @@ class Part:
             shard.before_put = lambda slot: snapshots.before_put(self.shards[store], slot)
         self.shards[store] = shard
 
-    def drop_deserted(self, now_s: float) -> list[Outgoing]:
+    def drop_deserted(self, now_s: float) -> Sequence[Outgoing]:
         """Forget stores that all clients have left, and tell the other servers of the chain."""
         deserted = [store for store, shard in self.shards.items() if shard.clients.deserted]
         if deserted and self.snapshots is not None:
@@ -217,18 +215,22 @@ class Part:
         if over:
             self.over.add(store)
 
-    def _record(self, store: int, entry: entries.Entry, payloads: tuple[Buffer, ...] = ()) -> bool:
+    def _record(self, store: int, entry: entries.Entry | None, payloads: tuple[Buffer, ...] = ()) -> bool:
         """Log a change; whether the payloads are still to be sent, so that their memory must not change.
+
+        Args:
+            entry: None: one that no other server is to be told of. It counts, for those that may be told later.
 
         Raises:
             ProtocolError: a client has made it so long that other servers could not be told; nothing is logged.
         """
-        if type(entry) in _OF_ANY_LENGTH and self.answers:
+        if entry is not None and type(entry) in _OF_ANY_LENGTH and self.answers:
             self._check_length(entry)
         self.seq += 1
         if self._successor is None:
             self.committed = self.seq
             return False
+        assert entry is not None
         self._log.append(_Record(self.seq, store, entry, payloads))
         return True
 
@@ -245,8 +247,10 @@ class Part:
                 f"a {type(entry).__name__} of {length} bytes is too long for other servers, limit {limit}{hint}"
             )
 
-    def hold(self, replies: Sequence[Reply], now_s: float) -> list[Outgoing]:
+    def hold(self, replies: Sequence[Reply], now_s: float) -> Sequence[Outgoing]:
         """``replies``, or what may be sent of them now; and what they have brought into the log."""
+        if self._successor is None:
+            return replies
         out = self._stream(now_s)
         if self.committed == self.seq:
             return [*out, *replies]
@@ -266,8 +270,11 @@ class Part:
         """
         before = self.seq
         try:
-            if not isinstance(message, m.Push) or self._successor is None:
-                return self.shards[store].handle(client, route, message, payloads)
+            shard = self.shards[store]
+            if not isinstance(message, m.Push):
+                return shard.handle(client, route, message, payloads)
+            if self._successor is None:
+                return shard.push(client, route, message, payloads)
             return self._push(store, client, route, message, payloads)
         except Exception as error:
             if self.seq > before and self._is_backed() and is_of_this_server(error):
@@ -287,7 +294,7 @@ class Part:
                 )
         before = self.seq
         try:
-            return self.shards[store].handle(client, route, message, payloads)
+            return self.shards[store].push(client, route, message, payloads)
         finally:
             if self.seq > before:
                 self._under_way[where] = self.seq

@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterator
 from itertools import filterfalse, islice
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.errors import ClientLostError, ProtocolError, ServerLostError
+from kvmpi.kernels.host import HALF
 from kvmpi.kernels.rows import Rows, distinct
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
+from kvmpi.ps.order import UNSAID, Span
 from kvmpi.ps.reply import MAX_NAMED, Reply, failure, name_and_text
 from kvmpi.ps.row_chunks import frames, num_rows
-from kvmpi.ps.slot import Contribution, Reader, Slot, Waiter
+from kvmpi.ps.slot import ADOPT_FROM_BYTES, Contribution, Reader, Slot, Waiter
 from kvmpi.trace import timeline
 from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
-Log = Callable[[entries.Entry, tuple[Buffer, ...]], bool]
+#: Takes None for a round where nobody is to be told of it.
+Log = Callable[[entries.Entry | None, tuple[Buffer, ...]], bool]
 
 
 def nothing(_: Slot) -> None:
@@ -45,12 +49,18 @@ def changed(slot: Slot, request: int, route: bytes, ids: Buffer, later: int = 0)
     return Reply(route, m.Value(request, slot.rounds, ids.size, later=later), (ids, slot.take(ids)))
 
 
+def check_steps(slot: Slot) -> bool:
+    """Whether all pushes of the open round say their overall steps; else none does from now on."""
+    if len(slot.open_steps) < len(slot.contributors):
+        slot.open_steps.clear()
+    return bool(slot.open_steps)
+
+
 def steps_of(slot: Slot) -> tuple[list[int], int, int, int]:
     """The overall steps of the open round, as they are logged."""
-    steps = [slot.open_steps[client] for client in slot.contributors if client in slot.open_steps]
-    if not steps or len(steps) < len(slot.contributors):
-        slot.open_steps.clear()
+    if not check_steps(slot):
         return [], 0, 0, 0
+    steps = [slot.open_steps[client] for client in slot.contributors]
     return steps if len(set(steps)) > 1 else steps[:1], slot.open_done, *slot.span
 
 
@@ -62,6 +72,7 @@ class Rounds:
     Attributes:
         acknowledges: a push is done when its round is over, not when it is in it.
         is_backed: tells whether another server makes all changes too, and could go on in this one's place.
+        is_followed: tells whether another is to be told of them.
         before_update, on_update: called when a chunk is about to have another value, and when it has.
     """
 
@@ -72,13 +83,80 @@ class Rounds:
         self._discipline, self._clients, self._log = discipline, clients, log
         self.acknowledges = False
         self.is_backed: Callable[[], bool] = lambda: False
+        self.is_followed: Callable[[], bool] = lambda: True
         self.before_update: Callable[[Slot], None] = nothing
         self.on_update: Callable[[Slot], None] = nothing
+
+    def push_plain(
+        self, slot: Slot, client: int, route: bytes, message: m.Push, payloads: list[memoryview]
+    ) -> list[Reply] | None:
+        """A push as most are, at once; None: it is not of that kind, and nothing was done.
+
+        Its turn has come, it has all elements of its chunk as they are, all clients are here, and nobody else is told.
+        With many small keys nearly all time would go into finding that out step by step.
+        """
+        clients, step = self._clients, slot.rounds + 1
+        if (
+            client != slot.cursor or message.step != step or slot.steps.get(client, 0) != slot.rounds
+            or message.rows != -1 or message.codec != "none" or message.acknowledge or self.acknowledges
+            or len(payloads) != 1 or payloads[0].nbytes != slot.value.nbytes or slot.dtype in HALF
+            or client in slot.held or slot.entering or clients.gone or clients.finished or clients.entering
+            or isinstance(slot.accumulator, Rows) or self.is_followed() or timeline.on
+        ):  # fmt: skip
+            return None
+        wire, request = np.frombuffer(payloads[0], slot.value.dtype), message.request
+        # One that is alone has pushed the sum; of what is large the memory is taken over.
+        is_sum = self._num_clients == 1 and wire.nbytes < ADOPT_FROM_BYTES
+        if is_sum:
+            slot.accumulator = wire
+        else:
+            slot.add(wire, slot.dtype)
+        slot.steps[client] = step
+        slot.contributors.append(client)
+        if message.at:
+            slot.note_step(client, message.at, message.done)
+        slot.open_spans.append(Span(message.earliest, message.latest) if message.earliest else UNSAID)
+        slot.cursor += 1
+        if slot.cursor < self._num_clients:
+            replies = list[Reply]()
+            if not message.fused:
+                replies.append(Reply(route, m.Ack(request, slot.rounds)))
+            else:
+                slot.waiting[client] = Waiter(route, request, True, step)
+                if not message.quiet:
+                    replies.append(Reply(route, m.Accepted(request)))
+            return replies + self.go_on_with(slot) if slot.held else replies
+        self.before_update(slot)
+        check_steps(slot)
+        self._log(None, ())
+        self.end_round(slot, keep=is_sum)
+        self.on_update(slot)
+        replies = self._answer_waiting(slot) if slot.waiting or slot.readers else list[Reply]()
+        if not message.fused:
+            replies.append(Reply(route, m.Ack(request, step - 1)))  # as it was when the push got in
+        elif slot.failed is None and slot.met is None:
+            replies.append(Reply(route, m.Value(request, step), (slot.lend(),)))
+        else:
+            replies.append(self.answer(slot, Waiter(route, request, True, step)))
+        return replies + self.go_on_with(slot) if slot.held else replies
+
+    def push(self, slot: Slot, client: int, contribution: Contribution) -> list[Reply]:
+        """The next push of a client, or its repetition: it is held until its turn has come."""
+        known = client in slot.held
+        slot.held[client] = contribution
+        replies = self.go_on_with(slot)
+        if known and not replies:
+            return [self.who_is_missing(slot, contribution.request, contribution.route)]
+        return replies
 
     def go_on_with(self, slot: Slot) -> list[Reply]:
         """Add the held pushes whose turn has come; close rounds that are complete."""
         replies: list[Reply] = []
+        clients = self._clients
         while True:
+            all_take_part = not (clients.gone or clients.finished or slot.entering)
+            if all_take_part and not slot.held and slot.cursor < self._num_clients:
+                return replies  # as a rule: the next push is still to come
             while slot.cursor < self._num_clients:
                 client = slot.cursor
                 before_entry = client in slot.entering and self._clients.is_needed(client)
@@ -91,13 +169,9 @@ class Rounds:
                 # A client has at most one push held, its next: at the cursor, that is its push of the open round.
                 contribution = None if before_entry else slot.held.pop(client, None)
                 if contribution is not None:
-                    self._add(slot, contribution, client)
-                    slot.contributors.append(client)
-                    slot.steps[client] = slot.rounds + 1
-                    slot.note_step(client, contribution.at, contribution.done)
-                    slot.open_spans.append(contribution.span)
-                    replies += self._accept(slot, contribution)
-                elif not before_entry and self._clients.is_needed(client):
+                    replies += self._take(slot, contribution, client)
+                    continue
+                if not before_entry and clients.is_needed(client):
                     break
                 slot.cursor += 1
             if not self._discipline.complete(slot.cursor, self._num_clients):
@@ -107,8 +181,19 @@ class Rounds:
                 return replies
             replies += self._close_round(slot)
 
+    def _take(self, slot: Slot, contribution: Contribution, client: int) -> list[Reply]:
+        """The push at the cursor: its turn has come."""
+        self._add(slot, contribution, client)
+        slot.contributors.append(client)
+        slot.steps[client] = slot.rounds + 1
+        if contribution.at:
+            slot.note_step(client, contribution.at, contribution.done)
+        slot.open_spans.append(contribution.span)
+        replies = self._accept(slot, contribution)
+        slot.cursor += 1
+        return replies
+
     def _add(self, slot: Slot, contribution: Contribution, client: int) -> None:
-        """The push's turn has come."""
         if not timeline.on:
             slot.add(contribution.wire, contribution.wire_dtype)
             return
@@ -154,43 +239,63 @@ class Rounds:
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
-        total, replies = slot.accumulator, list[Reply]()
-        repeated = {client: slot.held.pop(client) for client in list(self._repeats(slot))} if slot.entering else {}
-        for client, push in list(repeated.items()):
-            if abs(push.at) > slot.entering[client]:
-                replies.append(self._misplaced(slot, client, repeated.pop(client)))
-        if total is None:
+        replies = list[Reply]()
+        repeated = self._take_repeated(slot, replies) if slot.entering else {}
+        if slot.accumulator is None:
             at, done = next(((push.at, push.done) for push in repeated.values()), (0, 0))
             self._log(entries.Skipped(slot.key, slot.chunk, at, done), ())
             slot.note_step(slot.ANYBODY, at, done)
             slot.begin_round()
             slot.skip_round(None)
         else:
-            self.before_update(slot)
-            clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
-            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
-            start_ns = timeline.now() if timeline.on else 0
-            self.end_round(slot, keep=self._log(entry, frames(total)))
-            if slot.failed is not None and self.is_backed() and is_of_this_server(slot.failed):
-                raise parted(self._server, slot.failed) from slot.failed
-            if start_ns:
-                self.span("update", start_ns, slot, total, slot.rounds)
+            self._update(slot, slot.accumulator)
         self.on_update(slot)
         for client, push in repeated.items():
             slot.steps[client] = slot.rounds
             waiter = Waiter.again(push.route, push.request, push.fused, slot.rounds, push.wire)
             replies.append(self.answer(slot, waiter))
-        for client, waiter in list(slot.waiting.items()):
+        return replies + self._answer_waiting(slot)
+
+    def _answer_waiting(self, slot: Slot) -> list[Reply]:
+        """Whoever has waited for the round that is over."""
+        replies = list[Reply]()
+        for client, waiter in [*slot.waiting.items()] if slot.waiting else ():
             if waiter.step <= slot.rounds:
                 del slot.waiting[client]
                 replies.append(self.answer(slot, waiter))
-        for client, reader in list(slot.readers.items()):
+        for client, reader in [*slot.readers.items()] if slot.readers else ():
             if self._discipline.readable(slot.rounds, reader.min_round):
                 if timeline.on and reader.arrived_ns:
                     self.span("pull", reader.arrived_ns, slot, slot.value, reader.min_round, client)
                 del slot.readers[client]
                 replies.append(self.read(slot, reader))
         return replies
+
+    def _take_repeated(self, slot: Slot, replies: list[Reply]) -> dict[int, Contribution]:
+        """The pushes of clients that are back to the open round, which does without them. One that does not belong
+        there is refused in ``replies``."""
+        repeated = {client: slot.held.pop(client) for client in list(self._repeats(slot))}
+        for client, push in list(repeated.items()):
+            if abs(push.at) > slot.entering[client]:
+                replies.append(self._misplaced(slot, client, repeated.pop(client)))
+        return repeated
+
+    def _update(self, slot: Slot, total: Buffer | Rows) -> None:
+        """Update the value with ``total``, the sum of the open round."""
+        self.before_update(slot)
+        if self.is_followed():
+            clients = None if len(slot.contributors) == self._num_clients else list(slot.contributors)
+            entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
+            keep = self._log(entry, frames(total))
+        else:
+            check_steps(slot)
+            keep = self._log(None, ())
+        start_ns = timeline.now() if timeline.on else 0
+        self.end_round(slot, keep=keep)
+        if slot.failed is not None and self.is_backed() and is_of_this_server(slot.failed):
+            raise parted(self._server, slot.failed) from slot.failed
+        if start_ns:
+            self.span("update", start_ns, slot, total, slot.rounds)
 
     @staticmethod
     def end_round(slot: Slot, *, keep: bool) -> None:

@@ -221,7 +221,7 @@ class ServerState:
 
     # ---- clients
 
-    def _about_part(self, route: bytes, message: Any, payloads: list[memoryview], now_s: float) -> list[Outgoing]:
+    def _about_part(self, route: bytes, message: Any, payloads: list[memoryview], now_s: float) -> Sequence[Outgoing]:
         session = self._sessions.get(route)
         part = self.parts.get(message.part)
         if part is None and self._num_parts and not 0 <= message.part < self._num_parts:

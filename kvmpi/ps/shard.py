@@ -28,7 +28,7 @@ from kvmpi.errors import (
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, consistency, requests
 from kvmpi.ps.membership import Membership
-from kvmpi.ps.order import Span
+from kvmpi.ps.order import UNSAID, Span
 from kvmpi.ps.placement import width_of
 from kvmpi.ps.reply import Reply, failure
 from kvmpi.ps.rounds import Log, Rounds, nothing, steps_of
@@ -44,7 +44,7 @@ from kvmpi.wire.entries import Key
 
 Buffer = npt.NDArray[Any]
 
-_WITH_PAYLOADS = (m.Push, m.Pull, m.Init, m.PutState)
+_WITH_PAYLOADS = (m.Init, m.PutState)  # beside pushes and pulls
 #: More updates than any chunk will ever have; each can still be counted, and said in a message.
 _MAX_UPDATES = 1 << 53
 
@@ -95,13 +95,13 @@ class Shard:
         Raises:
             KVError: the request is invalid; nothing was changed, and only this client needs to know.
         """
+        if isinstance(message, m.Push):
+            return self.push(client, route, message, payloads)
+        if isinstance(message, m.Pull):
+            return self._pull(client, route, message, payloads)
         if payloads and not isinstance(message, _WITH_PAYLOADS):
             raise ProtocolError(f"a {type(message).__name__} has no payload, {len(payloads)} frames came with it")
         match message:
-            case m.Push():
-                return self._push(client, route, message, payloads)
-            case m.Pull():
-                return self._pull(client, route, message, payloads)
             case m.Query():
                 slot = self._slot(message.key, message.chunk, client)
                 return self._answer_again(client, slot, message, route)
@@ -356,13 +356,19 @@ class Shard:
 
     # ---- push and pull
 
-    def _push(self, client: int, route: bytes, message: m.Push, payloads: list[memoryview]) -> list[Reply]:
+    def push(self, client: int, route: bytes, message: m.Push, payloads: list[memoryview]) -> list[Reply]:
+        """``handle`` of what comes most often."""
         slot = self._slot(message.key, message.chunk, client)
+        requests.check_steps(message, _MAX_UPDATES)
+        if self.discipline.in_rounds:
+            replies = self.rounds.push_plain(slot, client, route, message, payloads)
+            if replies is not None:
+                self._note_done(client, message.done)
+                return replies
         encoding = codec.get(message.codec)
         wire_dtype = encoding.wire_dtype(slot.dtype)
         wire = requests.pushed(slot, message.rows, payloads, encoding)
-        requests.check_steps(message, _MAX_UPDATES)
-        before = slot.pushes_before(client, message.step)
+        before = slot.pushes_before(client, message.step) if slot.entering else slot.steps.get(client, 0)
         if message.step <= before:
             return self._answer_again(client, slot, message, route, wire)
         if message.step != before + 1:
@@ -383,15 +389,18 @@ class Shard:
                     f"push of key {message.key!r} by client {client}: it has joined, and that is for good; rounds "
                     "go on without it"
                 )
-            self._done[client] = max(message.done, self._done.get(client, 0))
-            known = client in slot.held
-            slot.held[client] = Contribution(
+            self._note_done(client, message.done)
+            contribution = Contribution(
                 route, message.request, message.fused, message.acknowledge, message.quiet, wire, wire_dtype,
-                message.at, message.done, Span(message.earliest, message.latest), timeline.now() if timeline.on else 0,
+                message.at, message.done, Span(message.earliest, message.latest) if message.earliest else UNSAID,
+                timeline.now() if timeline.on else 0,
             )  # fmt: skip
-            replies = self.rounds.go_on_with(slot)
-            return replies if replies or not known else [self.rounds.who_is_missing(slot, message.request, route)]
+            return self.rounds.push(slot, client, contribution)
         return self.singles.push(client, route, slot, message, wire, wire_dtype, payloads)
+
+    def _note_done(self, client: int, done: int) -> None:
+        if done and done > self._done.get(client, 0):
+            self._done[client] = done
 
     def _answer_again(
         self, client: int, slot: Slot, message: m.Push | m.Query, route: bytes, wire: Buffer | Rows | None = None

@@ -55,11 +55,14 @@ class Singles:
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        single = entries.Single(
-            message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused, message.at,
-            message.done,
-        )  # fmt: skip
-        self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
+        if self._rounds.is_followed():
+            single = entries.Single(
+                message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused,
+                message.at, message.done,
+            )  # fmt: skip
+            self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
+        else:
+            self._log(None, ())
         start_ns = timeline.now() if timeline.on else 0
         answer = slot.apply_alone(wire, wire_dtype)
         if start_ns:
@@ -70,6 +73,8 @@ class Singles:
         replies = self.go_on_with(slot)
         if not message.fused:
             return [*replies, Reply(route, m.Ack(message.request, slot.rounds))]
+        if answer is slot.value and not (isinstance(wire, Rows) or self._discipline.holds_reads):  # as a rule
+            return [*replies, Reply(route, m.Value(message.request, slot.rounds), (slot.lend(),))]
         ids = wire.ids if isinstance(wire, Rows) else None
         waiter = Waiter(route, message.request, message.fused, message.step, ids, version=slot.rounds)
         if self._may_read(slot, client, message.step):

@@ -29,7 +29,7 @@ Buffer = npt.NDArray[Any]
 Empty = Callable[[int, np.dtype[Any]], Buffer]
 
 #: From this size on a received frame has memory of its own, which may become the accumulator as it is.
-_ADOPT_FROM_BYTES = 64 << 10
+ADOPT_FROM_BYTES = 64 << 10
 
 
 class Contribution(NamedTuple):
@@ -100,7 +100,7 @@ def new_buffer(count: int, dtype: np.dtype[Any]) -> Buffer:
 
 
 def _can_adopt(wire: Buffer) -> bool:
-    return bool(wire.nbytes >= _ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned)
+    return bool(wire.nbytes >= ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned)
 
 
 class Slot:
@@ -268,7 +268,8 @@ class Slot:
         self.steps[client] = push.step
         if push.at:
             self.marks.setdefault(client, Mark()).note(push.at, push.done)
-        self.met_by.pop(client, None)
+        if self.met_by:
+            self.met_by.pop(client, None)
         keeps = push.fused and answer is not self.value
         if keeps:
             self.met_by[client] = self.rounds, answer
@@ -295,18 +296,22 @@ class Slot:
 
     def begin_round(self) -> None:
         """The next round is the open one, and nobody is in it."""
-        self.latest = max(self.latest, self.span.latest)
+        latest = self.rounds + 1 if UNSAID in self.open_spans else self.span.latest
+        if latest > self.latest:
+            self.latest = latest
         self.open_spans.clear()
-        for client in [client for client, step in self.entering.items() if self.open_step > step]:
-            if client in self.contributors:  # else it is one that is gone again
-                del self.entering[client]
-        if not self.open_steps:
+        if self.entering:
+            for client in [client for client, step in self.entering.items() if self.open_step > step]:
+                if client in self.contributors:  # else it is one that is gone again
+                    del self.entering[client]
+        if self.open_steps:
+            for client, step in self.open_steps.items():
+                self.marks.setdefault(self.ANYBODY if self.one_mark else client, Mark()).note(step, self.open_done)
+                if self.one_mark:
+                    break
+            self.open_steps.clear()
+        else:
             self.marks.clear()  # there would be a gap
-        for client, step in self.open_steps.items():
-            self.marks.setdefault(self.ANYBODY if self.one_mark else client, Mark()).note(step, self.open_done)
-            if self.one_mark:
-                break
-        self.open_steps.clear()
         self.cursor = 0
         self.contributors.clear()
 

@@ -277,10 +277,11 @@ class Listener:
                 return route, error, []
         return None
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether there is more that has come together with the last message."""
-        return bool(self._rest)
+    def take_rest(self) -> list[tuple[bytes, Message, list[memoryview]]]:
+        """What has come together with the last message."""
+        rest = list(self._rest)
+        self._rest.clear()
+        return rest
 
     def unread_bytes(self, route: bytes) -> int:
         """What a peer has been sent and not read."""

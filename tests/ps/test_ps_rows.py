@@ -299,6 +299,7 @@ def test_the_log_and_the_state_make_the_same_elsewhere(rule: optim.Rule | None, 
     shard._log = shard.rounds._log = shard.singles._log = lambda entry, payloads: (
         bool(logged.append((entry, payloads))) or True
     )
+    shard.rounds.is_followed = lambda: True
     rng = np.random.default_rng(5)
     for step in range(1, 9):
         for client in range(2):

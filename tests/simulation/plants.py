@@ -31,14 +31,14 @@ from kvmpi.wire import messages as m
 
 
 def _applies_what_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Shard._push
+    real = Shard.push
 
     def push(self: Shard, client: int, route: bytes, message: Any, payloads: Any) -> Any:
         slot = self._slot(message.key, message.chunk, client)
         slot.steps[client] = min(slot.steps.get(client, 0), message.step - 1)
         return real(self, client, route, message, payloads)
 
-    monkeypatch.setattr(Shard, "_push", push)
+    monkeypatch.setattr(Shard, "push", push)
 
 
 def _acknowledges_before_others_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,13 @@ def _asks_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answers_when_another_may_be_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Part, "is_shared", False)
+    real = Part._take_place
+
+    def take_place(self: Part, chain: m.Chain) -> None:
+        real(self, chain)
+        self.is_shared = False
+
+    monkeypatch.setattr(Part, "_take_place", take_place)
 
 
 def _leaves_out_who_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
