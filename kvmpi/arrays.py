@@ -245,7 +245,7 @@ def layout_of(array: Any) -> tuple[Any, ...] | None:
     library = _LIBRARIES.get(type(array))
     try:
         if library == "numpy":
-            return (address_of(array), tuple(array.shape), array.dtype) if array.flags.carray else None
+            return (address_of(array), array.shape, array.dtype) if array.flags.carray else None
         if library != "torch" or not array.is_cpu or array.layout is not sys.modules["torch"].strided:
             return None
         return (array.data_ptr(), array.shape, array.dtype) if array.is_contiguous() and not array.is_neg() else None

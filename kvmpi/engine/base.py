@@ -162,7 +162,7 @@ class Engine(ABC):
 
     def has_pending(self, var: Variable) -> bool:
         """Whether ``raise_pending`` would raise."""
-        return self._undelivered_of(var) is not None
+        return var.poisoned and self._undelivered_of(var) is not None
 
     def _undelivered_of(self, var: Variable) -> Failure | None:
         if not var.poisoned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvmpi.errors import KVError, ProtocolError, names_in_words
 from kvmpi.kernels import quantize
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps import codec, placement
-from kvmpi.ps.asks import Ask, Operation
+from kvmpi.ps.asks import NOWHERE, Ask, Operation
 from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.landing import Landing
 from kvmpi.ps.layout import KeyLayout
@@ -26,7 +27,7 @@ from kvmpi.ps.participant import OnReply, Participant, about
 from kvmpi.ps.row_chunks import ArrivingRows, RowChunks, take_rows
 from kvmpi.ps.steps import Turn, position
 from kvmpi.trace import Recorder, timeline
-from kvmpi.wire import Message, as_array
+from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
@@ -63,6 +64,10 @@ class Exchange(NamedTuple):
     turn: Turn
 
 
+def _encoded(chosen: codec.Codec, piece: Buffer, dtype: str) -> Sequence[Buffer]:
+    return (chosen.encode(piece, dtype),)
+
+
 class Exchanges(Participant):
     """What a client pushes and pulls. Operations return a ``Work`` at once.
 
@@ -81,6 +86,7 @@ class Exchanges(Participant):
         super().__init__(config, store, mode, client, num_clients, recorder, link)
         self._layouts: dict[Key, KeyLayout] = {}
         self._codec = codec.get("none")
+        self._answered_bytes = 0  # that pushes have brought since one of them has ended
 
     @property
     def position(self) -> int:
@@ -205,17 +211,12 @@ class Exchanges(Participant):
         """
         layout, chosen = self._layouts[key], self._codec
         dtype, feedback = layout.dtype, self._feedback(key, value)
-
-        def payloads(where: slice, piece: Buffer) -> Callable[[], Sequence[Buffer]]:
-            return (lambda: (chosen.encode(piece, dtype),)) if feedback is None else feedback.payloads(where, piece)
-
         pieces = []
-        for i, chunk in enumerate(layout.chunks):
-            where = slice(chunk.start, chunk.stop)
+        for i, (where, count, nbytes, _) in enumerate(layout.places):
             piece = value[where]
-            sent_bytes = chosen.wire_bytes(piece.size, dtype)
+            payloads = partial(_encoded, chosen, piece, dtype) if feedback is None else feedback.payloads(where, piece)
             on_reply = self._on_value(key, layout, i, out, pushed=True, feedback=feedback)
-            pieces.append(_Piece(-1, piece.nbytes, sent_bytes, payloads(where, piece), on_reply))
+            pieces.append(_Piece(-1, nbytes, chosen.wire_bytes(count, dtype), payloads, on_reply))
         return pieces
 
     def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
@@ -224,8 +225,10 @@ class Exchanges(Participant):
         Raises:
             KVError: ``value`` has something that would be left for ever.
         """
+        if not isinstance(self._codec, codec.Quantizer):
+            return None
         layout = self._layouts[key]
-        if not isinstance(self._codec, codec.Quantizer) or layout.dtype != "float32":
+        if layout.dtype != "float32":
             return None
         if not quantize.all_finite(value):
             raise KVError(
@@ -253,17 +256,19 @@ class Exchanges(Participant):
         may_be_quiet = fused and on_accepted is None and self._in_rounds and not timeline.on
         begun: list[tuple[KeyLayout, Turn, int, list[Ask]]] = []
         asks: list[Ask] = []
-        for key, pieces, turn in pushes:
-            layout, turn = self._layouts[key], turn or self.next_pushes([key])[key]
+        turns = [turn or self.next_pushes([key])[key] for key, _, turn in pushes]
+        done, text = self._steps.done(), encoded.text
+        for (key, pieces, _), turn in zip(pushes, turns, strict=True):
+            layout = self._layouts[key]
             layout.pushing = turn.begun = True
             layout.steps = layout.track.begin(layout.steps)
-            step, done = layout.steps + 1, self._steps.done()
+            step = layout.steps + 1
             asks_of_key = [
-                about(
-                    part := layout.part(i), m.Push,
-                    (key, i, step, encoded.text, fused, acknowledge, part, piece.rows, False, turn.at, done,
+                Ask(
+                    NOWHERE, m.Push,
+                    (key, i, step, text, fused, acknowledge, part := layout.part(i), piece.rows, False, turn.at, done,
                      *turn.span),
-                    cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
+                    part=part, cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
                     on_reply=piece.on_reply,
                 )
                 for i, piece in enumerate(pieces)
@@ -283,6 +288,9 @@ class Exchanges(Participant):
             return is_late
 
         def count(error: KVError | None) -> None:
+            answered_bytes, self._answered_bytes = self._answered_bytes, 0
+            if answered_bytes:  # bytes that pushes have brought back; their own are counted when they end
+                self._recorder.add("pull", 0.0, answered_bytes, calls=0)
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
             for layout, turn, step, asks_of_key in begun:
@@ -349,10 +357,11 @@ class Exchanges(Participant):
 
     def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            self._note_version(layout, index, message, pushed=True, read=changed is not None)
+            if index == 0:
+                self._note_version(layout, message, pushed=True, read=changed is not None)
             if changed is not None:
                 changed.take(index, message, payloads)
-                self._count_answer(sum(payload.nbytes for payload in payloads))
+                self._answered_bytes += sum(payload.nbytes for payload in payloads)
 
         return on_reply
 
@@ -383,7 +392,8 @@ class Exchanges(Participant):
 
     def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            self._note_version(layout, index, message, pushed=False, read=True)
+            if index == 0:
+                self._note_version(layout, message, pushed=False, read=True)
             take_rows(out, message, payloads)
 
         return on_reply
@@ -400,11 +410,10 @@ class Exchanges(Participant):
             steps.add(layout.steps)
             asks += [
                 about(
-                    layout.part(i), m.Pull, (key, i, layout.steps, layout.part(i)), reads=True,
-                    cost_bytes=(chunk.stop - chunk.start) * out.itemsize,
+                    place.part, m.Pull, (key, i, layout.steps, place.part), reads=True, cost_bytes=place.nbytes,
                     on_reply=self._on_value(key, layout, i, out, pushed=False),
                 )
-                for i, chunk in enumerate(layout.chunks)
+                for i, place in enumerate(layout.places)
             ]  # fmt: skip
         label = self._label("pull", [key for key, _ in wanted], min(steps) if len(steps) == 1 else None)
         nbytes = sum([out.nbytes for _, out in wanted])
@@ -414,23 +423,24 @@ class Exchanges(Participant):
         self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool,
         feedback: Feedback | None = None,
     ) -> OnReply:  # fmt: skip
-        chunk = layout.chunks[index]
-        where = slice(chunk.start, chunk.stop)
+        where, _, nbytes, _ = layout.places[index]
+        dtype = DTYPES[layout.dtype]
 
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
             if feedback is not None:
                 feedback.note_answer(where)
-            self._note_version(layout, index, message, pushed=pushed, read=out is not None)
+            if index == 0:
+                self._note_version(layout, message, pushed=pushed, read=out is not None)
             if out is None:
                 return
             if not isinstance(message, m.Value) or len(payloads) != 1:
                 raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
             start_ns = timeline.now() if timeline.on else 0
-            value = as_array(payloads[0], DTYPES[layout.dtype])
-            if value.size != where.stop - where.start:
-                raise ProtocolError(f"a chunk of {value.size} elements came, expected {where.stop - where.start}")
+            if payloads[0].nbytes != nbytes:
+                raise ProtocolError(f"a chunk of {payloads[0].nbytes} bytes came, expected {nbytes}")
+            value = np.frombuffer(payloads[0], dtype)
             if pushed:
-                self._count_answer(value.nbytes)
+                self._answered_bytes += value.nbytes
             if isinstance(out, Landing):
                 out.put(where, value)
             else:
@@ -440,14 +450,8 @@ class Exchanges(Participant):
 
         return on_reply
 
-    def _count_answer(self, nbytes: int) -> None:
-        """Bytes that a push brings back; its own are counted when it ends."""
-        self._recorder.add("pull", 0.0, nbytes, calls=0)
-
-    def _note_version(self, layout: KeyLayout, index: int, message: Message, *, pushed: bool, read: bool) -> None:
-        """How old was what this client had; the first chunk speaks for the key."""
-        if index != 0:
-            return
+    def _note_version(self, layout: KeyLayout, message: Message, *, pushed: bool, read: bool) -> None:
+        """How old was what this client had, by the answer of its first chunk, which speaks for the key."""
         version = message.version if isinstance(message, (m.Value, m.Ack)) else 0
         if pushed and not self._in_rounds:
             later = message.later if isinstance(message, m.Value) else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvmpi.arrays import DTYPES
 from kvmpi.ps import placement
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.chains import part_of
@@ -13,6 +15,15 @@ from kvmpi.ps.steps import Found, Track
 from kvmpi.trace import timeline
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
+
+
+class Place(NamedTuple):
+    """A chunk: which elements of the key it has, how many, their bytes, and the part of the values it belongs to."""
+
+    where: slice
+    num_elements: int
+    nbytes: int
+    part: int
 
 
 @dataclass(slots=True)
@@ -32,10 +43,21 @@ class KeyLayout:
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
     feedback: Feedback | None = None  # with a codec that keeps what it does not send
+    places: list[Place] = field(init=False)  # of its chunks: looked at with every push, and the same for each
+
+    def __post_init__(self) -> None:
+        itemsize = DTYPES[self.dtype].itemsize
+        self.places = [
+            Place(
+                slice(chunk.start, chunk.stop), count := chunk.stop - chunk.start, count * itemsize,
+                part_of(chunk.server, self.digest + i),
+            )
+            for i, chunk in enumerate(self.chunks)
+        ]  # fmt: skip
 
     def part(self, chunk: int) -> int:
         """The part of the values to which a chunk belongs."""
-        return part_of(self.chunks[chunk].server, self.digest + chunk)
+        return self.places[chunk].part
 
     def hear(self, message: Message, payloads: list[memoryview]) -> None:
         """The answer to the ``Init`` of a chunk."""

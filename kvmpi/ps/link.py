@@ -371,7 +371,8 @@ class Link:
                 self._connect(message)
             self._session.receive(*received)
             received = None  # payloads that nobody holds are given back with what is sent next
-            self._pump()
+            if self._session.may_send:
+                self._pump()
         return False
 
     def _pump(self) -> None:

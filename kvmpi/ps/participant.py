@@ -343,7 +343,8 @@ class Participant(ABC):
             return True
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        after = [*after, *(last for others in behind for last in [*others][-1:])]  # they end in another thread
+        # They end in another thread.
+        after = [*after, *[last for others in behind if others for last in [*others][-1:]]]
         operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, after)
         for others in behind:
             others.append(operation)

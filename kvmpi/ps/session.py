@@ -42,6 +42,8 @@ _QUIET_SHARE = 0.125
 _CLIENT = 2
 #: Answers that end a request; anything else in their place is a mistake of the peer.
 _ANSWERS = (m.Ack, m.Found, m.Value, m.State, m.View, m.Dead)
+#: Most messages are of these kinds.
+_USUAL = (m.Value, m.Ack)
 
 
 class ClientSession:
@@ -99,10 +101,11 @@ class ClientSession:
         for ask in asks:
             ask.operation = operation
             ask.number = next(self._numbers)
-        why = next((why for ask in asks if (why := self._why_lost(ask)) is not None), None)
-        if why is not None:
-            self._cancel(operation, lost_error(operation, why))
-            return
+        if self._lost_parts or self._lost_peers:
+            why = next((why for ask in asks if (why := self._why_lost(ask)) is not None), None)
+            if why is not None:
+                self._cancel(operation, lost_error(operation, why))
+                return
         awaited, operation.after = [before for before in operation.after if not before.finished], ()
         operation.num_awaited = len(awaited)
         for before in awaited:
@@ -131,8 +134,11 @@ class ClientSession:
 
     def _enqueue(self, ask: Ask) -> None:
         self._aim(ask)
-        where = ask.where
-        heapq.heappush(self._queues.setdefault(where, []), (-ask.operation.priority, ask.number, ask))
+        where = ask.peer, ask.reads
+        queue = self._queues.get(where)
+        if queue is None:
+            queue = self._queues[where] = []
+        heapq.heappush(queue, (-ask.operation.priority, ask.number, ask))
         self._ready[where] = None
 
     def _can_send(self, ask: Ask) -> bool:
@@ -243,6 +249,10 @@ class ClientSession:
 
     def receive(self, message: Message, payloads: list[memoryview]) -> None:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
+        if isinstance(message, _USUAL):
+            if (ask := self._outstanding.get(message.request)) is not None:
+                self._take_answer(ask, message, payloads)
+            return
         if isinstance(message, m.View):
             self.adopt(message)
         if isinstance(message, m.Failure) and (message.request, message.error) == (-1, "PeerLostError"):
@@ -274,16 +284,19 @@ class ClientSession:
                     if not self._replicas:  # else it may have to be sent again
                         self._count_accepted(ask.operation)
             case _:
-                error: KVError | None = None
-                try:
-                    if not isinstance(message, _ANSWERS):
-                        raise ProtocolError(f"a {type(message).__name__} is no answer")
-                    if ask.on_reply is not None:
-                        ask.on_reply(message, payloads)
-                    ask.old = isinstance(message, m.Value) and message.old
-                except Exception as caught:  # one bad answer must not end the others' thread
-                    error = as_kv_error(ask, caught)
-                self._end(ask, error)
+                self._take_answer(ask, message, payloads)
+
+    def _take_answer(self, ask: Ask, message: Message, payloads: list[memoryview]) -> None:
+        error: KVError | None = None
+        try:
+            if not isinstance(message, _ANSWERS):
+                raise ProtocolError(f"a {type(message).__name__} is no answer")
+            if ask.on_reply is not None:
+                ask.on_reply(message, payloads)
+            ask.old = isinstance(message, m.Value) and message.old
+        except Exception as caught:  # one bad answer must not end the others' thread
+            error = as_kv_error(ask, caught)
+        self._end(ask, error)
 
     def waits(self) -> list[Wait]:
         """What is under way; may be called from another thread."""
@@ -325,7 +338,8 @@ class ClientSession:
 
     def _note_heard(self, ask: Ask) -> None:
         """Its peer has taken it in, which it does once: others do not wait for ever for the sake of those before."""
-        if ask.left_s >= self._heard.get(ask.peer, (0.0, 0.0))[0]:
+        before = self._heard.get(ask.peer)
+        if before is None or ask.left_s >= before[0]:
             self._heard[ask.peer] = ask.left_s, self._now_s
 
     def _silent_since(self, ask: Ask, sent_s: float) -> float:
@@ -442,10 +456,11 @@ class ClientSession:
 
     def _release(self, ask: Ask) -> None:
         self._in_flight[ask.window] -= ask.cost_bytes
-        self._look_again(ask.where)
+        self._look_again(ask)
 
-    def _look_again(self, where: tuple[int, bool]) -> None:
-        """What waits there, if anything does, may be able to leave."""
+    def _look_again(self, ask: Ask) -> None:
+        """What waits where it has waited, if anything does, may be able to leave."""
+        where = ask.peer, ask.reads
         if self._queues.get(where):
             self._ready[where] = None
 
@@ -454,7 +469,8 @@ class ClientSession:
         ask.ended = True
         if self._outstanding.pop(ask.number, None) is not None and not ask.accepted:
             self._release(ask)
-        self._look_again(ask.where)  # so that what is still queued goes
+        else:
+            self._look_again(ask)  # so that what is still queued goes
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation

@@ -75,6 +75,7 @@ def test_asynchronous_pushes_are_logged_as_they_came(bits: int) -> None:
     shard._log = shard.rounds._log = shard.singles._log = lambda entry, payloads: (
         bool(logged.append((entry, payloads))) or True
     )
+    shard.rounds.is_followed = lambda: True
     value, momentum, sender = whole_numbers(COUNT).astype("f8"), np.zeros(COUNT), Sender(COUNT, bits)
     for step in range(1, 4):
         meant = sender.means(quarters(COUNT, step))
