@@ -327,6 +327,8 @@ class StoreCore:
                 single.by_rows &= not pushes
                 call.about = single.key
                 return [again]
+            if alone and (known := self._known_parts(call, key, value, out)) is not None:
+                return known
             parts: dict[Key, Part] = {}
             for group in groups(key, value, call.op, by_rows=True) if pushes else []:
                 state = self._match(group, call.op)
@@ -361,7 +363,10 @@ class StoreCore:
                 call.about = about(list(parts.values()))
             if single is not None:
                 checked.note(parts[single.key], call, value, out, self._rule)
-            return sorted(parts.values(), key=lambda part: processing_order(part.state))
+            found = sorted(parts.values(), key=lambda part: processing_order(part.state))
+            if call.op != "pushpull" and call.signature is not None:
+                self._note_made(call, found)
+            return found
 
         return self._enter(
             call, prepare, lambda parts: self._entries_of(parts, call.op),
@@ -411,6 +416,10 @@ class StoreCore:
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
         """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""
+        return None
+
+    def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
+        """What a push or a pull does with each key, if the same call was made before and has been found right."""
         return None
 
     def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:

@@ -64,9 +64,10 @@ class KnownExchanges(Commanding):
     def _is_told_too_much(self) -> bool:
         """Whether the program goes on at a step that pushes cannot be made at."""
 
-    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+    def _find_known(self, call: Invocation, key: Any, value: Any, out: Any) -> _KnownExchange | None:
+        """What is known of a call on several keys, if it can be made as before."""
         several = isinstance(key, list | tuple) and len(key) > 1
-        usual = several and call.op == "pushpull" and not (call.async_op or call.reduced or timeline.on)
+        usual = several and not (call.async_op or call.reduced or timeline.on)
         able = self.mpi_size == 1 and not (self._closed or self._joined or self._is_told_too_much or self.keeps_errors)
         if not (usual and able and type(call.priority) is int):
             return None
@@ -74,6 +75,28 @@ class KnownExchanges(Commanding):
         known = None if signature is None else self._known.find(signature)
         has = self._engine.has_pending
         if known is None or any(has(state.value) or has(state.sent) for state in known.states):
+            return None
+        return known
+
+    def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
+        if call.op == "pushpull" or (known := self._find_known(call, key, value, out)) is None:
+            return None
+        parts, given = list[Part](), value if out is None else out
+        for batch in known.batches:
+            for state, place in zip(*batch, strict=True):
+                array = given[place]
+                if out is None:
+                    state.pushes += 1
+                    state.by_rows = False
+                    parts.append(Part(state, [arrays.read(array)]))
+                else:
+                    parts.append(Part(state, [], [array]))
+        if out is not None:
+            arrays.note_writes(out)
+        return parts
+
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+        if call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
             return None
         sources = [*map(arrays.flat, value)]
         outs = sources if out is None else [*map(arrays.flat, out)]
@@ -103,8 +126,8 @@ class KnownExchanges(Commanding):
 
 
 def _is_plain(part: Part) -> bool:
-    """Whether it is one array of the host that is sent as it lies, and one that is filled where it lies."""
+    """Whether what is pushed is one array of the host that is read as it lies, and what is filled also one."""
     return (
-        part.rows is None and len(part.vectors) == len(part.outs) == 1
-        and part.vectors[0].on_host and part.vectors[0].shared
+        part.rows is None and not part.row_outs and len(part.vectors) < 2 and len(part.outs) < 2
+        and all(vector.on_host and vector.shared for vector in part.vectors)
     )  # fmt: skip

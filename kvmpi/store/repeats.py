@@ -30,7 +30,7 @@ from kvmpi.trace import timeline
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
 #: An operation, its scale, the keys, and the layouts of what is pushed and, if it is something else, pulled into.
-Signature = tuple[str, float, tuple[Key, ...], tuple[Any, ...], "tuple[Any, ...] | None"]
+Signature = tuple[str, float, tuple[Key, ...], "tuple[Any, ...] | None", "tuple[Any, ...] | None"]
 
 #: Of all known calls of one store, a kilobyte each; and how many calls are remembered to have been made.
 _MOST_KEYS, _MOST_MADE = 1 << 14, 1 << 14
@@ -130,9 +130,11 @@ class Repeats(Generic[T]):
         kinds = set(map(type, key))
         if (kinds != {int} and kinds != {str}) or type(scale) not in (float, int):
             return None
-        pushed = _layouts(value)
-        pulled = None if out is None or pushed is None else _layouts(out)
-        if pushed is None or (out is not None and pulled is None):
+        pushed = None if value is None else _layouts(value)
+        if value is not None and pushed is None:
+            return None
+        pulled = None if out is None else _layouts(out)
+        if out is not None and pulled is None:
             return None
         return op, scale, tuple(key), pushed, pulled
 

@@ -11,6 +11,7 @@ import pytest
 import kvmpi
 from kvmpi import arrays, optim
 from kvmpi.errors import KVError, ShapeMismatchError
+from kvmpi.store import core
 from kvmpi.store.dist import DistStore
 
 #: Of these only the small ones travel together; keys that are ints are taken in their own order.
@@ -141,3 +142,79 @@ def test_autograd_hears_of_what_is_written(kv: Any) -> None:
         assert all(value._version > was for value, was in zip(values, before, strict=True))
         for value in values:
             value.zero_()
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The pushes and pulls whose keys and arrays have been looked at."""
+    found: list[str] = []
+    groups = core.groups
+
+    def spy(key: Any, value: Any, op: str, **how: Any) -> Any:
+        found.append(op)
+        return groups(key, value, op, **how)
+
+    monkeypatch.setattr(core, "groups", spy)
+    return found
+
+
+@pytest.mark.parametrize("make", [np.array, make_torch], ids=["numpy", "torch"])
+def test_pushes_and_pulls_too(kv: Any, grouped: list[str], make: Make) -> None:
+    keys = list(SHAPES)
+    values = [make(np.empty(SHAPES[key], "f4")) for key in keys]
+    outs = [make(np.full(SHAPES[key], np.nan, "f4")) for key in keys]
+    expected = {key: numbers(key).astype("f8") for key in keys}
+    arrays.read(values[0])
+    for step in range(1, 6):
+        for key, value in zip(keys, values, strict=True):
+            value[...] = make(numbers(key, step))
+        kv.push(keys, values)
+        for value in values:
+            value[...] = -1  # they are the caller's again
+        kv.pull(keys, outs)
+        for key, got in zip(keys, outs, strict=True):
+            expected[key] += numbers(key, step)
+            np.testing.assert_array_equal(np.asarray(got), expected[key], err_msg=f"key {key}, step {step}")
+    assert grouped == ["push", "pull"] * 2
+    assert kv.stats()["phases"]["push"]["calls"] == 5 * len(keys)
+    others = [make(np.full(SHAPES[key], np.nan, "f4")) for key in keys]
+    kv.pull(keys, others)
+    for key, got in zip(keys, others, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), expected[key], err_msg=f"key {key}, other arrays")
+    assert grouped == ["push", "pull"] * 2 + ["pull"]
+
+
+@pytest.mark.parametrize("op", ["push", "pull"])
+def test_they_raise_what_an_earlier_call_has_left(kv: Any, grouped: list[str], op: str) -> None:
+    keys = list(SHAPES)
+    given = [np.zeros(SHAPES[key], "f4") for key in keys]
+    for _ in range(3):
+        getattr(kv, op)(keys, given)
+
+    def fail() -> None:
+        raise KVError("left by an earlier call")
+
+    kv._engine.push(fail, writes=[kv._keys[4].value], lane="inline", name="a failure")
+    with pytest.raises(KVError, match="left by an earlier call"):
+        getattr(kv, op)(keys, given)
+    getattr(kv, op)(keys, given)
+    assert len(grouped) == 3, "only the call that finds an error is looked at again"
+    with pytest.raises(ShapeMismatchError, match=f"{op} of key 7"):
+        getattr(kv, op)(keys, [given[0].reshape(-1), *given[1:]])
+    kv.close()
+    with pytest.raises(KVError, match="closed"):
+        getattr(kv, op)(keys, given)
+
+
+def test_a_push_that_is_known_is_one_of_whole_arrays(kv: Any) -> None:
+    keys, given = [9, 4], [np.zeros(SHAPES[9], "f4"), np.zeros(SHAPES[4], "f4")]
+    for _ in range(3):
+        kv.push(keys, given)
+    kv.push(4, (np.array([2]), np.ones(1, "f4")))
+    assert kv._keys[4].by_rows
+    kv.push(keys, given)
+    assert not kv._keys[4].by_rows
+    kv.pull(keys, given)
+    expected = numbers(4)
+    expected[2] += 1
+    np.testing.assert_array_equal(given[1], expected)
