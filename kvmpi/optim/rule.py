@@ -211,8 +211,8 @@ class Rule:
         self.ensure_state(state, stored.size, stored.dtype)
         size = stored.size
         length = min(size, max(1, BLOCK_BYTES // stored.itemsize))
-        first, second = np.empty((2, length), stored.dtype)
-        mine = {name: state[name] for name in self.slots()}
+        first, second = np.empty(length, stored.dtype), np.empty(length, stored.dtype)
+        mine = {name: state[name] for name in self.slots()} if state else {}
         with np.errstate(all="ignore"):
             if length == size:  # one block, or none
                 if size:
@@ -244,7 +244,7 @@ class Rule:
             raise DTypeMismatchError(
                 f"update by {self.name}: stored is {dtype}, pushed {pushed.dtype}, out {out.dtype}; expected the same"
             )
-        if not (dtype in (np.float32, np.float64) or (self.integers and dtype.kind in "iu")):
+        if not ((dtype.char in "fd" and dtype.isnative) or (self.integers and dtype.kind in "iu")):
             raise DTypeMismatchError(
                 f"update by {self.name}: cannot compute in {dtype}; "
                 f"use a key of a float type, or no optimizer, for values of this kind"
