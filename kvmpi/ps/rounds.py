@@ -49,7 +49,7 @@ def changed(slot: Slot, request: int, route: bytes, ids: Buffer, later: int = 0)
     return Reply(route, m.Value(request, slot.rounds, ids.size, later=later), (ids, slot.take(ids)))
 
 
-def check_steps(slot: Slot) -> bool:
+def settle_steps(slot: Slot) -> bool:
     """Whether all pushes of the open round say their overall steps; else none does from now on."""
     if len(slot.open_steps) < len(slot.contributors):
         slot.open_steps.clear()
@@ -58,7 +58,7 @@ def check_steps(slot: Slot) -> bool:
 
 def steps_of(slot: Slot) -> tuple[list[int], int, int, int]:
     """The overall steps of the open round, as they are logged."""
-    if not check_steps(slot):
+    if not settle_steps(slot):
         return [], 0, 0, 0
     steps = [slot.open_steps[client] for client in slot.contributors]
     return steps if len(set(steps)) > 1 else steps[:1], slot.open_done, *slot.span
@@ -92,19 +92,12 @@ class Rounds:
     ) -> list[Reply] | None:
         """A push as most are, at once; None: it is not of that kind, and nothing was done.
 
-        Its turn has come, it has all elements of its chunk as they are, all clients are here, and nobody else is told.
-        With many small keys nearly all time would go into finding that out step by step.
+        It ends as ``push`` does. With many small keys most time would go into finding out step by step that nothing is
+        unusual.
         """
-        clients, step = self._clients, slot.rounds + 1
-        if (
-            client != slot.cursor or message.step != step or slot.steps.get(client, 0) != slot.rounds
-            or message.rows != -1 or message.codec != "none" or message.acknowledge or self.acknowledges
-            or len(payloads) != 1 or payloads[0].nbytes != slot.value.nbytes or slot.dtype in HALF
-            or client in slot.held or slot.entering or clients.gone or clients.finished or clients.entering
-            or isinstance(slot.accumulator, Rows) or self.is_followed() or timeline.on
-        ):  # fmt: skip
+        if not self._is_plain(slot, client, message, payloads):
             return None
-        wire, request = np.frombuffer(payloads[0], slot.value.dtype), message.request
+        wire, request, step = np.frombuffer(payloads[0], slot.value.dtype), message.request, slot.rounds + 1
         # One that is alone has pushed the sum; of what is large the memory is taken over.
         is_sum = self._num_clients == 1 and wire.nbytes < ADOPT_FROM_BYTES
         if is_sum:
@@ -127,7 +120,7 @@ class Rounds:
                     replies.append(Reply(route, m.Accepted(request)))
             return replies + self.go_on_with(slot) if slot.held else replies
         self.before_update(slot)
-        check_steps(slot)
+        settle_steps(slot)
         self._log(None, ())
         self.end_round(slot, keep=is_sum)
         self.on_update(slot)
@@ -139,6 +132,18 @@ class Rounds:
         else:
             replies.append(self.answer(slot, Waiter(route, request, True, step)))
         return replies + self.go_on_with(slot) if slot.held else replies
+
+    def _is_plain(self, slot: Slot, client: int, message: m.Push, payloads: list[memoryview]) -> bool:
+        """Whether a push is the next one of the client whose turn it is, has all elements of its chunk as they are, all
+        clients take part, and no other server is told."""
+        clients = self._clients
+        return not (
+            client != slot.cursor or message.step != slot.rounds + 1 or slot.steps.get(client, 0) != slot.rounds
+            or message.rows != -1 or message.codec != "none" or message.acknowledge or self.acknowledges
+            or len(payloads) != 1 or payloads[0].nbytes != slot.value.nbytes or slot.dtype in HALF
+            or client in slot.held or slot.entering or clients.gone or clients.finished or clients.entering
+            or isinstance(slot.accumulator, Rows) or self.is_followed() or timeline.on
+        )  # fmt: skip
 
     def push(self, slot: Slot, client: int, contribution: Contribution) -> list[Reply]:
         """The next push of a client, or its repetition: it is held until its turn has come."""
@@ -288,7 +293,7 @@ class Rounds:
             entry = entries.Round(slot.key, slot.chunk, clients, num_rows(total), *steps_of(slot))
             keep = self._log(entry, frames(total))
         else:
-            check_steps(slot)
+            settle_steps(slot)
             keep = self._log(None, ())
         start_ns = timeline.now() if timeline.on else 0
         self.end_round(slot, keep=keep)
