@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import DTYPES
@@ -99,6 +100,8 @@ def pushed(slot: Slot, rows: int, payloads: list[memoryview], encoding: Codec) -
     Raises:
         ProtocolError: it is something else, or no such rows can be in this chunk.
     """
+    if rows < 0 and len(payloads) == 1 and encoding.name == "none" and payloads[0].nbytes == slot.value.nbytes:
+        return np.frombuffer(payloads[0], slot.value.dtype)  # as a rule
     what = "push" if rows < 0 else "push of rows"
     frames = 1 + (rows >= 0)
     if len(payloads) != frames:
