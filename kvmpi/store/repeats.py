@@ -43,7 +43,9 @@ kept_for_late_ranks: list[Any] = []
 def kind_of(signature: Signature) -> Signature | None:
     """The same wherever the arrays lie; None where that counts, because of others that must not lie there."""
     op, scale, keys, pushed, pulled = signature
-    return (op, scale, keys, tuple(layout[1:] for layout in pushed), None) if op == "allreduce" and not pulled else None
+    if op != "allreduce" or pushed is None or pulled is not None:
+        return None
+    return op, scale, keys, tuple(layout[1:] for layout in pushed), None
 
 
 @dataclass(slots=True)
@@ -243,7 +245,7 @@ class Repeating(Operations):
 
     def _elsewhere(self, signature: Signature) -> Repeat | None:
         """The call as one like it was made on other arrays."""
-        found, addresses = self._repeats.like(signature), (layout[0] for layout in signature[3])
+        found, addresses = self._repeats.like(signature), (layout[0] for layout in signature[3] or ())
         return None if found is None else found.elsewhere(dict(zip(signature[2], addresses, strict=True)))
 
     def _repeat_op(self, repeat: Repeat, call: Invocation, keep: list[Any]) -> Work:
