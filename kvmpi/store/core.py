@@ -364,7 +364,7 @@ class StoreCore:
             if single is not None:
                 checked.note(parts[single.key], call, value, out, self._rule)
             found = sorted(parts.values(), key=lambda part: processing_order(part.state))
-            if call.op != "pushpull" and call.signature is not None:
+            if call.op in ("push", "pull") and call.signature is not None:
                 self._note_made(call, found)
             return found
 

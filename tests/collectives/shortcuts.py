@@ -31,6 +31,7 @@ class Shortcuts:
     def __init__(self, wakes: bool, per_host: int = 0, *, linked: bool = False) -> None:
         self._wakes, self.per_host, self._linked = wakes, per_host, linked
         self._socks: weakref.WeakKeyDictionary[MemoryWorld, Any] = weakref.WeakKeyDictionary()
+        self._ends: list[socket.socket] = []
         self._peers: weakref.WeakKeyDictionary[MemoryWorld, dict[Any, list[Peer]]] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakKeyDictionary[MemoryComm, Shortcut] = weakref.WeakKeyDictionary()
         self.taken = 0
@@ -53,6 +54,10 @@ class Shortcuts:
                 found.take()
         return found
 
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
     def _lines(self, comm: MemoryComm, firsts: list[int]) -> Lines | None:
         """Of a first rank, those to and from rank 0."""
         if len(firsts) == 1 or comm.rank not in firsts:
@@ -61,6 +66,7 @@ class Shortcuts:
         of_world = self._socks.setdefault(comm._world, {})
         if comm._context not in of_world:
             of_world[comm._context] = {pair: socket.socketpair() for pair in pairs}
+            self._ends += [end for both in of_world[comm._context].values() for end in both]
         ends = of_world[comm._context]
         outgoing = {to: ends[at, to][0] for at, to in pairs if at == comm.rank}
         incoming = {at: ends[at, to][1] for at, to in pairs if to == comm.rank}
@@ -104,3 +110,4 @@ def shortcuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(module, "verdict", verdict)
     monkeypatch.setattr(tensor, "leave", leave_shared)
     yield made
+    made.close()

@@ -292,7 +292,11 @@ def test_another_process_of_a_client_goes_on_as_the_page_says(start_job: Callabl
     def found(page: PageClient, key: str) -> list[Any]:
         ((part, _),) = page.places(key, 16, 1, 4, 1 << 21)
         tag, fields, _ = page.about(part, "init", key, 0, 1, 16, [16], "float32")
-        return fields if tag == "found" else [fields[0], {}, 0]
+        if tag != "found":
+            return [fields[0], {}, 0]
+        *lasting, by_rows = fields
+        assert by_rows is False, "nobody has pushed rows"
+        return lasting
 
     def push_own(step: int) -> list[Any]:
         return [own.push(key, of_key(key, step, 0), deadline()) for key in keys_of(step)]
