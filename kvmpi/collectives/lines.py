@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from kvmpi.collectives.comm import Comm
-from kvmpi.collectives.links import close_in_child
+from kvmpi.collectives.links import close_in_child, lost
 from kvmpi.collectives.waiting import Habit, Patience
 from kvmpi.deadline import Deadline
 
@@ -23,7 +23,7 @@ _WAITS = Habit(bare_polls=64)
 class Lines:
     """One rank's; for one thread at a time. Each word of a peer answers one that it is asked for with ``expect``.
 
-    A connection that breaks is no error here: nothing is heard over it any more.
+    A connection that breaks is no error by itself: nothing is heard over it any more.
 
     Args:
         comm: what is under way there gets a turn while this rank waits here: MPI may not have sent it yet.
@@ -45,13 +45,25 @@ class Lines:
         self._listening = select.poll()
         close_in_child(self)
 
-    def say(self, word: bytes) -> None:
-        """To all others."""
-        for sock in self._outgoing.values():
+    def say(self, word: bytes, *, surely: bool = False) -> bool:
+        """To all others, as far as they can be reached.
+
+        Args:
+            surely: all of them are to have it or none; whether all do.
+        Raises:
+            PeerLostError: some have it, and one can surely not be reached.
+        """
+        said = 0
+        for peer, sock in self._outgoing.items():
             try:
                 sock.send(word)  # so few bytes always have room, or the other side has long ceased to listen
-            except OSError:
-                pass  # it has left, or is about to find out
+                said += 1
+            except OSError as error:  # it has left, or is about to find out
+                if surely and said:
+                    raise lost(peer, error) from None
+                if surely:
+                    return False
+        return True
 
     def expect(self) -> None:
         """One more word of each of the others; before this rank says its own."""

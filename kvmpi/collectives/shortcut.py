@@ -169,8 +169,10 @@ def _over_lines(
 
     lines.expect()
     if is_first:
-        agreed = same_here() and _in_time(all_say)
-        lines.say(digest if agreed else _DIFFERS)
+        # What others have said may be here though they cannot be reached any more: they must not wait for an answer.
+        agreed = same_here() and _in_time(all_say) and lines.say(digest, surely=True)
+        if not agreed:
+            lines.say(_DIFFERS)
         return agreed
     same = same_here(lines.is_over)
     lines.say(digest if same else _DIFFERS)

@@ -15,9 +15,10 @@ from test_shortcut import CountingComm, call_of
 from kvmpi.collectives import Collectives, linking, waiting
 from kvmpi.collectives.lines import WORD_BYTES, Lines
 from kvmpi.collectives.memory_comm import MemoryComm, MemoryWorld
+from kvmpi.collectives.shortcut import _over_lines
 from kvmpi.collectives.topology import Layout
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, OrderMismatchError
+from kvmpi.errors import KVTimeoutError, OrderMismatchError, PeerLostError
 
 RunRanks = Callable[..., list[Any]]
 
@@ -130,6 +131,42 @@ def test_a_connection_that_breaks_says_nothing_more_and_is_no_error(lines: list[
         first.say(TWO)
     seven.expect()
     assert seven.hear(Deadline(TIMEOUT_S), names) == [ONE if reset else TWO]
+
+
+def agreed(lines: Lines, word: bytes) -> bool:
+    """What rank 0 finds, which is alone on its host."""
+    return _over_lines(lines, True, word, Deadline(TIMEOUT_S), names, lambda *_: True)
+
+
+def test_an_answer_that_reaches_nobody_is_no(lines: list[Lines]) -> None:
+    """The others' words came before their connections broke."""
+    first, *others = lines
+    for other in others:
+        other.say(ONE)
+    first._outgoing[4].shutdown(socket.SHUT_RDWR)
+    assert not agreed(first, ONE)
+    others[1].expect()
+    assert others[1].hear(Deadline(TIMEOUT_S), names) == [bytes(WORD_BYTES)], "who can be reached hears that"
+
+
+def test_an_answer_that_reaches_some_is_an_error_that_names_who_has_none(lines: list[Lines]) -> None:
+    first, *others = lines
+    for other in others:
+        other.say(ONE)
+    first._outgoing[7].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerLostError, match="connection to MPI rank 7 is broken"):
+        agreed(first, ONE)
+
+
+def test_an_answer_that_reaches_all_is_what_they_have_said(lines: list[Lines]) -> None:
+    first, *others = lines
+    for said in (ONE, TWO):
+        for other in others:
+            other.say(said)
+            other.expect()
+        assert agreed(first, ONE) == (said == ONE)
+        for other in others:
+            assert other.hear(Deadline(TIMEOUT_S), names) == [ONE if said == ONE else bytes(WORD_BYTES)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
