@@ -109,6 +109,11 @@ class Config:
     )  # fmt: skip
     tuning: str = _setting("", "file of kvmpi bench tune, by which auto chooses; empty takes built-in figures")
     bucket_bytes: int = _setting(8 * MIB, "keys of one list call are summed together up to this size")
+    sharded_update: str = _setting(
+        "off", "whether, in stores whose workers hold the values, each worker updates its share of a value alone, and "
+        "remembers what momentum or Adam need of that share: on wants rules of kvmpi's, see docs/algorithms.md",
+        ("off", "on"),
+    )  # fmt: skip
     shared_input: str = _setting(
         "attach", "how ranks of a host read each other's private arrays: where they are (if the system allows it), or "
         "copied to shared memory", ("attach", "stage"),

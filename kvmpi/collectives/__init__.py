@@ -7,6 +7,7 @@ from kvmpi.collectives.comm import Comm, Request, SoloComm
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.row_sum import broadcast_rows, sum_rows, union_of_ids
 from kvmpi.collectives.selection import ALGORITHMS
+from kvmpi.collectives.shares import share_of
 from kvmpi.collectives.tensor import Collectives
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "broadcast_rows",
     "compare_clocks",
     "load_figures",
+    "share_of",
     "sum_rows",
     "union_of_ids",
 ]

@@ -18,6 +18,7 @@ from kvmpi.collectives.cost import Choice, Figures
 from kvmpi.collectives.cost import load as load_figures
 from kvmpi.collectives.guard import Guard
 from kvmpi.collectives.selection import SHARING, Selection
+from kvmpi.collectives.shares import Shares, share_of
 from kvmpi.collectives.shortcut import Shortcut
 from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.config import Config
@@ -341,6 +342,59 @@ class Collectives:
                 np.copyto(own, source)
             if self.size > 1 and out.size:
                 self._guard.run(lambda: algorithm.allgather(out, act), deadline, act=act)
+
+    def sum_shares(
+        self, tensors: Sequence[Sequence[Vector]], dtype: str, deadline: Deadline, label: str, scale: float = 1.0
+    ) -> list[Buffer]:
+        """Sum each tensor's vectors of all ranks, and return of each sum this rank's share, ``shares.share_of``.
+
+        It is in memory that the next collective uses anew. For two ranks or more; the same lengths in the same order on
+        every rank. ``scale`` as in ``allreduce_many``.
+        """
+        shares, storage = Shares([sources[0].count for sources in tensors], self.size), host.STORAGE[dtype]
+        with self._recorder.timed("reduce", shares.count * storage.itemsize):
+            self._scratch.begin()
+            if not shares.count:
+                return [np.empty(0, storage) for _ in tensors]
+            algorithm, act = self._begin("reduce_scatter", shares.count * storage.itemsize, deadline, label)
+            act.scale = scale
+
+            def run() -> Buffer:
+                devices.settle(tensors, act)
+                found = devices.to_host(tensors, dtype, self._scratch)
+                packed = []
+                for number in range(max(map(len, found))):
+                    packed.append(self._scratch(shares.count, storage))
+                    shares.pack([v[number] if number < len(v) else None for v in found], packed[-1])
+                own = self._scratch(shares.length, storage)
+                algorithm.reduce_scatter(packed, own, dtype, act)
+                return own
+
+            return shares.split(self._guard.run(run, deadline, act=act), self.rank)
+
+    def gather_shares(self, tensors: Sequence[tuple[Buffer, Sequence[Buffer]]], deadline: Deadline, label: str) -> None:
+        """Bring every rank's share of each tensor, given as (tensor, targets), to all ``targets`` of that tensor.
+
+        Targets are memory of the host of the tensor's shape, and may be the tensor. All are of one dtype; for two ranks
+        or more, the same lengths in the same order on every rank.
+        """
+        shares = Shares([tensor.size for tensor, _ in tensors], self.size)
+        nbytes = shares.count * tensors[0][0].itemsize if tensors else 0
+        with self._recorder.timed("broadcast", nbytes):
+            self._scratch.begin()
+            if not nbytes:
+                return
+            algorithm, act = self._begin("allgather", nbytes, deadline, label)
+
+            def run() -> None:
+                packed = self._scratch(shares.count, tensors[0][0].dtype)
+                own = shares.split(packed[self.rank * shares.length :][: shares.length], self.rank)
+                for part, (tensor, _) in zip(own, tensors, strict=True):
+                    np.copyto(part, tensor[share_of(tensor.size, self.size, self.rank)])
+                algorithm.allgather(packed, act)
+                shares.unpack(packed, [targets for _, targets in tensors])
+
+            self._guard.run(run, deadline, act=act)
 
     def broadcast(self, buffer: Buffer, root: int, deadline: Deadline, label: str) -> None:
         """Copy ``buffer`` (shape ``(count,)``, host) of rank ``root`` into that of every rank."""

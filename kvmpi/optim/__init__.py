@@ -4,7 +4,7 @@ A rule is an immutable set of plain numbers. It travels as its registered name a
 belong to a key (stored value, state, master copy) are the caller's.
 """
 
-from kvmpi.optim.apply import check_by_rows, fitting_master, make_master, update, update_rows
+from kvmpi.optim.apply import check_by_rows, fitting_master, make_master, never_raises, update, update_rows
 from kvmpi.optim.convert import from_any
 from kvmpi.optim.registry import create, known, register
 from kvmpi.optim.rule import Block, Rule
@@ -26,6 +26,7 @@ __all__ = [
     "from_any",
     "known",
     "make_master",
+    "never_raises",
     "register",
     "update",
     "update_rows",

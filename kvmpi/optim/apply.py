@@ -52,7 +52,7 @@ def update(
             place, and is rounded into the result. Without it each update rounds what is stored.
         out: a host vector of ``dtype``. May be the memory of ``pushed`` where both have one dtype.
     """
-    if _never_raises(rule):
+    if never_raises(rule):
         _update(rule, stored, dtype, pushed, state, step, count, master, out)
         return
     changed = {name: array for name, array in state.items() if name in rule.slots()}
@@ -67,7 +67,7 @@ def update(
         raise
 
 
-def _never_raises(rule: Rule) -> bool:
+def never_raises(rule: Rule) -> bool:
     """Once its arguments have been looked at: whether there is no code in it but ours."""
     return type(rule).__module__.startswith("kvmpi.optim.")
 
@@ -157,7 +157,7 @@ def update_rows(
         return
     tables = {name: state[name] for name in rule.slots()}
     # What raises does so before anything is written back.
-    length = max(1, host.BLOCK_BYTES // (4 * width) if _never_raises(rule) else pushed.count)
+    length = max(1, host.BLOCK_BYTES // (4 * width) if never_raises(rule) else pushed.count)
     for start in range(0, pushed.count, length):
         ids = pushed.ids[start : start + length]
         some = take(stored, width, ids)

@@ -87,6 +87,15 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         return self._client_store
 
     @property
+    def sharded_update(self) -> bool:
+        """Whether each worker updates, and remembers what the rule in force needs of, its share of every value alone.
+
+        See ``KVMPI_SHARDED_UPDATE``; of stores whose workers hold the values, under a rule of kvmpi's that takes
+        gradients element by element.
+        """
+        return False
+
+    @property
     def num_optimizers(self) -> int:
         """How many rules there have been: one more after ``set_optimizer``, and a load of another than is in force."""
         return self._num_rules

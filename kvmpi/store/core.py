@@ -286,6 +286,8 @@ class StoreCore:
                 settings = f"{settings} scale={call.scale}"
             if call.reduced:
                 settings = f"{settings} reduced"
+            if self._config.sharded_update != "off":
+                settings = f"{settings} KVMPI_SHARDED_UPDATE={self._config.sharded_update}"
             if call.source:
                 settings = f"{settings} {call.source}"
             found = self._reduce.agree(signature, call.deadline, settings)
@@ -327,7 +329,7 @@ class StoreCore:
                 single.by_rows &= not pushes
                 call.about = single.key
                 return [again]
-            if alone and (known := self._known_parts(call, key, value, out)) is not None:
+            if (known := self._known_parts(call, key, value, out)) is not None:
                 return known
             parts: dict[Key, Part] = {}
             for group in groups(key, value, call.op, by_rows=True) if pushes else []:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
-from kvmpi.errors import ConfigError, KeyNotInitializedError, KVError, UnsupportedError, rebuild
+from kvmpi.errors import ConfigError, KeyNotInitializedError, UnsupportedError
 from kvmpi.kernels import host
 from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
@@ -27,25 +27,15 @@ from kvmpi.store.call import Invocation, KeyState, Part, about, copy_to_host, de
 from kvmpi.store.checkpoint import SavedKey
 from kvmpi.store.grammar import normal_key
 from kvmpi.store.repeats import Repeating, Repeats
+from kvmpi.store.replica import Replica
+from kvmpi.store.sharded import ShardedUpdates
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
 
 
-class _Replica:
-    """This worker's copy of one key, with what its rule remembers."""
-
-    __slots__ = ("common", "master", "state", "updates", "value")
-
-    def __init__(self, value: Buffer, common: bool) -> None:
-        self.value, self.common = value, common
-        self.master: Buffer | None = None
-        self.state: dict[str, Buffer] = {}
-        self.updates = 0
-
-
 @methods_not_compiled
-class ReplicatedStore(Repeating, KVStore):
+class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
     """Values in every worker. ``local``: alone. ``mpi``: one client of all workers, tensor allreduce, no server."""
 
     _capabilities = {  # noqa: RUF012 - read only
@@ -54,7 +44,7 @@ class ReplicatedStore(Repeating, KVStore):
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
-        self._replicas: dict[int | str, _Replica] = {}
+        self._replicas: dict[int | str, Replica] = {}
         self._updater: Updater | None = None
         self._updater_lock = threading.Lock()
         self._updating = {}
@@ -92,14 +82,25 @@ class ReplicatedStore(Repeating, KVStore):
 
     def _update_by(self, rule: optim.Rule | None, updater: Updater | None) -> None:
         """What was set last counts, and begins without a memory."""
-        self._keep_apart(self._replicas.values())
         for replica in self._replicas.values():
-            replica.state, replica.updates, replica.master = {}, 0, None
+            replica.keep_apart()
+            replica.forget()
+        self._lists = Repeats()  # a rule may refuse what another took
         self._rule, self._updater = rule, updater
         # A function of the user's may remember what it has done, and is called in the order of the program.
         self._alone_lane = "cpu" if updater is None else "reduce"
 
     # ---- operations
+
+    def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
+        shared = call.op in ("push", "pull") and self.sharded_update
+        return self._known_list(call, key, value, out) if shared else None
+
+    def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
+        if call.op in ("push", "pull"):
+            self._note_list(call, parts)
+        else:
+            super()._note_made(call, parts)
 
     @property
     def _assigns(self) -> bool:
@@ -125,7 +126,7 @@ class ReplicatedStore(Repeating, KVStore):
             if self.mpi_rank == 0:
                 self._reduce.before(lambda: copy_to_host(vector, value, call))
             self._reduce.broadcast(value, 0, call.deadline, label)
-            self._replicas[state.key] = _Replica(value, common)
+            self._replicas[state.key] = Replica(value, state.dtype, common=common)
 
         return self._engine.push(run, reads=call.done, writes=[state.value], lane="reduce", name=label, no_skip=True)
 
@@ -137,18 +138,15 @@ class ReplicatedStore(Repeating, KVStore):
                 return found, True
         return host.empty(state.count, state.dtype), False
 
-    @staticmethod
-    def _keep_apart(replicas: Iterable[_Replica]) -> None:
-        """Every worker changes values by itself from now on: each needs its own."""
-        for replica in replicas:
-            if replica.common:
-                replica.value, replica.common = replica.value.copy(), False
-
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
         whole = [part for part in parts if part.rows is None]
         self._copy_views(whole, call)
-        works = [self._bucket_op(bucket, call) for bucket in self._buckets(whole)]
-        return works + [self._rows_op(part, call) for part in parts if part.rows is not None]
+        begin = self._share_op if self.sharded_update else self._bucket_op
+        works = [begin(bucket, call) for bucket in self._buckets(whole)]
+        by_rows = [part for part in parts if part.rows is not None]
+        if by_rows and self.sharded_update:
+            works.append(self._make_whole([part.state for part in by_rows], call))
+        return works + [self._rows_op(part, call) for part in by_rows]
 
     def _copy_views(self, parts: Sequence[Part], call: Invocation) -> None:
         """Copy what is pushed out of values of the same call that are written to while others still read: where workers
@@ -212,13 +210,6 @@ class ReplicatedStore(Repeating, KVStore):
             name=f"update by {call.op}",
         )  # fmt: skip
 
-    @staticmethod
-    def _prepare_master(state: KeyState, replica: _Replica, rule: optim.Rule) -> None:
-        if not rule.multi_precision:
-            replica.master = None
-        elif state.dtype in host.HALF and replica.master is None:
-            replica.master = optim.make_master(replica.value, state.dtype)
-
     def _apply(self, state: KeyState) -> None:
         """The push rule: the host buffer holds the sum."""
         replica, pushed = self._replicas[state.key], state.host_buffer()
@@ -227,21 +218,13 @@ class ReplicatedStore(Repeating, KVStore):
             stored = arrays.wrap(replica.value, shape, dtype, like)
             self._call_updater(state.key, arrays.wrap(pushed, shape, dtype, like), stored)
         elif self._rule is not None:
-            rule, step = self._rule.of_key(state.key), replica.updates + 1
-            self._prepare_master(state, replica, rule)
-            try:
-                optim.update(
-                    rule, replica.value, state.dtype, _as_accumulated(pushed, state.dtype), replica.state, step,
-                    master=replica.master,
-                )  # fmt: skip
-            except KVError as error:
-                what = f"update {step} of key {state.key!r} on worker {self.rank}"
-                raise rebuild(type(error).__name__, f"{what}: {error}") from error
-            replica.updates = step
+            self._update(state, replica, self._rule, pushed)
         else:
             replica.value, state.buffer = pushed, replica.value
 
     def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
+        if self.sharded_update:
+            return [self._gather_op(bucket, call) for bucket in self._buckets(parts)]
         return [self._copy_op(part.state, part.outs, call) for part in parts]
 
     def _copy_op(self, state: KeyState, outs: list[Any], call: Invocation) -> Work:
@@ -255,7 +238,11 @@ class ReplicatedStore(Repeating, KVStore):
         return self._engine.push(run, reads=[*call.done, state.value], lane=lane, name=f"pull of key {state.key!r}")
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        return self._start_push(parts, call)
+        works = self._start_push(parts, call)
+        if self.sharded_update:
+            whole = [part for part in parts if part.rows is None]
+            works += [self._gather_op(bucket, call) for bucket in self._buckets(whole)]
+        return works
 
     def _start_allreduce(self, parts: list[Part], call: Invocation) -> list[Work]:
         return [self._sum_op(bucket, call) for bucket in self._buckets(parts)]
@@ -293,7 +280,7 @@ class ReplicatedStore(Repeating, KVStore):
         def finish() -> None:
             replica, rows = self._replicas[state.key], part.rows
             assert rows is not None
-            self._keep_apart([replica])  # the ranks of a host write common memory together, and whole
+            replica.keep_apart()  # the ranks of a host write common memory together, and whole
             with self._recorder.timed("update"):
                 self._apply_rows(state, replica, rows)
             call.await_devices()
@@ -308,7 +295,7 @@ class ReplicatedStore(Repeating, KVStore):
 
         return self._sum_rows_op(part, call, finish, writes=[state.value])
 
-    def _apply_rows(self, state: KeyState, replica: _Replica, rows: Rows) -> None:
+    def _apply_rows(self, state: KeyState, replica: Replica, rows: Rows) -> None:
         """The push rule, for the sum of some rows."""
         if self._updater is not None:
             flat, shape = replica.value, (rows.count, *state.shape[1:])
@@ -317,16 +304,14 @@ class ReplicatedStore(Repeating, KVStore):
                 pushed = arrays.sparse_tensor(rows.ids, rows.values.reshape(-1), state.shape, state.dtype)
             self._call_updater(state.key, pushed, arrays.wrap(flat, state.shape, state.dtype, state.library))
         elif self._rule is not None:
-            rule, step = self._rule.of_key(state.key), replica.updates + 1
-            self._prepare_master(state, replica, rule)
-            wide = Rows(rows.ids, by_rows.widened(rows.values, state.dtype))
-            optim.update_rows(rule, replica.value, state.dtype, wide, replica.state, step, master=replica.master)
-            replica.updates = step
+            replica.apply_rows(self._rule.of_key(state.key), rows)
         else:
             by_rows.put(replica.value, rows.ids, rows.values)
 
     def _start_row_pull(self, part: Part, call: Invocation) -> Work:
         state = part.state
+        if self.sharded_update:
+            self._make_whole([state], call)
 
         def run() -> None:
             start_s, value = time.perf_counter(), self._replicas[state.key].value
@@ -346,7 +331,13 @@ class ReplicatedStore(Repeating, KVStore):
         if self._updating.get(threading.get_ident()) == state.key:
             self._refuse_inside("view")
         self._engine.push(lambda: None, reads=[state.value], lane="inline", name=f"view of key {key!r}").wait()
-        value = arrays.wrap(self._replicas[state.key].value.view(), state.shape, state.dtype, state.library)
+        replica = self._replicas[state.key]
+        if replica.stale:
+            raise UnsupportedError(
+                f"view of key {key!r} on worker {self.rank}: with KVMPI_SHARDED_UPDATE=on this worker has its share of "
+                "what was pushed, and pull brings all shares together: take that"
+            )
+        value = arrays.wrap(replica.value.view(), state.shape, state.dtype, state.library)
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         return value
@@ -356,6 +347,8 @@ class ReplicatedStore(Repeating, KVStore):
 
     def _start_update_by(self, rule: optim.Rule | None, updater: Updater | None, call: Invocation) -> Work:
         common: list[Buffer] = []
+        if self.sharded_update:
+            self._make_whole(list(self._keys.values()), call)
 
         def update() -> None:
             common.extend(replica.value for replica in self._replicas.values() if replica.common)
@@ -379,7 +372,11 @@ class ReplicatedStore(Repeating, KVStore):
 
     def _release(self, deadline: Deadline) -> None:
         super()._release(deadline)
-        self._replicas, self._repeats = {}, Repeats()  # what refers to the store must not keep its values
+        self._replicas, self._repeats, self._lists = (
+            {},
+            Repeats(),
+            Repeats(),
+        )  # what refers to the store must not keep its values
 
     def _on_all_keys(self, run: Any, name: str, call: Invocation) -> Work:
         values = [state.value for state in self._keys.values()]
@@ -396,9 +393,13 @@ class ReplicatedStore(Repeating, KVStore):
             if self.mpi_rank == 0:
                 self._reduce.before(lambda: copy_to_host(vector, replica.value, call))
             self._reduce.broadcast(replica.value, 0, call.deadline, label)
-            replica.master = None
+            replica.master, replica.stale = None, False
 
         self._engine.push(run, reads=call.done, writes=[state.value], lane="reduce", name=label, no_skip=True).wait()
+
+    def _await_whole(self, call: Invocation) -> None:
+        if self.sharded_update:
+            self._make_whole(list(self._keys.values()), call).wait(call.deadline.remaining_s())
 
     def _between_calls(
         self, op: str, states: Sequence[KeyState], run: Callable[[], None], *, changes: bool = False
@@ -439,15 +440,6 @@ class ClientStore(ReplicatedStore):
             "kv.client only sums among the workers of one client: apply the sum in the loop, or call "
             "set_optimizer on the store that kv.client belongs to"
         )
-
-
-def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
-    """``buffer`` in the dtype in which rules compute; itself where that is its own."""
-    if dtype not in host.HALF:
-        return buffer
-    wide = np.empty(buffer.size, dtype=np.float32)
-    host.widen(buffer, dtype, wide)
-    return wide
 
 
 def _address_of(memory: Any) -> int:

@@ -124,6 +124,7 @@ class Saving(Meeting):
     def _save(self, path: Any, *, with_values: bool) -> None:
         with self._meeting("save") as call:
             name = self._enter_settled(call, lambda: _file(path), details=lambda name: [name, with_values])
+            self._await_whole(call)
 
         def write(states: list[KeyState], call: Invocation) -> None:
             saved = [self._dump(state, call.deadline) for state in states]
@@ -157,6 +158,7 @@ class Saving(Meeting):
         # Nothing is changed before every worker of every client has read it.
         with self._meeting("load", self._long_call("load", nbytes)) as call:
             found = self._enter_settled(call, prepare, details=lambda _: [_file(path), with_values])
+            self._await_whole(call)
         self._by_one("load", lambda call: self._put(found, with_values, call), nbytes)
 
     def _put(self, found: checkpoint.Checkpoint, with_values: bool, call: Invocation) -> None:
@@ -190,6 +192,9 @@ class Saving(Meeting):
     @abstractmethod
     def _assign(self, state: KeyState, vector: Vector, call: Invocation) -> None:
         """Put worker 0's ``vector`` in the place of a value."""
+
+    def _await_whole(self, call: Invocation) -> None:
+        """Return when this worker has all that it is to write, or to change. Collective over the client."""
 
     def _between_calls(
         self, op: str, states: Sequence[KeyState], run: Callable[[], None], *, changes: bool = False

@@ -97,6 +97,8 @@ def program(seed: int, shape: str) -> Program:
         settings["engine"] = "naive"
     elif rng.random() < 0.3:
         settings["engine_threads"] = rng.choice([1, 4])
+    if random.Random(f"shares {seed}").random() < 0.4:
+        settings["sharded_update"] = "on"
     found = Program(seed, rng.choice(store_types(shape)), settings, rng.random() < 0.5)
     names = [f"key {i} ä" if found.strings else 7 * (i * 5 % 11) - 9 for i in range(11)]
     new = names[: rng.choice([1, 2, 4, 8])]

@@ -22,10 +22,17 @@ from kvmpi.store.replicated import ReplicatedStore
 RunRanks = Callable[..., list[Any]]
 
 
-def test_workers_with_other_buckets_get_an_error_not_other_sums(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [([{"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 21}], "KVMPI_BUCKET_BYTES=2097152"),
+     ([{}, {"sharded_update": "on"}], "KVMPI_SHARDED_UPDATE=on")],
+)  # fmt: skip
+def test_workers_that_would_sum_in_other_ways_get_an_error(
+    run_ranks: RunRanks, settings: list[dict[str, Any]], told: str
+) -> None:
     def rank_main(comm: MemoryComm) -> None:
-        kv = ReplicatedStore("mpi", Config(bucket_bytes=(1 << 20) + comm.rank, timeout_s=20.0), comm)
-        with pytest.raises(ConfigError, match=r"KVMPI_BUCKET_BYTES=1048577 on MPI rank 1"):
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0, **settings[comm.rank]), comm)
+        with pytest.raises(ConfigError, match=rf"{told} on MPI rank 1"):
             kv.init(["a", "b"], [np.zeros(5), np.zeros(5)])
         kv.abort()
 
