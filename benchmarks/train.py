@@ -31,12 +31,15 @@ from kvmpi.trace import COMMUNICATION, parts, timeline
 ALONE = "alone"
 _DDP = "ddp:gloo"
 _TRACED, _NARROW = "kvmpi:timeline", "kvmpi:bf16"
-WAYS = (ALONE, "kvmpi", _TRACED, _NARROW, "kvmpi:on", "kvmpi:off", "weights", "weights:off", "trainer", _DDP)
+_SHARDED = "weights:sharded"
+WAYS = (
+    ALONE, "kvmpi", _TRACED, _NARROW, "kvmpi:on", "kvmpi:off", "weights", _SHARDED, "weights:off", "trainer", _DDP,
+)  # fmt: skip
 _DEFAULT_MODELS = ("resnet20", "gpt-small")
 MODELS = ("resnet50", "resnet20", "textcnn", "gpt-small")
 _CHECKED_STEPS, _WARM_UP_STEPS = 3, 4
 _COLUMNS = {
-    "model": 9, "ranks": 5, "row": 14, "samples/s": 9, "+-": 5, "total": 7, "step_ms": 8, "comm_ms": 8,
+    "model": 9, "ranks": 5, "row": 15, "samples/s": 9, "+-": 5, "total": 7, "step_ms": 8, "comm_ms": 8,
     "exposed_ms": 10, "of_ddp": 6, "MB": 6, "wrong": 5,
 }  # fmt: skip
 #: Phases of ``kv.stats()`` in which a worker exchanges something, and does not just wait for others to come.
@@ -47,6 +50,7 @@ Ranks train models on random data, with SGD and momentum. Rows:
   kvmpi         DistributedOptimizer: gradients leave and come back, when it thinks best
   kvmpi:on, kvmpi:off      during the backward pass, and after it
   weights       during it, and the store updates: weights come back, each layer's next forward waits for its own
+  weights:sharded  as weights, and each worker updates its share of them (KVMPI_SHARDED_UPDATE)
   weights:off   all of it after the backward pass
   kvmpi:timeline   as kvmpi, while a timeline of every rank is written; if it is asked for
   kvmpi:bf16    as kvmpi, with KVMPI_RING_COMPRESSION=bf16; if it is asked for
@@ -189,13 +193,8 @@ def _rank(args: argparse.Namespace) -> int:
 def _store(way: str) -> Any:
     import kvmpi
 
-    if way != _NARROW:
-        return kvmpi.create("mpi")
-    os.environ["KVMPI_RING_COMPRESSION"] = "bf16"
-    try:
-        return kvmpi.create("mpi")
-    finally:
-        del os.environ["KVMPI_RING_COMPRESSION"]
+    settings = {_NARROW: {"ring_compression": "bf16"}, _SHARDED: {"sharded_update": "on"}}
+    return kvmpi.create("mpi", **settings.get(way, {}))
 
 
 class _Contestant:

@@ -162,11 +162,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._params.create_in(kvstore, as_they_lie=True)
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose rest began alike
         self._start_rest_alike()
-        self._weights = Weights(kvstore, self._params) if self._update_on_kvstore else None
-        self._exchange = self._new_exchange()
         if own_rule:
             rule = optim.from_any(optimizer, self._keys_of_groups())
             rules.make_rule(kvstore, rule.with_hyperparams(rescale_grad=rescale))
+        self._weights = Weights(kvstore, self._params) if self._update_on_kvstore else None
+        self._exchange = self._new_exchange()
         # What the store knows of; nothing, where it is to hear of what a scheduler has done before.
         follows = self._update_on_kvstore and given is not None
         in_force = not follows or rules.agrees(given, optimizer, self._keys_of_groups())  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ class Exchange:
     first pass, in the order in which gradients came. Where weights come back, the second pass is timed, and from the
     fourth on buckets leave such that the first layers' weights are back first; the fifth and the eighth are timed anew.
 
-    Gradients are copied to blocks that leave as a whole. Where they come back without a server, large ones in host
-    memory are summed where autograd has made them instead: to copy those costs more than to call the store with more.
+    Gradients are copied to blocks that leave as a whole. Where workers hold the values, large ones in host memory are
+    summed where autograd has made them instead: to copy those costs more than to call the store with more.
 
     Args:
         kv: where the gradients go; None: they stay here, and a pass exchanges nothing.
@@ -72,7 +72,8 @@ class Exchange:
         self._paused = self._open = self._has_backward = self._broken = self._warned = False
         self._leaves = False  # no step will follow
         self._begun = False  # something was done, in this step, since gradients were zeroed
-        self._sent: list[Bucket] = []  # whose weights come back, in this pass or the last
+        # Whose weights come back, in this pass or the last, and whether somebody has written to their gradients since.
+        self._sent: list[tuple[Bucket, Callable[[], bool]]] = []
         self._flying: list[Work] = []  # sums that come back
         self._left_as: list[tuple[Bucket, dict[int, int]]] = []  # their gradients, where a backward pass goes on
         self._held: list[int] = []  # buckets that are full, and leave when the backward is over
@@ -97,7 +98,7 @@ class Exchange:
         self._plans: Plans | None = None
         ownership.remove_unused()
         if kv is None:
-            self._learner = Learner(None, len(self._tensors), times=False)
+            self._learner = Learner(None, len(self._tensors), times=lambda: False)
             return
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
@@ -114,9 +115,11 @@ class Exchange:
         planners: KVStore | None = None
         if (kv.num_workers if weights is None else kv.mpi_size) > 1:
             planners = kv if weights is None else kv.client
-        self._learner = Learner(planners, len(self._tensors), times=weights is not None)
+        self._learner = Learner(planners, len(self._tensors), times=lambda: weights is not None and not weights.splits)
         self._hooks = Hooks(kv, params, self._hook)
-        self._plans = Plans(kv, params, weights, bucket_bytes)
+        # A store that brings weights back takes gradients where they are if it copies them anyway, and as they are.
+        direct = weights is None or (weights.splits and scale == 1.0)
+        self._plans = Plans(kv, params, weights, bucket_bytes, direct=direct)
         self._plan()
 
     def close(self) -> None:
@@ -268,6 +271,8 @@ class Exchange:
         """
         places: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
+        if self._weights is not None:
+            self._weights.wait(bucket.indices)  # of layers that were not used since
         for i in bucket.direct:
             self._params.check_dense(i)
             self._check_apart(i)
@@ -275,8 +280,6 @@ class Exchange:
         for i in bucket.copied:
             tensor, place = self._tensors[i], bucket.place(i)
             grad = tensor.grad
-            if self._weights is not None:
-                self._weights.wait([i])  # of a layer that was not used since
             if not self._trained[i]:
                 if grad is place:
                     tensor.grad = grad.clone()  # to stay as it is
@@ -365,12 +368,16 @@ class Exchange:
         """Gradients leave, and weights come back."""
         bucket = self._buckets[number]
         self._gather(bucket)
-        bucket.version = version = bucket.block_version()
+        left = bucket.held()
+        versions = [tensor._version for tensor in left]
         arrays = [bucket.arrays[i] if self._used[i] or not self._alone else None for i in bucket.indices]
-        works = weights.send(
-            bucket.indices, arrays, number, reduced=False, changed=lambda: bucket.block_version() != version
-        )
-        self._sent.append(bucket)
+        self._gone.update(bucket.arrays[i].data_ptr() for i in bucket.direct)
+
+        def changed() -> bool:
+            return [tensor._version for tensor in left] != versions
+
+        works = weights.send(bucket.indices, arrays, number, reduced=False, changed=changed)
+        self._sent.append((bucket, changed))
         self._learner.sent(number, works)
 
     def finish(self, broken: bool = False) -> None:
@@ -387,6 +394,8 @@ class Exchange:
                 if self._progress.absent(number):
                     self._learner.filled(number)
             self._send([*self._held, *self._progress.finish()])
+            if self._weights is not None:
+                self._weights.fetch()
             self._open, self.fresh, self._are_sums = False, True, self._weights is None
             self._in_closure = False
             self._listen()
@@ -541,12 +550,12 @@ class Exchange:
 
     def check_unchanged(self) -> None:
         """Raise if somebody has changed gradients that the store has taken already: it would be in vain."""
-        for bucket in self._sent:
+        for bucket, changed in self._sent:
             shown = all(
-                g is bucket.grads[i] if (g := self._tensors[i].grad) is not None else not self._used[i]
+                g is bucket.grads.get(i, g) if (g := self._tensors[i].grad) is not None else not self._used[i]
                 for i in bucket.indices
             )
-            if not shown or bucket.version != bucket.block_version():
+            if not shown or changed():
                 raise ConfigError(
                     "gradients were changed after the backward pass (clipped, unscaled, added to): the store has taken "
                     "them by then. Let it take them in step(), with DistributedOptimizer(..., push='step'), or leave "

@@ -56,7 +56,6 @@ class Bucket:
         self.arrays: dict[int, torch.Tensor] = {}
         #: By index of those in blocks: the number of the block, and which elements of it.
         self._ranges: dict[int, tuple[int, int, int]] = {}
-        self.version = 0
         self._tensors, self._empty = tensors, empty
         self._kept: dict[int, torch.Tensor] = {}
         self._addresses: dict[int, int] = {}
@@ -143,9 +142,9 @@ class Bucket:
             self.grads.pop(i, None)
             self.arrays.pop(i, None)
 
-    def block_version(self) -> int:
-        """Grows when anybody but the store writes to the gradients."""
-        return sum(block._version for block in self.blocks)
+    def held(self) -> list[torch.Tensor]:
+        """The memory of all gradients that there are: blocks, and what is direct."""
+        return [*self.blocks, *(self.arrays[i] for i in self.direct if i in self.arrays)]
 
     def host_versions(self) -> dict[int, int]:
         """Those of the gradients in host memory, by index, to see later who else has written to one under way."""

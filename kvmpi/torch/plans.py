@@ -26,11 +26,14 @@ class Plans:
 
     Args:
         weights: those that come back; without, gradients do, for which each block has a key.
+        direct: whether gradients may stay where autograd has made them.
     """
 
-    def __init__(self, kv: KVStore, params: KeyedParameters, weights: Weights | None, bucket_bytes: int) -> None:
+    def __init__(
+        self, kv: KVStore, params: KeyedParameters, weights: Weights | None, bucket_bytes: int, *, direct: bool
+    ) -> None:
         self._kv, self._params, self._weights, self._bucket_bytes = kv, params, weights, bucket_bytes
-        self._with_keys = weights is None
+        self._with_keys, self._direct = weights is None, direct and kv.is_capable("allreduce")
         self._made: dict[tuple[Any, ...], Bucket] = {}
         self._sets: set[tuple[Any, ...]] = set()
         self._ever = [False] * len(params)
@@ -79,7 +82,7 @@ class Plans:
 
     def _is_direct(self, index: int) -> bool:
         tensor = self._params.tensors[index]
-        if not self._with_keys or not self._kv.is_capable("allreduce") or tensor.dtype != self._params.dtypes[index]:
+        if not self._direct or tensor.dtype != self._params.dtypes[index]:
             return False
         return gradients.may_be_direct(tensor, between_hosts=self._kv.num_hosts > 1)
 

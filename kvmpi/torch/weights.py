@@ -24,13 +24,22 @@ class _Flight:
     def __init__(
         self, indices: Iterable[int], works: Iterable[Work | None], changed: Callable[[], bool] | None
     ) -> None:
-        self.indices, self._works = list(indices), [work for work in works if work is not None]
-        self._changed = changed
+        self.indices, self.works, self.changed = list(indices), list(works), changed
+
+    @classmethod
+    def together(cls, flights: Sequence[_Flight]) -> _Flight:
+        """Several as one."""
+        changed = [flight.changed for flight in flights if flight.changed is not None]
+        return cls(
+            [i for flight in flights for i in flight.indices], [work for flight in flights for work in flight.works],
+            lambda: any(each() for each in changed),
+        )  # fmt: skip
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        if self._changed is not None and self._changed():
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        if self.changed is not None and self.changed():
             raise ConfigError(
                 "gradients were changed, set to zero for instance, while the store took them: its weights may be wrong "
                 "now. Set them to zero by optimizer.zero_grad(), which waits, or let them leave in step(), with "
@@ -52,8 +61,15 @@ class Weights:
         self._note_versions(range(len(params)))
         # Nobody waits for a gradient that no worker of the client has: neither other clients nor a round.
         self._leaves_out = kv.is_capable("skip") or kv.num_clients == 1
+        self._left: list[_Flight] = []  # of which no weights have been asked for
         self._planned: tuple[list[int], list[tuple[int, ...]]] = ([], [])
         self._warned = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether weights come back no sooner than with ``fetch``: where each worker updates its share, that brings
+        first those of the first layers, whose gradients come last."""
+        return self._kv.sharded_update
 
     # ---- there
 
@@ -61,7 +77,8 @@ class Weights:
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None], priority: int, *, reduced: bool,
         changed: Callable[[], bool] | None = None,
     ) -> list[Work | None]:  # fmt: skip
-        """Start to push gradients, laid out as the weights, and to bring the weights; of None only the latter.
+        """Start to push gradients, laid out as the weights, and to bring the weights; of None only the latter. If it
+        ``splits``, weights come with ``fetch``.
 
         ``changed``: whether somebody has changed the gradients since, who should not have before the weights are there.
         """
@@ -72,19 +89,43 @@ class Weights:
             some = [(i, gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None]
             left = [i for i, gradient in zip(indices, gradients, strict=True) if gradient is None]
             works: list[Work | None] = []
+            pushed, values = [i for i, _ in some], [gradient for _, gradient in some]
+            names = [keys[i] for i in pushed]
+            if self.splits:
+                if some:
+                    works.append(kv.push(names, values, priority, async_op=True, reduced=reduced))
+                self._left.append(_Flight(indices, works, changed))
+                return works
             if some:
-                pushed, values = [i for i, _ in some], [gradient for _, gradient in some]
                 weights = [self._params.as_it_lies(i) for i in pushed]
-                names = [keys[i] for i in pushed]
                 works.append(kv.pushpull(names, values, weights, priority, async_op=True, reduced=reduced))
             if left:
                 weights = [self._params.as_it_lies(i) for i in left]
                 works.append(kv.pull([keys[i] for i in left], weights, priority, async_op=True))
-            flight = _Flight(indices, works, changed)
-            self._flights.update(dict.fromkeys(flight.indices, flight))
-            self._note_change(flight)
-            pending.mark(self._tensors_of(flight), partial(_wait, weakref.ref(self), flight.indices))
+            self._depart(_Flight(indices, works, changed))
             return works
+
+    def fetch(self) -> None:
+        """Start to bring the weights of all gradients that have left, the last of them first.
+
+        Ever more of them in a call: the first layers wait for one bucket, and later ones are needed later.
+        """
+        with self._lock:
+            left, self._left, wanted = self._left[::-1], [], 1
+            while left:
+                some, left = left[:wanted], left[wanted:]
+                wanted *= 2
+                flight = _Flight.together(some)
+                weights = [self._params.as_it_lies(i) for i in flight.indices]
+                keys = [self._params.keys[i] for i in flight.indices]
+                flight.works.append(self._kv.pull(keys, weights, async_op=True))
+                self._depart(flight)
+
+    def _depart(self, flight: _Flight) -> None:
+        """Weights are on their way."""
+        self._flights.update(dict.fromkeys(flight.indices, flight))
+        self._note_change(flight)
+        pending.mark(self._tensors_of(flight), partial(_wait, weakref.ref(self), flight.indices))
 
     def send_all(self, order: Sequence[int], factor: float, bucket_bytes: int) -> None:
         """Push what parameters that are trained have as gradients, sums of the client, times ``factor``.
@@ -109,6 +150,7 @@ class Weights:
             some = [i for i in bucket if asks or gradients[i] is not None]
             if some:
                 self.send(some, [gradients[i] for i in some], len(plan) - number, reduced=True)
+        self.fetch()
 
     def _gradient(self, index: int, factor: float) -> torch.Tensor | None:
         grad = self._params.tensors[index].grad

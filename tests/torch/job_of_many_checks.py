@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import unittest.mock
 from collections.abc import Callable, Sequence
@@ -44,6 +45,15 @@ def weights(store: str, names: list[str]) -> None:
         check(store)
 
 
+def shares(store: str, names: list[str]) -> None:
+    """The same where each worker updates its share, as gradients are that stay where autograd has made them."""
+    os.environ["KVMPI_SHARDED_UPDATE"] = "on"
+    with unittest.mock.patch("kvmpi.torch.gradients.DIRECT_BYTES", 100):
+        weights(store, names)
+    steps(store, ["as_one_process", "uneven_batches", "resumed"])
+    del os.environ["KVMPI_SHARDED_UPDATE"]
+
+
 def steps(store: str, names: list[str]) -> None:
     for check in chosen(optimizer_steps.CHECKS, names):
         check(store)
@@ -67,6 +77,7 @@ def main() -> None:
                 "gradients": gradients,
                 "direct": direct,
                 "weights": weights,
+                "shares": shares,
                 "steps": steps,
                 "algorithms": algorithms,
             }[group]

@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,38 @@ def first_layers_first(store: str) -> None:
             assert max(cost_s) > 0
 
 
+def shares_of_first_layers_first(store: str) -> None:
+    """Nothing comes back before the backward is over; then the weights of first layers do, and ever more at once."""
+    with training(store, bucket_bytes=1) as (kv, model, optimizer):
+        assert kv.sharded_update == (kv.num_workers > 1)
+        calls = list[tuple[str, list[str]]]()
+        names = dict(zip(optimizer._params.keys, optimizer._params.names, strict=True))
+
+        def noting(op: str) -> Callable[..., Any]:
+            method = getattr(kv, op)
+
+            def call(keys: Any, *arguments: Any, **named: Any) -> Any:
+                calls.append((op, [names[key] for key in keys]))
+                return method(keys, *arguments, **named)
+
+            return call
+
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2:
+                for op in ("push", "pull", "pushpull"):
+                    setattr(kv, op, noting(op))
+            loss_of(model, [shard(step, kv.rank)]).backward()
+            optimizer.step()
+        pushed = [name for op, some in calls if op == "push" for name in some]
+        pulled = [some for op, some in calls if op == "pull"]
+        assert [op for op, _ in calls] == ["push"] * len(pushed) + ["pull"] * len(pulled), calls
+        assert [name for some in pulled for name in some] == pushed[::-1], calls
+        assert sorted(pushed) == sorted(names.values())
+        assert [len(some) for some in pulled[:-1]] == [2**i for i in range(len(pulled) - 1)], calls
+        optimizer.synchronize()
+
+
 def compiled(store: str) -> None:
     """Models compile as they do alone, in one piece; or in a piece for each layer if they are compiled afterwards."""
 
@@ -418,7 +451,10 @@ def too_late(store: str) -> None:
         # The weights of the last layer are used once more, before it, where autograd does not see that.
         hidden = model[2](model[1](model[0](shard(0, kv.rank)[1])))
         hidden = hidden @ model[4].weight.detach().T @ model[4].weight.detach()
-        expect(RuntimeError, "modified by an inplace operation", model[4](hidden).sum().backward)
+        if kv.sharded_update:  # weights come when the backward is over
+            model[4](hidden).sum().backward()
+        else:
+            expect(RuntimeError, "modified by an inplace operation", model[4](hidden).sum().backward)
     with training(store) as (kv, model, optimizer):
         tied = nn.Linear(6, 3).double()
         tied.weight = nn.Parameter(model[4].weight.detach())
@@ -594,6 +630,6 @@ def asynchronous(store: str) -> None:
 
 CHECKS = (
     loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
-    layers_wait_for_their_own, whoever_reads_waits, first_layers_first, compiled, too_late, resumed,
-    checkpoint_of_torch, loaded, written_to, uneven_batches, asynchronous, loaded_by_one,
+    layers_wait_for_their_own, whoever_reads_waits, first_layers_first, shares_of_first_layers_first, compiled,
+    too_late, resumed, checkpoint_of_torch, loaded, written_to, uneven_batches, asynchronous, loaded_by_one,
 )  # fmt: skip

@@ -81,6 +81,8 @@ def program(seed: int, shape: str, kind: str = "") -> Program:
     settings: dict[str, Any] = {}
     if rng.random() < 0.3:
         settings["bucket_bytes"] = rng.choice([1, 1000])
+    if random.Random(f"shares {seed}").random() < 0.4:
+        settings["sharded_update"] = "on"
     drawn = rng.choice(KINDS)
     kind = kind or drawn
     found = Program(seed, kind, rng.choice(stores(shape)), settings, [])

@@ -25,6 +25,9 @@ JOBS = {
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks,buffers",
+        "mpi/shares=loops_of_people,groups_of_parameters,graphs_that_change,frozen_in_turn,converted,"
+        "whoever_reads_waits,shares_of_first_layers_first,compiled,too_late,resumed,checkpoint_of_torch,loaded,"
+        "written_to,uneven_batches,loaded_by_one",
         f"mpi/algorithms={ALGORITHMS}",
         "dist_async_mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,two_networks",
         "dist_sync_mpi/steps=as_one_process,without_a_batch,uneven_batches",
