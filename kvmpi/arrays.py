@@ -8,10 +8,10 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,8 +42,7 @@ _TORCH_NAMES: dict[Any, str] = {}
 Buffer = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Vector:
+class Vector(msgspec.Struct, frozen=True):
     """A flat, contiguous view or copy of an array.
 
     ``buffer`` has shape ``(count,)``: a NumPy array in the storage dtype, or a CuPy array when ``device`` is not "cpu".

@@ -5,7 +5,6 @@ With ``DEVICE=cpu`` in the environment they do the same on the host, which shows
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import numpy as np
 import pytest
 
@@ -74,7 +74,7 @@ def placed(flat: np.ndarray, dtype: str, offset: int = 0, device: str = DEVICE) 
     if dtype != "bfloat16":
         return arrays.read(memory[offset:])
     raw = arrays.read(memory[offset:].view("i2"))  # CuPy has no such dtype
-    return dataclasses.replace(raw, buffer=raw.buffer.view("u2"), dtype=dtype)
+    return msgspec.structs.replace(raw, buffer=raw.buffer.view("u2"), dtype=dtype)
 
 
 class Checks:

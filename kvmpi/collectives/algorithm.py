@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -61,8 +61,7 @@ def shared_bytes(nbytes: int) -> Buffer:
     return np.empty(nbytes, np.uint8) if found is None else found
 
 
-@dataclass(slots=True)
-class Act:
+class Act(msgspec.Struct):
     """One collective under way on one rank: what it is called, and until when it may take.
 
     ``scale``: what a sum is multiplied by, before half types are rounded. ``rounds``: so are their partial sums, each
@@ -92,8 +91,7 @@ class Act:
         return segment_bounds(count, self.size)
 
 
-@dataclass(slots=True)
-class Tensor:
+class Tensor(msgspec.Struct):
     """One tensor of an allreduce: ``vectors`` of shape ``(count,)`` are summed into ``out``.
 
     ``out`` may be the first vector, and overlaps no other. ``copies`` get the result, too. ``devices`` are vectors in

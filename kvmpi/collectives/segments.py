@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +27,7 @@ _MOST_PLANS = 256
 PAST_CACHES_BYTES = 4 << 20
 
 
-@dataclass(slots=True)
-class _Addends:
+class _Addends(msgspec.Struct):
     """``native.Terms``."""
 
     sources: Sequence[Source]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvmpi.collectives.comm import Comm
@@ -19,8 +19,7 @@ _TAG_FORMED = 10
 _TAG_FIGURES = 11
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """``hosts[h]`` are the ranks of a host, ascending; hosts are ordered by their lowest rank. Equal on every rank."""
 
     hosts: tuple[tuple[int, ...], ...]
@@ -33,8 +32,7 @@ class Layout:
         return " | ".join(map(ranks_in_words, self.hosts))
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True):
     """The layout, and this rank's host as a group; or why there is none, which is then so on every rank.
 
     ``figures`` are those of rank 0: algorithms are chosen by them, and must be chosen alike.

@@ -6,9 +6,9 @@ A key of shape ``(n, ...)`` is a matrix of n rows; a key of one dimension has ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ Array = npt.NDArray[Any]
 _SELDOM = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Rows ``ids`` of a matrix, all others being untouched.
 
     Attributes:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from kvmpi import optim
@@ -37,14 +37,13 @@ Buffer = npt.NDArray[Any]
 _MOST_STATES = 3
 
 
-@dataclass(slots=True)
-class SavedChunk:
+class SavedChunk(msgspec.Struct):
     """What a server remembers of elements ``start:stop`` of a key; of the first also the store's ``rule``."""
 
     start: int
     stop: int
     updates: int
-    arrays: dict[str, Buffer] = field(default_factory=dict)
+    arrays: dict[str, Buffer] = msgspec.field(default_factory=dict)
     rule: optim.Rule | None = None
 
 

@@ -7,7 +7,8 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvmpi.errors import ConfigError
 from kvmpi.wire import ALIGN_BYTES
@@ -20,8 +21,7 @@ CHUNK_BYTES, MOST_CHUNK_BYTES = 2 << 20, 8 << 20
 _SMALL_CHUNKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class KeySize:
+class KeySize(msgspec.Struct, frozen=True):
     """A key to place: ``count`` elements of ``itemsize`` bytes, in rows of ``width`` elements."""
 
     key: Key
@@ -30,8 +30,7 @@ class KeySize:
     width: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """Elements ``start:stop`` of a key, owned by ``server``."""
 
     server: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvmpi.errors import STORE_OVER, ClientLostError, ConfigError, KVError, ProtocolError, ranks_in_words
 from kvmpi.ps.barriers import Barriers
@@ -34,8 +35,7 @@ _MAX_ENDPOINT_BYTES = 1000
 _SILENT = "stopped, cut off, or in a call that keeps Python's lock"
 
 
-@dataclass(slots=True)
-class Member:
+class Member(msgspec.Struct):
     """A server, or a client's master in one store."""
 
     route: bytes

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -85,8 +86,7 @@ class Reader:
     arrived_ns: int = field(default=0, compare=False)  # for the timeline
 
 
-@dataclass(slots=True)
-class RuleChange:
+class RuleChange(msgspec.Struct):
     """An update rule and the first round it is in force. A new ``generation`` starts with empty state."""
 
     from_round: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvmpi.wire import messages as m
 
@@ -14,8 +15,7 @@ KEPT = 2
 _MOST_MARGIN = 16
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """What makes a snapshot complete: its parts with their checksums, and how far each store is."""
 
     number: int
@@ -23,12 +23,11 @@ class Manifest:
     steps: Mapping[int, int]
 
 
-@dataclass(slots=True)
-class _Pending:
-    files: dict[int, m.PartFile] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
+class _Pending(msgspec.Struct):
+    files: dict[int, m.PartFile] = msgspec.field(default_factory=dict)
+    steps: dict[int, int] = msgspec.field(default_factory=dict)
     # By part: the stores that its server knew when it was copied.
-    stores: dict[int, frozenset[int]] = field(default_factory=dict)
+    stores: dict[int, frozenset[int]] = msgspec.field(default_factory=dict)
 
     @property
     def is_worth_it(self) -> bool:

@@ -21,9 +21,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -52,8 +52,7 @@ _MANY_UNCLEAR = 3
 # ---- copies
 
 
-@dataclass(slots=True)
-class ChunkCopy:
+class ChunkCopy(msgspec.Struct):
     """All that lasts of a chunk. ``by_rows``: its last round was of rows."""
 
     key: Key
@@ -69,15 +68,14 @@ class ChunkCopy:
     by_rows: bool = False
 
 
-@dataclass(slots=True)
-class StoreCopy:
+class StoreCopy(msgspec.Struct):
     """One store in one part. ``step``: how many rounds it has seen, or updates divided by its clients."""
 
     mode: str
     num_clients: int
     step: int
     rule: entries.RuleInForce
-    chunks: list[ChunkCopy] = field(default_factory=list)
+    chunks: list[ChunkCopy] = msgspec.field(default_factory=list)
 
 
 PartCopy = dict[int, StoreCopy]
@@ -131,8 +129,7 @@ Where = tuple[int, int]
 """A store in a part: the numbers of both."""
 
 
-@dataclass(slots=True)
-class Taking:
+class Taking(msgspec.Struct):
     """A snapshot under way: the chunks that have been copied, until a store has all of them, and all stores have.
 
     ``ahead``: nobody had come to that number when the scheduler chose it. ``heard``: how often it has said meanwhile
@@ -141,8 +138,8 @@ class Taking:
 
     number: int
     ahead: bool = False
-    chunks: dict[Where, dict[tuple[Key, int], ChunkCopy]] = field(default_factory=dict)
-    whole: dict[Where, StoreCopy] = field(default_factory=dict)
+    chunks: dict[Where, dict[tuple[Key, int], ChunkCopy]] = msgspec.field(default_factory=dict)
+    whole: dict[Where, StoreCopy] = msgspec.field(default_factory=dict)
     parts: dict[int, PartCopy] | None = None
     heard: int = 0
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from kvmpi.errors import ProtocolError
@@ -44,16 +44,15 @@ _MAX_TOTAL = 1e18
 _RATED = ("steps", "blocked_s", "communication_s", "requests", "rounds")
 
 
-@dataclass(slots=True)
-class _Process:
+class _Process(msgspec.Struct):
     """A worker or a server. ``rates`` are means over the last few reports; ``base`` is what the next one begins at."""
 
     report: m.Report
     heard_s: float
     base: m.Report
     base_s: float
-    rates: dict[str, float] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    rates: dict[str, float] = msgspec.field(default_factory=dict)
+    curves: dict[str, Curve] = msgspec.field(default_factory=dict)
 
 
 def _moved(report: m.Report) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy.typing as npt
 
 from kvmpi import arrays
@@ -23,12 +23,11 @@ _SMALL_BYTES = 64 << 10
 _MOST_ASKED, _ASKED_BYTES = 16, 256 << 10
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(msgspec.Struct):
     """The value of the round of a push, on its way; ``work`` is done when all of it has landed."""
 
     landing: Landing
-    work: Work = field(default_factory=Work)
+    work: Work = msgspec.field(default_factory=Work)
 
 
 class Target:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -83,8 +84,7 @@ class KeyState:
         return buffer
 
 
-@dataclass(slots=True)
-class Part:
+class Part(msgspec.Struct):
     """What one call does with one key: ``vectors`` or ``rows`` to push, arrays ``outs`` to pull into.
 
     ``in_place``: ``outs`` are the arrays that ``vectors`` have been read from.
@@ -94,11 +94,11 @@ class Part:
 
     state: KeyState
     vectors: list[Vector]
-    outs: list[Any] = field(default_factory=list)
+    outs: list[Any] = msgspec.field(default_factory=list)
     in_place: bool = False
-    direct: dict[int, Buffer] = field(default_factory=dict)
+    direct: dict[int, Buffer] = msgspec.field(default_factory=dict)
     rows: Rows | None = None
-    row_outs: list[RowOut] = field(default_factory=list)
+    row_outs: list[RowOut] = msgspec.field(default_factory=list)
     whole: bool = False
 
     @property
@@ -109,8 +109,7 @@ class Part:
         return WHOLE if self.whole else ROWS
 
 
-@dataclass(slots=True)
-class Invocation:
+class Invocation(msgspec.Struct):
     """One public call under way.
 
     ``done`` is written when the workers of the client have agreed that they all make it; ``error`` is why they do not.
@@ -125,18 +124,18 @@ class Invocation:
     deadline: Deadline
     priority: int = 0
     async_op: bool = False
-    done: list[Variable] = field(default_factory=list)
+    done: list[Variable] = msgspec.field(default_factory=list)
     error: BaseException | None = None
     num_joined: int = 0
     scale: float = 1.0
     reduced: bool = False
     clock: int = 0
     about: Key | None = None
-    turns: dict[Key, Any] = field(default_factory=dict)
-    fences: list[Any] = field(default_factory=list)
+    turns: dict[Key, Any] = msgspec.field(default_factory=dict)
+    fences: list[Any] = msgspec.field(default_factory=list)
     signature: Any = None
     source: str = ""
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float = msgspec.field(default_factory=time.perf_counter)
 
     def check(self) -> None:
         """Raise the error that every rank of the client raises."""

@@ -7,9 +7,9 @@ import math
 import os
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import safetensors
@@ -25,8 +25,7 @@ Key = int | str
 _FORMAT = "kvmpi-1"
 
 
-@dataclass(slots=True)
-class SavedKey:
+class SavedKey(msgspec.Struct):
     """One key: ``arrays`` holds "value" and what the rule remembers, each of shape ``(count,)``.
 
     ``rule``: the store's, where servers have said it. ``by_rows``: its last push was of rows.
@@ -36,7 +35,7 @@ class SavedKey:
     shape: tuple[int, ...]
     dtype: str
     updates: int
-    arrays: dict[str, Buffer] = field(default_factory=dict)
+    arrays: dict[str, Buffer] = msgspec.field(default_factory=dict)
     library: str = "numpy"  #: whose arrays the key was made of
     rule: optim.Rule | None = None
     by_rows: bool = False
@@ -65,8 +64,7 @@ class SavedKey:
         return found
 
 
-@dataclass(slots=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct):
     """A whole store. ``checksum``: of all that the file says."""
 
     clock: int

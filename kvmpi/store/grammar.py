@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvmpi import arrays
 from kvmpi.errors import ConfigError, DTypeMismatchError, KeyKindError, ShapeMismatchError
@@ -15,16 +16,14 @@ Key = int | str
 _MAX_KEY_CHARS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """Some rows of a key: ``row_ids`` of shape ``(n,)``, ``rows`` of shape ``(n, ...)``."""
 
     row_ids: Any
     rows: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """One key and every array given for it, in the order given; ``by_rows``: pairs and sparse tensors, not arrays."""
 
     key: Key

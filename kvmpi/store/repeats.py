@@ -12,10 +12,10 @@ import itertools
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy.typing as npt
 
 from kvmpi import arrays
@@ -48,8 +48,7 @@ def kind_of(signature: Signature) -> Signature | None:
     return op, scale, keys, tuple(layout[1:] for layout in pushed), None
 
 
-@dataclass(slots=True)
-class RepeatedPart:
+class RepeatedPart(msgspec.Struct):
     """What the call does with one key: ``source`` is summed into ``outs``, which may be ``source`` too."""
 
     state: KeyState
@@ -57,8 +56,7 @@ class RepeatedPart:
     outs: list[Buffer]
 
 
-@dataclass(slots=True)
-class Repeat:
+class Repeat(msgspec.Struct):
     """A call on keys, without what differs from one time to the next.
 
     Attributes:
@@ -73,8 +71,8 @@ class Repeat:
     labels: list[str]
     calls: tuple[Call, Call]
     once: bool = False
-    batches: list[Batch] = field(default_factory=list)
-    values: list[Buffer] = field(default_factory=list)
+    batches: list[Batch] = msgspec.field(default_factory=list)
+    values: list[Buffer] = msgspec.field(default_factory=list)
 
     @property
     def states(self) -> list[KeyState]:

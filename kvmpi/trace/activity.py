@@ -9,8 +9,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from kvmpi.errors import ConfigError
 
@@ -22,8 +23,7 @@ MAX_POINTS = 256
 MAX_STEP = 1 << 53
 
 
-@dataclass(slots=True)
-class Observation:
+class Observation(msgspec.Struct):
     """What was done since the start of the process (or the store).
 
     Attributes:
@@ -33,10 +33,10 @@ class Observation:
         curves: by name, (step, value), since the observation before.
     """
 
-    totals: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, list[float]] = field(default_factory=dict)
-    staleness: Counter[int] = field(default_factory=Counter)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    totals: dict[str, float] = msgspec.field(default_factory=dict)
+    phases: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    staleness: Counter[int] = msgspec.field(default_factory=Counter)
+    curves: dict[str, list[tuple[int, float]]] = msgspec.field(default_factory=dict)
 
     def add(self, other: Observation) -> None:
         """Take in what another store has done."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvmpi.errors import KVError
 from kvmpi.ps import barriers, consistency, exchanges, part, replay, rounds, shard, snapshot_book
