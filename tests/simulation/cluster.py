@@ -121,6 +121,8 @@ class SimulatedServer:
         ]  # fmt: skip
 
     def _send(self, outgoing: Sequence[Any]) -> None:
+        if not outgoing:
+            return
         send = self._network.send
         for one in outgoing:
             if isinstance(one, Reply):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection
 from typing import Any
 
-from simulation.cluster import NO_PART, Cluster
+from simulation.cluster import NO_PART, Cluster, SimulatedServer
 from simulation.network import Violation
 
 from kvmpi.ps.part import Part
@@ -23,10 +23,9 @@ class Copies:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._random = cluster, random.Random(f"{cluster.network.seed} copies")
 
-    def check(self, name: str) -> None:
-        """After something has happened to the process ``name``."""
-        process = self._cluster.alive.get(name)
-        if process is None or process.touched in (None, NO_PART) or self._random.random() >= _SHARE:
+    def check(self, process: SimulatedServer) -> None:
+        """After something has happened to a server."""
+        if process.touched in (None, NO_PART) or self._random.random() >= _SHARE:
             return
         part = process.state.parts.get(process.touched)
         if part is not None:

@@ -51,6 +51,16 @@ class Faults:
         self.fired[name] = self.fired.get(name, 0) + 1
 
 
+@dataclass(slots=True)
+class _Way:
+    """From one process to another: when the last message arrives, and when the next may pass where that is limited."""
+
+    from_server: bool
+    in_order: bool
+    last_s: float = 0.0
+    free_at_s: float = 0.0
+
+
 class Network:
     """Delivers messages between named processes, in the order of their arrival times, as ``run`` moves the clock.
 
@@ -73,8 +83,7 @@ class Network:
         self._events: list[tuple[float, int, str, Callable[..., None], tuple[Any, ...]]] = []
         self._inboxes: dict[str, Inbox] = {}
         self._ticks: dict[str, Callable[[float], None]] = {}
-        self._last_arrival: dict[tuple[str, str], float] = {}
-        self._free_at: dict[tuple[str, str], float] = {}  # where what passes is limited
+        self._ways: dict[tuple[str, str], _Way] = {}
         self._coming = 0
         self._changed = True  # programs have begun, or were killed
 
@@ -121,8 +130,8 @@ class Network:
         """Put a message on its way. ``reliable``: nothing happens to it but cuts, stops and death."""
         header = encode(message)
         now_s, random, faults = self.now_s, self.random.random, self.faults
-        copies, delay_s = 1, _HEALTHY_DELAY_S
-        if not reliable and now_s < faults.heal_s:
+        copies, delay_s, is_ill = 1, _HEALTHY_DELAY_S, now_s < faults.heal_s
+        if is_ill and not reliable:
             delay_s = faults.delay_s
             if random() < faults.drop:
                 faults.count("drop")
@@ -130,18 +139,18 @@ class Network:
             if random() < faults.duplicate:
                 faults.count("duplicate")
                 copies = 2
-        if target in self.slow:
+        if self.slow and target in self.slow:
             until_s, slow_s = self.slow[target]
             delay_s += slow_s if now_s < until_s else 0.0
         frames = [payload.tobytes() for payload in payloads] if payloads else _NO_FRAMES
-        if faults.bytes_per_s < math.inf and now_s < faults.heal_s:
+        way = self._ways.get((source, target)) or self._way(source, target)
+        if is_ill and faults.bytes_per_s < math.inf:
             nbytes = len(header) + sum(map(len, frames))
-            now_s = self._take_turn((source, target), copies * nbytes / faults.bytes_per_s)
+            now_s = self._take_turn(way, copies * nbytes / faults.bytes_per_s)
         # A socket reads lent memory when it gets round to it: what a server sends must not change until then.
-        lent = payloads if payloads and source.startswith("server") else ()
-        way, what = (source, target), (source, target, header, frames, lent)
-        last_s = self._last_arrival.get(way, 0.0)
-        in_order = reliable or (source.startswith("server") and target.startswith("server"))
+        lent = payloads if payloads and way.from_server else ()
+        what = source, target, header, frames, lent
+        last_s, in_order = way.last_s, reliable or way.in_order
         for copy in range(copies):
             late = copy and not in_order and random() < 0.3
             at_s = now_s + delay_s * random() * (_LATE if late else 1.0)
@@ -156,15 +165,19 @@ class Network:
             else:
                 last_s = at_s
             heapq.heappush(self._events, (at_s, next(self._sequence), target, self._deliver, what))
-        self._last_arrival[way] = last_s
+        way.last_s = last_s
 
-    def _take_turn(self, way: tuple[str, str], seconds: float) -> float:
+    def _way(self, source: str, target: str) -> _Way:
+        from_server = source.startswith("server")
+        found = self._ways[source, target] = _Way(from_server, from_server and target.startswith("server"))
+        return found
+
+    def _take_turn(self, way: _Way, seconds: float) -> float:
         """A message takes so long from its source to its target; when it has passed."""
-        free_at_s = self._free_at.get(way, 0.0)
-        if free_at_s > self.now_s:
+        if way.free_at_s > self.now_s:
             self.faults.count("congestion")
-        self._free_at[way] = max(free_at_s, self.now_s) + seconds
-        return self._free_at[way]
+        way.free_at_s = max(way.free_at_s, self.now_s) + seconds
+        return way.free_at_s
 
     def _deliver(
         self, source: str, target: str, header: bytes, frames: Sequence[bytes], lent: Sequence[np.ndarray]
@@ -225,9 +238,10 @@ class Network:
                     _when_done(works, functools.partial(ready.append, name))
             if not programs and not self._coming:
                 return
-            next_tick_s = self._advance(next_tick_s)
-            if self.now_s > limit_s:
-                raise Violation(f"still waiting at {limit_s} s: {waiting}")
+            while not ready and not self._changed:
+                next_tick_s = self._advance(next_tick_s)
+                if self.now_s > limit_s:
+                    raise Violation(f"still waiting at {limit_s} s: {waiting}")
 
     def rest(self, until_s: float) -> None:
         """Let time pass without programs."""

@@ -13,7 +13,7 @@ from operator import lt
 from typing import Any
 
 import numpy as np
-from simulation.cluster import NO_PART, Cluster
+from simulation.cluster import NO_PART, Cluster, SimulatedServer
 from simulation.network import Violation
 from simulation.past import Interval, Pair, Past
 from simulation.plan import KEYS, MOST_CLIENTS, Plan
@@ -422,15 +422,20 @@ class Oracle:
 
     # ---- what servers have
 
-    def check_servers(self, name: str) -> None:
-        """After something has happened to the process ``name``."""
+    @property
+    def is_told(self) -> bool:
+        """Whether a client was told the end of a push since servers were checked."""
+        return bool(self._told)
+
+    def check_servers(self, process: SimulatedServer | None) -> None:
+        """After something has happened to a server, or to another process."""
         if not self._additive:
             return
         if self._told:
             told, self._told = self._told, set()
-            for process in self._cluster.processes.values():
-                self._check_parts(process.rank, process.state.parts.values(), told)
-        elif (process := self._cluster.alive.get(name)) is not None:
+            for each in self._cluster.processes.values():
+                self._check_parts(each.rank, each.state.parts.values(), told)
+        elif process is not None:
             touched, parts = process.touched, process.state.parts
             # What has happened to others because of a message about one is seen at the next tick.
             if touched != NO_PART:

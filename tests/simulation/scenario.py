@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulation.cluster import Cluster
+from simulation.cluster import NO_PART, Cluster
 from simulation.copies import Copies
 from simulation.disk import SimulatedDisk
 from simulation.disturbances import Disturbances
@@ -171,8 +171,13 @@ class Job:
         return Outcome(self.seed, self.mode, self.network.now_s, self.network.faults.fired)
 
     def _after_each_step(self, name: str) -> None:
-        self.oracle.check_servers(name)
-        self._copies.check(name)
+        process = self.cluster.alive.get(name)
+        if process is None:
+            if self.oracle.is_told:
+                self.oracle.check_servers(None)
+        elif process.touched != NO_PART or self.oracle.is_told:
+            self.oracle.check_servers(process)
+            self._copies.check(process)
         if self.network.now_s >= self._disturbances.next_s:
             self._disturbances.step()
         if self._lost_after and self.oracle.num_done >= self._lost_after[0]:
