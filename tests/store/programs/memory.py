@@ -42,7 +42,7 @@ keys = list(range(KEYS))
 kv.init(keys, values)
 if rule == "momentum":
     kv.set_optimizer(kvmpi.optim.SGD(lr=0.1, momentum=0.9))
-for _ in range(3):
+for _ in range(2):  # what the second push leaves behind, all others would
     kv.push(keys, values)
     kv.pull(keys, outs)
     kv.pushpull(keys, values, outs)
