@@ -316,7 +316,7 @@ def compiled(kv: kvmpi.KVStore) -> None:
     def make(seed: int) -> Any:
         return torch.compile(mlp(seed), backend="aot_eager")
 
-    same_in_all(kv, plain_steps, make=make)
+    same_in_all(kv, plain_steps, make=make, oracle=mlp)
     same_in_all(kv, loops.compiled_steps, alone=plain_steps)  # a compiler takes longer than all that it compiles
 
 

@@ -98,11 +98,12 @@ def same_in_all(
     tolerance: float = 1e-12,
     parameters_only: bool = False,
     alone: Callable[..., Any] | None = None,
+    oracle: Callable[[int], nn.Module] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """Run ``loop`` in all workers together, and it, or ``alone``, here alone; weights and what they return must
-    be the same."""
-    plain, model = make(0), make(kv.rank)  # worker 0's weights count
+    be the same. ``oracle``: what makes the model here, if not ``make``."""
+    plain, model = (oracle or make)(0), make(kv.rank)  # worker 0's weights count
     # Where tests run, all cores compute: by default nothing would leave during a backward.
     options = {"bucket_bytes": 150, "overlap": True, **options}
     given = model.named_parameters() if parameters_only else model

@@ -406,7 +406,7 @@ def compiled(store: str) -> None:
         torch._dynamo.reset()
         counters.clear()
         with kvmpi.create(store) as kv:
-            same_in_all(kv, loop, make=make, update_on_kvstore=True)
+            same_in_all(kv, loop, make=make, alone=plain_steps, oracle=mlp, update_on_kvstore=True)
         assert 1 <= counters["stats"]["unique_graphs"] <= most, (make.__name__, counters["stats"])
     with kvmpi.create(store) as kv:
         same_in_all(kv, its_step, alone=plain_steps, update_on_kvstore=True)
