@@ -41,13 +41,17 @@ from rank_threads import run_ranks  # noqa: F401 - a fixture
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-#: Files of tests that start many processes, the longest first: begun last, one of them would keep all others waiting.
+#: Files that take long, the longest first, and those that take some time with few tests, which would come last: begun
+#: at the end, one of them would keep all others waiting.
 LONG = [
-    "store_jobs", "launch_anywhere", "launch_restarts", "torch_jobs", "bench_jobs", "horovod", "launch_batch",
-    "launch_kill_anywhere", "store_joining", "failures", "torch_c10d", "bench_train", "torch_interrupts", "mpi",
-    "examples_programs", "store_mistakes", "docs", "store_memory", "store_random_programs", "examples_ddp",
-    "store_sparse", "arena", "partitions", "simulated_jobs", "chaos", "floods", "ps_processes", "links",
-    "launch_run",
+    "torch_jobs", "torch_c10d", "store_jobs", "store_joining", "simulated_jobs", "launch_restarts", "gluon_jobs",
+    "bench_jobs", "store_checkpoints", "launch_batch", "bench_train", "launch_kill_anywhere", "horovod", "mpi",
+    "launch_run", "ps_lossy", "failures", "torch_interrupts", "joined_ranks", "bench_torch_operations", "ps_fuzz",
+    "torch_streaming", "docs", "store_mistakes", "torch_random_trainings", "launch_questions", "launch_anywhere",
+    "plan_command", "agreement", "store_memory", "store_random_programs", "torch_frameworks", "launch_ipv6",
+    "wire_fuzz", "networks", "engine_serial", "examples_gpt", "launch_snapshots", "launch_adding", "examples_ddp",
+    "trace_jobs", "kernels_gpu_source", "launch_temporary", "partitions", "chaos", "store_dropped", "bench_report",
+    "ps_protocol_life",
 ]  # fmt: skip
 
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
