@@ -52,6 +52,21 @@ def bound_cores() -> int:
         return os.cpu_count() or 1
 
 
+def refuses_affinity() -> bool:
+    """Whether a sandbox refuses sched_getaffinity, which hwloc, and so every MPI, then asks again and again for ever.
+
+    It takes any error for one that a larger mask would help against (``hwloc_linux_find_kernel_nr_cpus``,
+    https://github.com/open-mpi/hwloc/blob/master/hwloc/topology-linux.c).
+    """
+    try:
+        os.sched_getaffinity(0)
+    except AttributeError:  # a system without that call has other ways
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def refuses_clone3() -> bool:
     """Whether a filter of system calls refuses clone3 in a way upon which glibc 2.34 and later make no thread.
 

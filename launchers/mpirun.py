@@ -19,6 +19,7 @@ from pathlib import Path
 from kvmpi.errors import ConfigError
 from kvmpi.launchers.cores import YIELD
 from kvmpi.launchers.hosts import Host, as_name
+from kvmpi.machine import refuses_affinity
 
 #: Variables by which an MPI launcher talks to its ranks. When the launcher itself runs under MPI or in a shell that
 #: MPI has started, they would make our own MPI processes believe that they belong to that other job.
@@ -55,6 +56,9 @@ PRTE_QUICK = b"sh: Warning: setpgid("
 
 HELP = "install it with: pip install 'kvmpi[mpi]'; or run without MPI, every worker a client of its own: -c {workers}"
 
+
+#: For hwloc where it may not ask which cores there are (see ``refuses_affinity``): all cores alike, and ask nobody.
+ASK_NOBODY = {"HWLOC_THISSYSTEM": "0", "HWLOC_COMPONENTS": "no_os,stop"}
 
 #: Files that ranks leave behind when they are killed, for ``watchdog.remove``. Open MPI's are of ranks for whom no
 #: mpirun has made a folder, and stay whenever these end: of a worker that is alone in its client and loads MPI, too.
@@ -143,6 +147,8 @@ class MPI:
         # A wheel of mpi4py finds the libmpi beside its interpreter; that of another MPI would not know its rank.
         libmpi = self._library()
         common = {"MPI4PY_LIBMPI": str(libmpi)} if libmpi is not None else {}
+        if refuses_affinity():
+            common |= ASK_NOBODY
         if self.kind == "mpich":
             # Named, though it does not exist: hydra then writes no topology file to /tmp, which it leaves there
             # when it is killed. rank_exec takes the name away again.

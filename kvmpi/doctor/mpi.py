@@ -16,7 +16,8 @@ from kvmpi.doctor.cores import available
 from kvmpi.doctor.finding import Finding, Level, Surroundings, ask
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import mpirun
-from kvmpi.launchers.mpirun import MPI
+from kvmpi.launchers.mpirun import ASK_NOBODY, MPI
+from kvmpi.machine import refuses_affinity
 
 PROGRAM = ("-m", "kvmpi.doctor.mpi_program")
 _VERSION_S = 5.0
@@ -111,14 +112,16 @@ def trial(at: Surroundings, found: Found) -> Finding:
     if mpi is None:
         return Finding("mpirun -n 2", "skipped", "there is no mpirun that works")
     env, words, notes = dict(found.env), [mpi.path, "-n", "2"], []
+    blind = {} if not refuses_affinity() else {k: v for k, v in ASK_NOBODY.items() if at.environ.get(k) != v}
     if mpi.is_open_mpi:
-        words += ["--oversubscribe"] if available(at)[0] < 2 else []
+        words += ["--oversubscribe"] if blind or available(at)[0] < 2 else []
+        words += ["--bind-to", "none"] if blind else []  # to cores, of which it sees none then
         if os.geteuid() == 0 and not at.environ.get("OMPI_ALLOW_RUN_AS_ROOT"):
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             notes.append("as root it wants OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
         if "HOME" not in at.environ:
             notes.append("HOME is not set, which it wants; kvmpi run sets it by itself")
-    answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env=env)
+    answer = ask(at, (*words, sys.executable, *PROGRAM, "rank"), env={**env, **blind})
     ranks = _lines(answer.out)
     tail = f"Its last words:\n{answer.last_words()}" if answer.last_words() else "It has printed nothing."
     if answer.status is None:
@@ -144,6 +147,15 @@ def trial(at: Surroundings, found: Found) -> Finding:
         return Finding(
             "mpirun -n 2", "problem", seen, "kvmpi calls MPI from several threads.",
             "take an MPI that was built for threads; the wheel is: " + _INSTALL, facts,
+        )  # fmt: skip
+    if blind:
+        variables = " ".join(f"{name}={value}" for name, value in blind.items())
+        return Finding(
+            "mpirun -n 2", "warning", f"{seen}, with {variables}",
+            "A sandbox refuses sched_getaffinity here, which MPI "
+            "then asks again and again: a plain mpirun, or a program that loads MPI, never starts without these "
+            "variables. kvmpi run sets them.", "have the sandbox allow sched_getaffinity, or start programs with "
+            f"kvmpi run, or:\nexport {variables}\nmpirun --oversubscribe --bind-to none ...", facts,
         )  # fmt: skip
     if cores and cores * 2 < available(at)[0]:
         return Finding(

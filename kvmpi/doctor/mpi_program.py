@@ -8,6 +8,8 @@ import sys
 
 import mpi4py
 
+from kvmpi.machine import bound_cores
+
 mpi4py.rc.initialize = False
 
 
@@ -34,7 +36,7 @@ def main(kind: str) -> int:
         found |= {
             "rank": world.Get_rank(), "size": world.Get_size(), "thread_level": levels[asked],
             "sum": world.allreduce(world.Get_rank() + 1),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            "cores": bound_cores(),
         }  # fmt: skip
         MPI.Finalize()
     os.write(1, (json.dumps({**found, "path": _library_path()}) + "\n").encode())

@@ -108,6 +108,24 @@ def test_a_filter_that_refuses_threads_is_named(command: str, error: str, tmp_pa
         assert not told, done.stderr
 
 
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+def test_a_sandbox_that_hides_the_cores_holds_no_mpi_up(error: str) -> None:
+    """hwloc asks again and again until it is told."""
+    filtered = [sys.executable, WITHOUT, error, "sched_getaffinity", sys.executable, "-m", "kvmpi"]
+    program = "import kvmpi; kv = kvmpi.create('mpi'); print('worker', kv.rank, 'of', kv.mpi_size)"
+    run = [*filtered, "run", "-n", "2", "--", sys.executable, "-c", program]
+    job = subprocess.run(run, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    if job.returncode == NO_FILTERS:
+        pytest.skip("no filters of seccomp")
+    assert job.returncode == 0, job.stderr
+    assert all(f"worker {rank} of 2" in job.stdout for rank in range(2)), job.stdout
+    doctor = subprocess.run([*filtered, "doctor", "--json"], capture_output=True, text=True, timeout=HANGS_S)
+    found = {finding["check"]: finding for finding in json.loads(doctor.stdout)["findings"]}
+    assert found["mpirun -n 2"]["level"] == "warning", found["mpirun -n 2"]
+    assert "a plain mpirun, or a program that loads MPI, never starts" in found["mpirun -n 2"]["means"]
+    assert "HWLOC_COMPONENTS=no_os,stop" in found["mpirun -n 2"]["do"]
+
+
 def test_nor_is_it_under_a_plain_mpirun(tmp_path: Path) -> None:
     mpi = mpirun.find(mpirun.clean(os.environ), 2)
     env = {

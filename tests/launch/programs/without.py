@@ -15,8 +15,8 @@ import sys
 
 #: By machine, the numbers of the calls; some have two names, and some only a newer one.
 NUMBERS = {
-    "x86_64": {"flock": (73,), "mknod": (133, 259), "clone3": (435,)},
-    "aarch64": {"flock": (32,), "mknod": (33,), "clone3": (435,)},
+    "x86_64": {"flock": (73,), "mknod": (133, 259), "clone3": (435,), "sched_getaffinity": (204,)},
+    "aarch64": {"flock": (32,), "mknod": (33,), "clone3": (435,), "sched_getaffinity": (123,)},
 }
 _SET_SECCOMP, _FILTER, _NO_NEW_PRIVILEGES = 22, 2, 38
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
