@@ -225,24 +225,25 @@ def _cut(model: Model, most_bytes: float, *, at_end: bool) -> list[tuple[float, 
 
 def _share(masters: Sequence[int]) -> int:
     """How many clients one of the simulated ones stands for."""
-    if len(masters) <= _MANY:
-        return 1
-    share = len(masters) // _REPRESENTATIVES
-    # What stays is whole hosts: as many clients must share a link as before.
-    return share if masters.count(masters[0]) * 2 <= _REPRESENTATIVES else 1
+    return 1 if len(masters) <= _MANY else len(masters) // _REPRESENTATIVES
 
 
 def _shrunk(course: Course, share: int) -> Course:
     """One client of ``share``, on hosts as full as before, and servers that are as much slower.
 
-    Flows are fluid: a server's link that twice as many clients share is one of half the rate.
+    Flows are fluid: a link that twice as many clients share is one of half the rate. So are those of hosts that are
+    too full to be left as they are.
     """
     if share == 1:
         return course
     clients = len(course.hosts) // share
     scale = len(course.hosts) / clients
     pieces = [replace(piece, serve_s=piece.serve_s * scale) for piece in course.pieces]
-    return replace(course, hosts=course.hosts[:clients], pieces=pieces, servers_rate=course.servers_rate / scale)
+    course = replace(course, pieces=pieces, servers_rate=course.servers_rate / scale)
+    fullness, most = course.hosts.count(course.hosts[0]), clients if len(set(course.hosts)) == 1 else clients // 2
+    if fullness <= most:
+        return replace(course, hosts=course.hosts[:clients])
+    return replace(course, hosts=[i // most for i in range(clients)], host_rate=course.host_rate * most / fullness)
 
 
 def _lab_s(model: Model, cluster: Cluster, job: Job, places: _Places) -> float:

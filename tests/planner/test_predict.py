@@ -18,6 +18,7 @@ from kvmpi.planner import models, predict
 from kvmpi.planner.calibrate import from_lines
 from kvmpi.planner.predict import Prediction
 from kvmpi.planner.recommend import candidates, recommend
+from kvmpi.planner.simulate import Course, Simulation
 from kvmpi.planner.spec import ALGORITHMS, Cluster, Disturbance, Job, ServerFigures, parse_link
 
 RATE = 1e8  # bytes per second of a link
@@ -156,15 +157,19 @@ def test_one_machine_does_the_work_of_all_hosts_of_a_lab() -> None:
     assert found.step_s >= 0.5 + 2 * 4 / 2
 
 
-def test_many_workers_are_few_that_stand_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, on = models.plain(NBYTES, 0.5, 32), replace(cluster(32), server_hosts=4)
+@pytest.mark.parametrize("hosts", [1, 2, 32])
+def test_many_workers_are_few_that_stand_for_them(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on = models.plain(NBYTES, 0.5, 32), replace(cluster(hosts), server_hosts=4)
     for algorithm in ("dist-SGD", "dist-ASGD"):
         job = Job(algorithm, 64, 1, 4)
         all_of_them = predict.predict(model, on, job, events=40_000)
         with monkeypatch.context() as patch:
             patch.setattr(predict, "_MANY", 32)
             patch.setattr(predict, "_REPRESENTATIVES", 16)
+            seen: list[Course] = []
+            patch.setattr(predict, "Simulation", lambda course, seen=seen: seen.append(course) or Simulation(course))
             few = predict.predict(model, on, job, events=10_000)
+        assert [len(course.hosts) for course in seen] == [16]
         assert few.step_s == pytest.approx(all_of_them.step_s, rel=0.1)
         assert (few.mean_staleness or 0) == pytest.approx(all_of_them.mean_staleness or 0, rel=0.01)
 
