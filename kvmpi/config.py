@@ -26,6 +26,8 @@ def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
 
 #: A system's clock ends somewhere: longer than a human life is for ever.
 MOST_SECONDS = 4e9
+#: Of what is said again and again: who says it more often does nothing else.
+LEAST_SECONDS = 0.01
 #: A handshake takes a hundred bytes, and who is in the job some hundred for each process.
 LEAST_MESSAGE_BYTES = 16 << 10
 
@@ -182,6 +184,9 @@ class Config:
         for name in ("timeout_s", "heartbeat_s", "heartbeat_timeout_s", "retry_s", "handshake_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be positive")
+        for name in ("heartbeat_s", "heartbeat_timeout_s", "retry_s", "report_s"):
+            if 0 < getattr(self, name) < LEAST_SECONDS:
+                raise ConfigError(f"{env_name(name)}={getattr(self, name)}: expected at least {LEAST_SECONDS} seconds")
         if self.heartbeat_s > self.heartbeat_timeout_s / 2:  # everybody would count as dead between two of them
             raise ConfigError(
                 f"KVMPI_HEARTBEAT_S={self.heartbeat_s}: must be at most half of "
