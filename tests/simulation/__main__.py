@@ -9,7 +9,10 @@ import argparse
 import gc
 import logging
 import multiprocessing
+import os
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
 from rich.progress import Progress
+from simulation import disk
 from simulation.lives import play
 from simulation.network import Violation
 
@@ -26,6 +30,7 @@ _BLOCK = 50
 
 def begin() -> None:
     """In each process: a job is thrown away as a whole, when it is over, and not looked through again and again."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()
     gc.disable()
 
@@ -45,6 +50,13 @@ def run_block(first: int) -> tuple[list[tuple[int, str]], Counter[str]]:
 def main() -> int:
     """The exit status: 1 if a seed failed."""
     logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as of ``timeout``: clear up first
+    with tempfile.TemporaryDirectory(prefix=f"{disk.PREFIX}{os.getpid()}-", dir=disk.folder) as disk.folder:
+        return play_all()
+
+
+def play_all() -> int:
+    """The exit status."""
     fired: Counter[str] = Counter()
     failed: list[int] = []
     started_s = time.monotonic()

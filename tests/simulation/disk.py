@@ -17,8 +17,11 @@ from kvmpi.ps.snapshot_book import Manifest
 from kvmpi.ps.snapshots import PartCopy
 from kvmpi.wire import messages as m
 
-#: Real files, where they cost least.
-_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+#: Where disks are made: real files, where they cost least. Who plays many jobs puts a folder of its own there, which it
+#: removes, whatever becomes of the processes that play them.
+folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+#: What their names begin with.
+PREFIX = "kvmpi-simulated-"
 
 
 class SimulatedDisk:
@@ -32,7 +35,7 @@ class SimulatedDisk:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._folder = tempfile.TemporaryDirectory(prefix="kvmpi-simulated-", dir=_MEMORY)
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder)
         self.directory = self._folder.name
         self.full = self._random.choice([0.0, 0.0, 0.02, 0.1])
         self.slow_s = self._random.choice([0.0, 0.05, 1.0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jobs import HANGS_S, wait_for
+from simulation import disk
 from simulation.lives import play
 from simulation.network import Violation
 from simulation.plants import PLANTS
@@ -51,6 +55,19 @@ def test_a_seed_is_the_same_job_in_every_process() -> None:
         return done.stdout
 
     assert run("1") == run("2")
+
+
+def test_what_is_ended_leaves_no_disks() -> None:
+    command = [sys.executable, Path(__file__).parent, "--seed", "0", "--count", "1000000", "--processes", "2"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    place = Path(disk.folder or tempfile.gettempdir())
+    try:
+        wait_for(lambda: list(place.glob(f"{disk.PREFIX}{run.pid}-*/{disk.PREFIX}*")), "the first disk")
+    finally:
+        run.terminate()
+    said, _ = run.communicate(timeout=HANGS_S)
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert not list(place.glob(f"{disk.PREFIX}{run.pid}-*"))
 
 
 # ---- planted mistakes: each invariant can fail
