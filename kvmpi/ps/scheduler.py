@@ -31,6 +31,10 @@ MemberName = tuple[str, int, int]
 _COUNT_S = 0.1
 #: A view with all servers' endpoints must fit into one header.
 _MAX_ENDPOINT_BYTES = 1000
+#: Of a view so many bytes are for clients that are lost, each of which takes so many and why it is. Fewer clients have
+#: room for the longest why.
+_MAX_LOST_BYTES, _LOST_BYTES = 192 << 10, 22
+_MANY_LOST = 400
 #: What may be with a process that lives and is not heard.
 _SILENT = "stopped, cut off, or in a call that keeps Python's lock"
 
@@ -53,6 +57,19 @@ def without_old_views(replies: Sequence[Reply]) -> list[Reply]:
     return [
         reply for reply in replies
         if not isinstance(view := reply.message, m.View) or view.request >= 0 or view.epoch == newest
+    ]  # fmt: skip
+
+
+def _shortened(lost: Sequence[m.Lost]) -> list[m.Lost]:
+    """Clients that are lost, with why so far as there is room: who is lost has to be known, by a view that can be sent.
+
+    What others decide by is left as it is.
+    """
+    room = max(0, _MAX_LOST_BYTES // len(lost) - _LOST_BYTES)
+    return [
+        each if len(each.text) <= room // 4 or each.text in FOR_GOOD or len(text := each.text.encode()) <= room
+        else m.Lost(each.rank, each.store, each.incarnation, text[:room].decode(errors="ignore"))
+        for each in lost
     ]  # fmt: skip
 
 
@@ -389,6 +406,8 @@ class SchedulerState:
         ]
         resumed = (0, {}) if self.book.resumed is None else (self.book.resumed.number, dict(self.book.resumed.steps))
         lost = list(self._lost.values())
+        if len(lost) > _MANY_LOST:
+            lost = _shortened(lost)
         return m.View(self.epoch, self.replicas, self._chains.chains, servers, lost, request, *resumed)
 
     def _take_snapshot(self, number: int | None) -> list[Reply]:

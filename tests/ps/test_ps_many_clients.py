@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvmpi.ps.barriers import Barriers
-from kvmpi.ps.membership import CLOSED, Membership, blame, how_it_left
+from kvmpi.ps.membership import CLOSED, ENDED, Membership, blame, how_it_left
 from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.wire import MAX_HEADER_BYTES, encode
 from kvmpi.wire import messages as m
 
 
@@ -51,3 +54,18 @@ def test_servers_that_have_not_come_are_named_briefly() -> None:
     state = SchedulerState(64, 20.0)
     state.handle(b"s1", m.Register(1, "server", 1, -1, 64, 1, "h", ["tcp://1"]), 0.0)
     assert [wait.whom for wait in state.waits(3.0)] == ["server 0, 2 to 63 has not come"]
+
+
+def test_a_view_with_thousands_of_lost_clients_can_be_sent() -> None:
+    """Why each is lost is as short as it has to be; what others go by, who is not to be waited for, is told whole."""
+    before = SchedulerState(1, 20.0, on_client_loss="wait")
+    before.handle(b"s", m.Register(1, "server", 0, -1, 1, 1, "h", ["tcp://1"]), 0.0)
+    lost = [m.Lost(rank, 0, 1 << 60, "was lost: \u00e9" + 70 * "x" if rank else ENDED) for rank in range(4000)]
+    state = SchedulerState(1, 20.0, on_client_loss="wait")
+    state.restore(msgspec.structs.replace(before.save(), lost=lost), 0.0)
+    (reply,) = state.handle(b"c", m.Register(2, "client", 4000, 0, 4001, 1, "h", []), 0.0)
+    assert isinstance(view := reply.message, m.View)
+    assert [(each.rank, each.incarnation) for each in view.lost] == [(rank, 1 << 60) for rank in range(4000)]
+    assert view.lost[0].text == ENDED
+    assert all(each.text.startswith("was lost: ") for each in view.lost[1:])
+    assert len(encode(view)) <= MAX_HEADER_BYTES
