@@ -39,6 +39,8 @@ _HERE_BYTES = 1 << 20
 _GATHERED = 32
 #: A thread that has nothing to do looks after the clock for so long before it sleeps until it is woken.
 _AWAKE_S = 1.0
+#: A sleep that lasts for so much longer than it should is one of the whole process.
+_STOOD_S = 1.0
 
 
 class Link:
@@ -73,6 +75,7 @@ class Link:
         self._gatherers: set[int] = set()  # threads that begin several operations
         self._trouble: KVError | None = None  # of a caller that had the turn
         self._joined = False
+        self._stood_s = 0.0  # seconds in which this process did not run
         self._next_heartbeat_s = self.now_s() + config.beat_s
         self._epoch = -1
         self._shares = self._is_near = False
@@ -149,11 +152,12 @@ class Link:
 
     def waits(self) -> list[stall.Wait]:
         """What is under way."""
-        return self._session.waits()
+        return [wait._replace(since_s=wait.since_s + self._stood_s) for wait in self._session.waits()]
 
     def now_s(self) -> float:
-        """The time on the clock of deadlines."""
-        return time.monotonic()
+        """The time on the clock of deadlines, which stands still while this process does (SIGSTOP, Ctrl-Z): servers and
+        other clients may have been stopped with it, and get their time to answer. If not, they do so at once."""
+        return time.monotonic() - self._stood_s
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
@@ -320,7 +324,11 @@ class Link:
             if self._inbox or self._unread:
                 continue
             idle_s = max(_TICK_S, self._next_heartbeat_s - now_s) if self._dozes else _TICK_S
+            slept_s = time.monotonic()
             ready = watch.wait(idle_s)
+            late_s = time.monotonic() - slept_s - idle_s
+            if late_s > _STOOD_S:
+                self._stood_s += late_s
             self._waker.clear()
             with self._turn:
                 self._unread |= dict.fromkeys(ready)

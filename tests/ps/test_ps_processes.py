@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,53 @@ def test_a_server_that_dies_or_freezes_ends_the_wait_for_it(processes: Processes
         status, stderr = ended(servers[1])
         assert status == os.EX_TEMPFAIL, "a launcher may start it again"
         assert "ServerLostError: server 1 is out of the job" in stderr
+
+
+#: A client that asks for something when it is told to.
+ASKS = f"""
+import sys
+import numpy as np
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.ps import PsClient
+from kvmpi.trace import Recorder
+ps = PsClient(Config.from_env(), store=1, mode="async", client=0, num_clients=1, recorder=Recorder())
+ps.connect(Deadline({TIMEOUT_S}))
+ps.add_keys([("k", (9,), "float32")])
+ps.init("k", np.arange(9, dtype="f4"), Deadline({TIMEOUT_S})).wait()
+out = np.empty(9, "f4")
+print("ready", flush=True)
+sys.stdin.readline()
+work = ps.pull("k", out, Deadline({CALL_S}))
+print("asked", flush=True)
+work.wait()
+print(*map(int, out), flush=True)
+ps.close(Deadline({TIMEOUT_S}))
+"""
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on(processes: Processes) -> None:
+    """For longer than a call may take: whoever was stopped gives the others their time again."""
+    config, scheduler, servers = processes.job(1)
+    env = {**processes.env, **config.to_env()}
+    client = subprocess.Popen(
+        [sys.executable, "-c", ASKS], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    processes.running.append(client)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    assert client.stdout.readline() == "ready\n"
+    for process in (scheduler, *servers):
+        os.kill(process.pid, signal.SIGSTOP)
+    client.stdin.write("\n")
+    client.stdin.flush()
+    assert client.stdout.readline() == "asked\n"
+    os.kill(client.pid, signal.SIGSTOP)
+    time.sleep(1.2 * CALL_S)  # what is tried is that time has passed
+    for process in (client, scheduler, *servers):
+        os.kill(process.pid, signal.SIGCONT)
+    said, _ = client.communicate(timeout=TIMEOUT_S)
+    assert (client.returncode, said) == (0, "0 1 2 3 4 5 6 7 8\n")
 
 
 def test_a_scheduler_that_dies_ends_barriers_but_not_exchanges(processes: Processes) -> None:
