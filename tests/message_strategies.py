@@ -45,6 +45,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     str | None: st.none() | WORDS,
     list[int] | None: st.none() | st.lists(INTS, max_size=4),
     tuple[int, int, int] | None: st.none() | st.tuples(INTS, INTS, INTS),
+    list[m.Key]: st.lists(KEYS, max_size=4),
     list[tuple[m.Key, int]]: st.lists(st.tuples(KEYS, INTS), max_size=3),
     list[tuple[m.Key, int, int]]: st.lists(st.tuples(KEYS, INTS, INTS), max_size=3),
 }

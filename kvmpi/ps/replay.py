@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from kvmpi.arrays import DTYPES
@@ -19,10 +21,13 @@ from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
 from kvmpi.ps.steps import Mark
-from kvmpi.wire import as_array, entries
+from kvmpi.wire import MAX_HEADER_BYTES, as_array, entries
 from kvmpi.wire import messages as m
 
 Buffer = npt.NDArray[Any]
+Key = int | str
+#: Of keys in one entry, which is to fit into a header.
+_KEYS_BYTES = MAX_HEADER_BYTES // 4
 Record = tuple[entries.Entry, tuple[Buffer, ...]]
 
 
@@ -82,6 +87,8 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             slot.restored = (entry.client, shard.clients.incarnations[entry.client], entry.request)
         case entries.StoreState():
             shard.rulebook.restore(entry)
+        case entries.Saved():
+            shard.saved |= frozenset(entry.keys)
         case entries.SlotState():
             _restore_slot(shard, entry, payloads, keep=keep)
         case _:
@@ -100,6 +107,7 @@ def dump(shard: Shard) -> list[Record]:
     records += [(entries.Returned(client), ()) for client in sorted(clients.entering)]
     records += [(entries.Finished(client), ()) for client in sorted(clients.finished)]
     records.append((shard.rulebook.dump(), ()))
+    records += [(entries.Saved(keys), ()) for keys in _in_entries(shard.saved)]
     for slot in shard.slots.values():
         names, arrays = slot.dump()
         if slot.met is not None:
@@ -120,6 +128,21 @@ def dump(shard: Shard) -> list[Record]:
             (*arrays, *(met for _, met in slot.met_by.values())),
         ))  # fmt: skip
     return records
+
+
+def _in_entries(keys: Iterable[Key]) -> Iterator[list[Key]]:
+    """``keys``, as many together as an entry has room for."""
+    some: list[Key] = []
+    left = _KEYS_BYTES
+    for key in sorted(keys, key=str):
+        nbytes = len(msgspec.msgpack.encode(key))
+        if some and nbytes > left:
+            yield some
+            some, left = [], _KEYS_BYTES
+        some.append(key)
+        left -= nbytes
+    if some:
+        yield some
 
 
 def _entered_after(clients: Membership, client: int, incarnation: int) -> int:

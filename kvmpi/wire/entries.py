@@ -208,6 +208,13 @@ class StoreState(_Entry, tag="store"):
     resumed: bool = False
 
 
+class Saved(_Entry, tag="saved"):
+    """These keys were in the snapshot that a store was resumed from, in whatever part: their chunks come from there
+    alone."""
+
+    keys: list[Key]
+
+
 class SlotState(_Entry, tag="slot"):
     """All of a chunk: one payload for each name; "met" is the old value that the last round answered with, "touched"
     the numbers of the rows that it has changed, if these are not all. ``marks``: by client what it knows to be done,
@@ -240,5 +247,5 @@ class SlotState(_Entry, tag="slot"):
 
 Entry = (
     Begin | Opened | Closed | Joined | Gone | Returned | Entered | Finished | Created | Round | Skipped | Partial
-    | Single | Answered | RuleCall | HyperCall | Restored | StoreState | SlotState
+    | Single | Answered | RuleCall | HyperCall | Restored | StoreState | Saved | SlotState
 )  # fmt: skip

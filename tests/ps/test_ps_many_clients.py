@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from kvmpi.errors import ConfigError
+from kvmpi.ps import replay
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.membership import CLOSED, ENDED, Membership, blame, how_it_left
 from kvmpi.ps.scheduler import SchedulerState
+from kvmpi.ps.shard import Shard
 from kvmpi.wire import MAX_HEADER_BYTES, encode
 from kvmpi.wire import messages as m
 
@@ -69,3 +73,16 @@ def test_a_view_with_thousands_of_lost_clients_can_be_sent() -> None:
     assert view.lost[0].text == ENDED
     assert all(each.text.startswith("was lost: ") for each in view.lost[1:])
     assert len(encode(view)) <= MAX_HEADER_BYTES
+
+
+def test_a_server_that_is_given_a_resumed_store_knows_the_keys_of_the_snapshot() -> None:
+    """Also those of which it has nothing: that another chunking finds no chunk of theirs is an error there, too."""
+    given, saved = (Shard(0, 1, "sync", 1, lambda *_: False) for _ in range(2))
+    saved.saved = frozenset([7, "7", *(f"{number:0500d}" for number in range(1000))])
+    for entry, _ in replay.dump(saved)[1:]:
+        assert len(encode(m.Log(0, 1, 1, 1, entry))) <= MAX_HEADER_BYTES
+        replay.apply(given, entry, [], keep=False)
+    assert given.saved == saved.saved
+    given.join(0, 1)
+    with pytest.raises(ConfigError, match="chunk 0 of 2 is elsewhere in the snapshot"):
+        given.handle(0, b"c", m.Init(1, "7", 0, 2, 3, [6], "float32"), [memoryview(bytes(12))])

@@ -35,6 +35,7 @@ ENTRIES = [
         [entries.CallsState(1, [(1, entries.RuleInForce(0, 0, "", {"lr": 0.5}))], {0: 1, 1: 0})] * 2,
         True,
     ),
+    entries.Saved(["k", 7]),
     entries.SlotState(
         "k",
         0,
