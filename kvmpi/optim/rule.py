@@ -65,6 +65,9 @@ class Rule:
     of_weights: ClassVar[bool] = False  #: is sent weights, not gradients or differences of weights
     integers: ClassVar[bool] = False  #: can update integer vectors
     multi_precision: bool = False  #: keeps a float32 master copy of values of a half type
+    #: On servers of an asynchronous store, a push that is n > 1 updates old is divided by n before the rule sees it: so
+    #: many has the value got since its client has read it.
+    staleness_aware: bool = False
 
     # What a rule defines.
 

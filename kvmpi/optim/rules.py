@@ -2,7 +2,8 @@
 
 Sources: Kingma & Ba 2014, arXiv:1412.6980 (Adam); Loshchilov & Hutter 2017, arXiv:1711.05101 (AdamW); Duchi, Hazan,
 Singer, JMLR 12, 2011 (Adagrad); Zhang, Choromanska, LeCun, NIPS 2015, arXiv:1412.6651 (elastic averaging); Douillard et
-al. 2023, arXiv:2311.08105 (DiLoCo's outer step). Where torch and a paper differ, torch.optim 2.x is followed:
+al. 2023, arXiv:2311.08105 (DiLoCo's outer step); Zhang, Gupta, Lian, Liu 2016, arXiv:1511.05950 (learning rates by
+staleness). Where torch and a paper differ, torch.optim 2.x is followed:
 order of operations, default values, and names.
 """
 
@@ -102,7 +103,12 @@ def _momentum_step(b: Block, gradient: Array, lr: float, momentum: float, nester
 @register("sgd")
 @dataclass(frozen=True)
 class SGD(_Checked):
-    """``torch.optim.SGD`` without dampening: weight decay is added to the gradient, then momentum, then the step."""
+    """``torch.optim.SGD`` without dampening: weight decay is added to the gradient, then momentum, then the step.
+
+    With ``staleness_aware``, servers of an asynchronous store apply a gradient that is n updates old with
+    lr / max(1, n) (Zhang, Gupta, Lian, Liu 2016): they divide the gradient, so that it also counts as much less in the
+    momentum, and weight decay, which is of the newest value, stays as it is. Elsewhere no gradient is old.
+    """
 
     lr: float
     momentum: float = 0.0
@@ -110,6 +116,7 @@ class SGD(_Checked):
     weight_decay: float = 0.0
     rescale_grad: float = 1.0
     multi_precision: bool = False
+    staleness_aware: bool = False
 
     def _validate(self) -> None:
         self._require(not self.nesterov or self.momentum > 0, "nesterov", "needs a momentum above 0")

@@ -38,11 +38,13 @@ _MOST_IN_LABEL = 3
 
 
 class _Piece(NamedTuple):
-    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it."""
+    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it; ``seen``: the
+    version of the chunk that it comes from."""
 
     rows: int
     nbytes: int
     sent_bytes: int
+    seen: int
     payloads: Callable[[], Sequence[Buffer]]
     on_reply: OnReply
 
@@ -215,8 +217,9 @@ class Exchanges(Participant):
         for i, (where, count, nbytes, _) in enumerate(layout.places):
             piece = value[where]
             payloads = partial(_encoded, chosen, piece, dtype) if feedback is None else feedback.payloads(where, piece)
-            on_reply = self._on_value(key, layout, i, out, pushed=True, feedback=feedback)
-            pieces.append(_Piece(-1, nbytes, chosen.wire_bytes(count, dtype), payloads, on_reply))
+            seen = layout.seen[i]
+            on_reply = self._on_value(key, layout, i, out, pushed=seen, feedback=feedback)
+            pieces.append(_Piece(-1, nbytes, chosen.wire_bytes(count, dtype), seen, payloads, on_reply))
         return pieces
 
     def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
@@ -267,7 +270,7 @@ class Exchanges(Participant):
                 Ask(
                     NOWHERE, m.Push,
                     (key, i, step, text, fused, acknowledge, part := layout.part(i), piece.rows, False, turn.at, done,
-                     *turn.span),
+                     *turn.span, piece.seen),
                     part=part, cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
                     on_reply=piece.on_reply,
                 )
@@ -348,17 +351,17 @@ class Exchanges(Participant):
             def payloads(ids: Buffer = ids, piece: Buffer = piece) -> Sequence[Buffer]:
                 return ids, chosen.encode(piece, dtype)
 
-            on_reply = self._on_changed(layout, i, changed)
+            seen = layout.seen[i]
+            on_reply = self._on_changed(layout, i, changed, seen)
             sent_bytes = ids.nbytes + chosen.wire_bytes(piece.size, dtype)
-            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, payloads, on_reply))
+            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, seen, payloads, on_reply))
         op = "push of rows" if changed is None else "pushpull of rows"
         pushes = [_Push(key, pieces, turn)]
         return self._push_pieces(pushes, op, chosen, deadline, priority, fused=changed is not None)
 
-    def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None) -> OnReply:
+    def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None, seen: int) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            if index == 0:
-                self._note_version(layout, message, pushed=True, read=changed is not None)
+            self._note_version(layout, index, message, pushed=seen, read=changed is not None)
             if changed is not None:
                 changed.take(index, message, payloads)
                 self._answered_bytes += sum(payload.nbytes for payload in payloads)
@@ -392,8 +395,7 @@ class Exchanges(Participant):
 
     def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            if index == 0:
-                self._note_version(layout, message, pushed=False, read=True)
+            self._note_version(layout, index, message, pushed=None, read=True)
             take_rows(out, message, payloads)
 
         return on_reply
@@ -411,7 +413,7 @@ class Exchanges(Participant):
             asks += [
                 about(
                     place.part, m.Pull, (key, i, layout.steps, place.part), reads=True, cost_bytes=place.nbytes,
-                    on_reply=self._on_value(key, layout, i, out, pushed=False),
+                    on_reply=self._on_value(key, layout, i, out, pushed=None),
                 )
                 for i, place in enumerate(layout.places)
             ]  # fmt: skip
@@ -420,7 +422,7 @@ class Exchanges(Participant):
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes, calls=len(wanted))
 
     def _on_value(
-        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: bool,
+        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: int | None,
         feedback: Feedback | None = None,
     ) -> OnReply:  # fmt: skip
         where, _, nbytes, _ = layout.places[index]
@@ -429,8 +431,7 @@ class Exchanges(Participant):
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
             if feedback is not None:
                 feedback.note_answer(where)
-            if index == 0:
-                self._note_version(layout, message, pushed=pushed, read=out is not None)
+            self._note_version(layout, index, message, pushed=pushed, read=out is not None)
             if out is None:
                 return
             if not isinstance(message, m.Value) or len(payloads) != 1:
@@ -439,7 +440,7 @@ class Exchanges(Participant):
             if payloads[0].nbytes != nbytes:
                 raise ProtocolError(f"a chunk of {payloads[0].nbytes} bytes came, expected {nbytes}")
             value = np.frombuffer(payloads[0], dtype)
-            if pushed:
+            if pushed is not None:
                 self._answered_bytes += value.nbytes
             if isinstance(out, Landing):
                 out.put(where, value)
@@ -450,15 +451,20 @@ class Exchanges(Participant):
 
         return on_reply
 
-    def _note_version(self, layout: KeyLayout, message: Message, *, pushed: bool, read: bool) -> None:
-        """How old was what this client had, by the answer of its first chunk, which speaks for the key."""
+    def _note_version(
+        self, layout: KeyLayout, index: int, message: Message, *, pushed: int | None, read: bool
+    ) -> None:  # fmt: skip
+        """Which version of a chunk this client has ``read``; and how old was what it has ``pushed``, which comes from
+        that version: of the key that is what its first chunk says."""
+        if self._in_rounds:
+            return
         version = message.version if isinstance(message, (m.Value, m.Ack)) else 0
-        if pushed and not self._in_rounds:
+        if pushed is not None and index == 0:
             later = message.later if isinstance(message, m.Value) else 0
-            layout.staleness = max(0, version - later - 1 - layout.seen_version)
+            layout.staleness = max(0, version - later - 1 - pushed)
             self._recorder.staleness(layout.staleness)
         if read:
-            layout.seen_version = version
+            layout.seen[index] = version
 
     # ---- how far it is
 

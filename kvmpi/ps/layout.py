@@ -36,16 +36,17 @@ class KeyLayout:
     digest: int = 0
     steps: int = 0
     track: Track = field(default_factory=Track)
-    seen_version: int = 0
     pushing: bool = False  # somebody waits for the last push
     pushes: list[Operation] = field(default_factory=list)  # that one, and those before it for which nobody waits
     found_by_rows: bool = False  # the last round before this process pushed was of rows
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
     feedback: Feedback | None = None  # with a codec that keeps what it does not send
+    seen: list[int] = field(init=False)  # of each chunk, the version that this client has read last
     places: list[Place] = field(init=False)  # of its chunks: looked at with every push, and the same for each
 
     def __post_init__(self) -> None:
+        self.seen = [0] * len(self.chunks)
         itemsize = DTYPES[self.dtype].itemsize
         self.places = [
             Place(

@@ -73,7 +73,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             slot, encoding = _slot(shard, entry), codec.get(entry.codec)
             wire = requests.pushed(slot, entry.rows, payloads, encoding)
             try:
-                answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype))
+                answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype), entry.seen)
             except Exception as error:
                 if is_of_this_server(error):
                     raise

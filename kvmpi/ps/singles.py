@@ -58,13 +58,13 @@ class Singles:
         if self._rounds.is_followed():
             single = entries.Single(
                 message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused,
-                message.at, message.done,
+                message.at, message.done, message.seen,
             )  # fmt: skip
             self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
         else:
             self._log(None, ())
         start_ns = timeline.now() if timeline.on else 0
-        answer = slot.apply_alone(wire, wire_dtype)
+        answer = slot.apply_alone(wire, wire_dtype, message.seen)
         if start_ns:
             self._rounds.span("update", start_ns, slot, wire, message.step, client)
         slot.note_single(client, message, answer)

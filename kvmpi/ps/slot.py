@@ -247,12 +247,19 @@ class Slot:
         by_rows.add_into(accumulator, rows)
         self.accumulator = accumulator
 
-    def apply_alone(self, wire: Buffer | Rows, wire_dtype: str) -> Buffer:
+    def apply_alone(self, wire: Buffer | Rows, wire_dtype: str, seen: int = 0) -> Buffer:
         """Apply one push as an update of its own; returns the value that a fused reader of all rows gets.
 
         A rule that raises leaves no trace: the push does not count.
+
+        Args:
+            seen: the version that the push comes from.
         """
-        if isinstance(wire, Rows):
+        rule = self.rules[-1].rule
+        if rule is not None and rule.staleness_aware and self.rounds - seen > 1:
+            self._add_aged(wire, wire_dtype, self.rounds - seen)
+            answer = self.close_round(1)
+        elif isinstance(wire, Rows):
             answer = self._update(self._widen_rows(wire, wire_dtype), 1, recycle=None)
         elif wire_dtype == host.ACCUMULATE[self.dtype]:
             answer = self._update(wire, 1, recycle=None)
@@ -262,6 +269,22 @@ class Slot:
         # Clients do not step together here: what one push has met or changed would not be right for all.
         self.met = self.touched = None
         return answer
+
+    def _add_aged(self, wire: Buffer | Rows, wire_dtype: str, age: int) -> None:
+        """Make the sum of the open round one push that is so many updates old, divided by that."""
+        dtype = host.ACCUMULATE[self.dtype]
+        if DTYPES[dtype].kind != "f":
+            raise UnsupportedError(
+                f"key {self.key!r}: a push that is {age} updates old cannot be divided by that in {self.dtype}; use a "
+                "key of a float type, or a rule without staleness_aware"
+            )
+        if isinstance(wire, Rows):
+            rows = self._widen_rows(wire, wire_dtype)
+            self.accumulator = Rows(rows.ids.copy(), np.divide(rows.values, age))
+            return
+        self._adopted, accumulator = False, self._take_spare()
+        self._widen(wire, wire_dtype, accumulator)
+        self.accumulator = np.divide(accumulator, age, out=accumulator)
 
     def note_single(self, client: int, push: m.Push | entries.Single, answer: Buffer) -> bool:
         """A client's push was applied alone; whether its ``answer`` is kept in case it asks again."""

@@ -137,6 +137,7 @@ class Single(_Entry, tag="single"):
     fused: bool = False
     at: int = 0
     done: int = 0
+    seen: int = 0
 
 
 class Answered(_Entry, tag="answered"):

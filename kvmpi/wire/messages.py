@@ -49,7 +49,9 @@ class Push(Message, tag="push"):
     rows of the chunk, and these rows; -1: all of it. ``quiet``: nothing is to be said before the answer. ``at``: the
     overall step, which is the most pushes of any key, this one included, and negative if this one has made it so many;
     ``done``: that up to which all of the client's pushes are answered. ``earliest`` and ``latest``: the steps of the
-    program that the push may belong to, for snapshots. 0, where no client comes back and nobody takes any.
+    program that the push may belong to, for snapshots. 0, where no client comes back and nobody takes any. ``seen``:
+    the version of the chunk that the client has read last, since when as many updates have come as the push is old; 0
+    in a synchronous store, and where it has read none.
     """
 
     request: int
@@ -66,6 +68,7 @@ class Push(Message, tag="push"):
     done: int = 0
     earliest: int = 0
     latest: int = 0
+    seen: int = 0
 
 
 class Pull(Message, tag="pull"):

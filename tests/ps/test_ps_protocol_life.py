@@ -23,6 +23,7 @@ Chunk = tuple[int, slice]
 COUNT, PIECE_BYTES = 3000, 4096
 SGD = {
     "lr": 0.5, "momentum": 0.5, "nesterov": False, "weight_decay": 0.0, "rescale_grad": 1.0, "multi_precision": False,
+    "staleness_aware": False,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from simulation.ages import Ages
 from simulation.disk import SimulatedDisk, VirtualBackground
 from simulation.network import Network, Violation
 
@@ -22,13 +23,14 @@ from kvmpi.ps.scheduler import SchedulerState
 from kvmpi.ps.scheduler_file import SavedScheduler
 from kvmpi.ps.server import ServerState
 from kvmpi.ps.session import ClientSession
+from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshot_book import Manifest, SnapshotBook
 from kvmpi.trace import Recorder
 from kvmpi.wire import Message
 from kvmpi.wire import messages as m
 
 HEARTBEAT_S = 0.25
-NO_PART = -1
+NO_PART, STORE = -1, 1
 OnVersion = Callable[[int, int, tuple[Any, int], int], None]
 _TO_PREDECESSOR = (m.Attach, m.Committed, m.Installed)
 
@@ -107,11 +109,22 @@ class SimulatedServer:
         if isinstance(message, m.Hello):
             self._dead[client] = max(self._dead.get(client, 0), incarnation - 1)
         before = self._held_of(client) if incarnation <= self._dead.get(client, 0) else None
+        ages = self._cluster.ages
+        pushed = self._slot(message) if ages is not None and isinstance(message, m.Push) else None
+        met = None if pushed is None else (pushed.rounds, pushed.value.astype("f8"))
         self._send(self.state.handle(sender.encode(), message, payloads, self._network.now_s))
+        if met is not None and ages.check_update(client, message, payloads, met, pushed) > 1:
+            self._network.faults.count("old push")
         if before is not None:
             self._network.faults.count("words of the dead")
             if self._held_of(client) != before:
                 raise Violation(f"{self.name} takes a {type(message).__name__} of {sender}, which is dead")
+
+    def _slot(self, push: m.Push) -> Slot | None:
+        """The chunk that a push is for, if it is here."""
+        part = self.state.parts.get(push.part)
+        shard = None if part is None else part.shards.get(STORE)
+        return None if shard is None else shard.slots.get((push.key, push.chunk))
 
     def _held_of(self, client: int) -> list[Any]:
         """Everything that a client could have changed in the parts that this server answers for."""
@@ -160,8 +173,10 @@ class SimulatedServer:
 class SimulatedLink:
     """What ``Link`` is to a PsClient, without threads and sockets."""
 
-    def __init__(self, network: Network, name: str, config: Config, on_version: OnVersion, *, bounds: bool) -> None:
-        self._network, self._name, self._on_version = network, name, on_version
+    def __init__(
+        self, network: Network, name: str, config: Config, on_version: OnVersion, ages: Ages | None, *, bounds: bool
+    ) -> None:  # fmt: skip
+        self._network, self._name, self._on_version, self._ages = network, name, on_version, ages
         self._who, self._bounds = who(name), bounds
         self.session = ClientSession(config.window_bytes, config.retry_s)
         self.is_open = True
@@ -207,6 +222,8 @@ class SimulatedLink:
             self._servers = {info.rank: f"server {info.rank}.{info.incarnation}" for info in message.servers}
         elif isinstance(message, m.Value) and (ask := self.session._outstanding.get(message.request)) is not None:
             self._on_version(*self._who, ask.fields[:2], message.version)
+            if self._ages is not None:
+                self._ages.note_read(self._who, ask.fields[:2], message.version)
         elif isinstance(message, m.Waiting) and self._bounds:
             self._network.faults.count("held read")
         self.session.receive(message, payloads)
@@ -227,6 +244,8 @@ class SimulatedLink:
                 reliable = isinstance(message, (m.Register, m.Leave))
                 self._network.send(self._name, "scheduler", message, payloads, reliable=reliable)
             elif peer in self._servers:
+                if self._ages is not None and isinstance(message, m.Push):
+                    self._ages.check_push(self._who, message)
                 self._network.send(self._name, self._servers[peer], message, payloads)
 
 
@@ -252,6 +271,7 @@ class Cluster:
         processes, alive: the servers' processes, by rank and by name.
         on_version: called with client, incarnation, (key, chunk) and version of each value that a client gets.
         on_news: called with what a server says to the scheduler about snapshots.
+        ages: where old pushes count less.
         on_let_go: called with a client to which the scheduler says that it has passed a barrier.
     """
 
@@ -264,6 +284,7 @@ class Cluster:
         self.on_version: OnVersion = lambda client, incarnation, where, version: None
         self.on_news: Callable[[int, Any], None] = lambda server, news: None
         self.on_let_go: Callable[[int], None] = lambda client: None
+        self.ages: Ages | None = None
         self._at_barriers: set[tuple[str, int]] = set()
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_scheduler(resumed)
@@ -379,9 +400,9 @@ class Cluster:
     def client(self, rank: int, num_clients: int, incarnation: int = 1) -> PsClient:
         """A process of a client that is not connected yet."""
         return PsClient(
-            self.config, store=1, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
+            self.config, store=STORE, mode=self.mode, client=rank, num_clients=num_clients, recorder=Recorder(),
             link=SimulatedLink(  # type: ignore[arg-type]
-                self.network, f"client {rank}.{incarnation}", self.config, self.on_version,
+                self.network, f"client {rank}.{incarnation}", self.config, self.on_version, self.ages,
                 bounds=self.mode.startswith("ssp"),
             ),
         )  # fmt: skip

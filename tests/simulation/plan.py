@@ -36,7 +36,7 @@ class Plan:
         leaves_early: whether those with fewer steps leave then, where others go on without them.
         slow: clients that pause in each step.
         pause_s: the longest pause of the others: else rounds are over before a snapshot of them can be written.
-        rule: "test" adds up what is pushed.
+        rule: "test" adds up what is pushed; "aware" too, but of what is old less.
         answers_met: whether a fused push brings back what was there before.
         codec: how pushes travel: "none", "bf16", or "2bit", which leaves half of every third push for the next.
         is_sparse: whether pushes by rows are of some rows only, or of none.
@@ -74,8 +74,12 @@ class Plan:
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
         self.pause_s = random.Random(f"{seed} pause").choice([0.0, 0.3, 1.0]) if writes and mode == "sync" else 0.0
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
+        if mode == "async" and random.Random(f"{seed} aware").random() < 0.2:
+            self.rule = "aware"
         self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
         self.codec = random.Random(f"{seed} codec").choice(["none"] * 7 + ["bf16", "2bit", "2bit"])
+        if self.rule == "aware":  # what a server makes of them is compared with what travels
+            self.codec = "none"
         # Of jobs that have no rounds the oracle knows of a snapshot only how many pushes may be in it, not which.
         sparse = random.Random(f"{seed} sparse")
         self.is_sparse = (mode == "sync" or not writes) and sparse.random() < 0.4
@@ -168,6 +172,8 @@ class Plan:
         factor = 2.0 if self.doubles_from is not None and step >= self.doubles_from else 1.0
         if self.rule == "adam":
             return optim.Adam(lr=0.1 * factor)
+        if self.rule == "aware":
+            return optim.SGD(lr=1.0, rescale_grad=-1.0, staleness_aware=True)
         return AnswersMet(lr=-factor) if self.answers_met else optim.Test(lr=-factor)
 
     def saves_before(self, step: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -27,6 +28,7 @@ from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshot_book import SnapshotBook
 from kvmpi.ps.snapshots import ServerSnapshots, Taking
 from kvmpi.ps.steps import Found
+from kvmpi.wire import entries
 from kvmpi.wire import messages as m
 
 
@@ -416,6 +418,34 @@ def _reads_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "take", lambda self, ids: real(self, ids - ids.min(initial=ids.size)))
 
 
+def _takes_every_push_for_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On servers that follow, where old ones count less."""
+    real = replay.apply
+
+    def apply(shard: Shard, entry: Any, payloads: Any, **how: Any) -> None:
+        if isinstance(entry, entries.Single) and (slot := shard.slots.get((entry.key, entry.chunk))) is not None:
+            entry = msgspec.structs.replace(entry, seen=slot.rounds)
+        real(shard, entry, payloads, **how)
+
+    monkeypatch.setattr(replay, "apply", apply)
+
+
+def _takes_pushes_for_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Slot.apply_alone
+    monkeypatch.setattr(Slot, "apply_alone", lambda self, wire, dtype, seen: real(self, wire, dtype, seen - 1))
+
+
+def _knows_what_it_has_read_of_the_first_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PsClient._note_version
+
+    def note(self: PsClient, layout: Any, index: int, *rest: Any, **how: Any) -> None:
+        if index == 0:
+            real(self, layout, index, *rest, **how)
+            layout.seen[:] = layout.seen[:1] * len(layout.seen)
+
+    monkeypatch.setattr(PsClient, "_note_version", note)
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -460,6 +490,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
     "rows of others": (_answers_a_repetition_with_its_own_rows, "is not told of rows"),
     "other rows": (_reads_the_first_rows, "pushes of client|who knew of"),
+    "copy of a newer push": (_takes_every_push_for_new, "other bits"),
+    "older push": (_takes_pushes_for_older, "is to change"),
+    "version of another chunk": (_knows_what_it_has_read_of_the_first_chunk_only, "it was sent"),
     "log replayed twice": (_replays_what_is_sent_again, "other bits|logs of its servers end"),
     "copy without who has entered": (_copies_all_but_who_has_entered, "other bits"),
     "successor without values": (_takes_a_part_over_without_its_values, "not on server"),

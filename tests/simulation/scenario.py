@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from simulation.ages import Ages
 from simulation.cluster import NO_PART, Cluster
 from simulation.copies import Copies
 from simulation.disk import SimulatedDisk
@@ -98,9 +99,11 @@ class Job:
             ("schedule", plan.doubles_from),
             ("sparse", plan.is_sparse),
             ("bound", is_bound),
+            ("aware", plan.rule == "aware"),
         ):
             if happens:
                 faults.count(name)
+        self.cluster.ages = Ages() if plan.rule == "aware" else None
         self.oracle, self._copies = Oracle(self.cluster, plan, past, self.staleness), Copies(self.cluster)
         if disk is not None:
             disk.on_complete = self._check_snapshot

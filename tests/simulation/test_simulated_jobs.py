@@ -40,7 +40,7 @@ def test_jobs_survive_their_faults() -> None:
         "resume async", "resume shrink", "resume fail", "return after resume", "disk torn", "disk full",
         "kill client 0 early", "seldom snapshot", "seldom return to others", "ends before it is there",
         "schedule", "too little time", "congestion", "late key", "late copy", "save", "return without rounds", "taken",
-        "leave early", "return to where it was", "good end beside others", "bound", "held read",
+        "leave early", "return to where it was", "good end beside others", "bound", "held read", "old push",
     )  # fmt: skip
     assert min(fired[fault] for fault in rare) > 0, f"a fault has never fired: {fired}"
 
@@ -79,19 +79,19 @@ FOUND_BY = {
     "resurrected incarnation": 99, "resurrected client": 8, "open rounds forgotten": 99, "one snapshot kept": 126,
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 817, "snapshot of several rounds": 61, "lost acknowledgement": 10,
-    "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 17,
+    "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 53,
     "snapshot of what has ended": 197, "successor without values": 19, "store begun anew": 427,
     "answer of a repetition": 17, "memory in use": 363, "late push forgotten": 72,
     "error forgotten": 218,
     "snapshot not copied": 126, "barriers counted from 1": 174, "met without who is back": 17, "stale read": 3,
-    "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 17,
+    "gone on too far": 14, "repetition counted": 14, "barriers without steps": 218, "steps of the job before": 53,
     "waiting for who has ended": 233,
     "steps taken for rounds": 720, "round of others joined": 774,
     "end of the process before": 13, "requests that are not sent again": 11, "snapshot not read": 7,
     "place forgotten": 8, "double apply": 6,
     "done again": 615, "snapshot while values are put back": 582, "saved by nobody": 42, "rule of another round": 14,
     "copy without who has entered": 19, "rows of others": 217, "late beside others": 79, "waiting for who is lost": 109,
-    "begun too far behind": 111,
+    "begun too far behind": 111, "copy of a newer push": 17,
 }  # fmt: skip
 
 

@@ -30,7 +30,8 @@ SHAPES = {
     "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi", "one_call.py mpi",
                         "KVMPI_ALLREDUCE=ring repeats.py FOLDER", "KVMPI_NATIVE=off repeats.py FOLDER",
                         "KVMPI_ALLREDUCE=ring sharded.py FOLDER"],
-    "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync", "bounded.py dist_ssp"],
+    "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync", "bounded.py dist_ssp",
+                        "aged.py dist_async dist_ssp"],
     "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi", "repeats.py FOLDER", "sharded.py FOLDER"],
     "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
     "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
@@ -38,7 +39,7 @@ SHAPES = {
         f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
         "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi", f"compressed.py FOLDER {BOTH}",
         "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async", "one_call.py dist_sync_mpi dist_sync",
-        "bounded.py dist_ssp_mpi",
+        "bounded.py dist_ssp_mpi", "aged.py dist_async_mpi",
     ],
     "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync"],
     "-n 5 -c 2 -s 2": ["training.py dist_sync_mpi dist_sync"],
@@ -129,6 +130,12 @@ def test_keys_devices_and_workers_of_one_call(options, program):
 def test_nobody_is_further_ahead_than_staleness_is_bounded_to(options, program):
     clients = shape(options)[1]
     assert said(options, program) == [[f"{name} {clients} bounded" for name in program.split()[1:]]] * shape(options)[0]
+
+
+@of("aged")
+def test_gradients_count_the_less_the_older_they_are(options, program):
+    clients = shape(options)[1]
+    assert said(options, program) == [[f"{name} {clients} aged" for name in program.split()[1:]]] * shape(options)[0]
 
 
 @of("empty")
