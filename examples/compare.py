@@ -26,6 +26,8 @@ COLOURS = {
     "mpi-asgd": "#E69F00",
     "dist-ssp": "#7F7F7F",
     "mpi-ssp": "#F0E442",
+    "dist-softsync": "#B0A8E0",
+    "mpi-softsync": "#5D3A9B",
     "dist-esgd": "#009E73",
     "mpi-esgd": "#CC79A7",
     "diloco": "#8A6D3B",

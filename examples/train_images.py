@@ -37,8 +37,8 @@ class GradientExchange:
     def __init__(self, kv: kvmpi.KVStore, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> None:
         self._trainer = Trainer(model.named_parameters(), optimizer, kv)
         # A store sums; the loss is a mean over this worker's batch. So what is left is to divide by the number of
-        # workers in one update: all of them, or in an asynchronous store those of one client.
-        self._divisor = kv.mpi_size if kv.is_capable("async") else kv.num_workers
+        # workers in one update: all of them, or in an asynchronous store those of one client, or some.
+        self._divisor = kv.mpi_size * kv.pushes_per_update if kv.is_capable("async") else kv.num_workers
 
     def step(self) -> None:
         self._trainer.step(self._divisor)
@@ -105,6 +105,8 @@ ALGORITHMS = {
     "mpi-asgd": Algorithm("dist_async_mpi", "SGD, for each client's gradients as they come", GradientExchange),
     "dist-ssp": Algorithm("dist_ssp", "the same; no worker gets far ahead of another", GradientExchange),
     "mpi-ssp": Algorithm("dist_ssp_mpi", "the same; no client gets far ahead of another", GradientExchange),
+    "dist-softsync": Algorithm("dist_softsync", "SGD, for as many gradients as there are workers", GradientExchange),
+    "mpi-softsync": Algorithm("dist_softsync_mpi", "SGD, for as many gradients as there are clients", GradientExchange),
     "dist-esgd": Algorithm("dist_async", "Elastic, for each worker's weights", ElasticExchange),
     "mpi-esgd": Algorithm("dist_async_mpi", "Elastic, for each client's weights", ElasticExchange),
     "diloco": Algorithm("dist_sync_mpi", "Outer, once per round of all clients", DiLoCoExchange, "adamw"),
@@ -113,7 +115,7 @@ ALGORITHMS = {
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    table = "\n".join(f"  {name:<10} {a.store:<15} {a.server}" for name, a in ALGORITHMS.items())
+    table = "\n".join(f"  {name:<13} {a.store:<17} {a.server}" for name, a in ALGORITHMS.items())
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
         epilog=f"algorithms, their store types, and what the servers run:\n{table}",

@@ -28,7 +28,8 @@ from kvmpi.torch import ElasticAveraging, Trainer
 
 STORES = {
     "local": "local", "mpi-sgd": "dist_sync_mpi", "dist-asgd": "dist_async", "mpi-asgd": "dist_async_mpi",
-    "dist-ssp": "dist_ssp", "mpi-ssp": "dist_ssp_mpi", "mpi-esgd": "dist_async_mpi",
+    "dist-ssp": "dist_ssp", "mpi-ssp": "dist_ssp_mpi", "dist-softsync": "dist_softsync",
+    "mpi-softsync": "dist_softsync_mpi", "mpi-esgd": "dist_async_mpi",
 }  # fmt: skip
 PAD = 0  # the word that fills short sentences up
 
@@ -56,7 +57,7 @@ class GradientExchange:
     def __init__(self, kv: kvmpi.KVStore, model: Classifier, args: Any) -> None:
         self._trainer = Trainer(model.named_parameters(), kvmpi.optim.Adagrad(args.lr), kv)
         # A store sums; the loss is a mean over this worker's batch. See train_images.py.
-        self._divisor = kv.mpi_size if kv.is_capable("async") else kv.num_workers
+        self._divisor = kv.mpi_size * kv.pushes_per_update if kv.is_capable("async") else kv.num_workers
         self._words = model.words.weight if kv.is_capable("async") else None
 
     def before(self, sentences: Tensor) -> None:

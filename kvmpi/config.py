@@ -83,6 +83,10 @@ class Config:
         3, "by how many pushes of a key a client of a store of type dist_ssp may be ahead of the slowest; where it is "
         "further, its reads wait",
     )  # fmt: skip
+    softsync: int = _setting(
+        1, "n of a store of type dist_softsync, whose servers update a value after a number of pushes that is the n-th "
+        "part of the clients; 1: after as many as there are clients, whoever they are from",
+    )  # fmt: skip
     engine: str = _setting("threaded", "threaded, or naive: all at once in the calling thread", ("threaded", "naive"))
     engine_threads: int = _setting(2, "threads of the engine's cpu lane")
     allreduce: str = _setting(
@@ -193,7 +197,7 @@ class Config:
                 f"KVMPI_HEARTBEAT_TIMEOUT_S={self.heartbeat_timeout_s}"
             )
         counts = ("engine_threads", "num_workers", "num_clients", "timeline_spans")
-        for name in (*counts, "bucket_bytes", "window_bytes"):
+        for name in (*counts, "bucket_bytes", "window_bytes", "softsync"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
         for name in ("stall_s", "grace_s", "chunk_bytes", "staleness"):

@@ -17,7 +17,7 @@ INTS = st.integers(-1, 4) | st.sampled_from([1 << 16, (1 << 31) - 1, 1 << 40, (1
 #: Words that mean something in one field or another, and some that do not.
 WORDS = st.sampled_from([
     *("none", "fp16", "bf16", "2bit:0.5", "1bit:0"),
-    *("sync", "async", "ssp:1", "float32", "bfloat16", "int8", "client", "server", "value", "momentum",
+    *("sync", "async", "ssp:1", "softsync:2", "float32", "bfloat16", "int8", "client", "server", "value", "momentum",
       "worker"),
     *("lr", "sgd", "adam", "elastic", "outer", "test", "alpha", "ClientLostError", "\0", "x" * 300, "tcp://127.0.0.1:1"),
 ]) | st.text(max_size=8)  # fmt: skip

@@ -28,6 +28,7 @@ MISTAKES = [
     ("BUCKET_BYTES=8M", "expected int"),
     ("CHUNK_BYTES=-1", "must not be negative"),
     ("STALENESS=-1", "must not be negative"),
+    ("SOFTSYNC=0", "must be at least 1"),
     ("WINDOW_BYTES=4611686018427387904", "less than 2.62"),
     ("CHUNK_BYTES=20000 MAX_MESSAGE_BYTES=16384", "MAX_MESSAGE_BYTES=16384"),
     ("MAX_MESSAGE_BYTES=100", "must be at least 16384"),

@@ -32,7 +32,8 @@ from kvmpi.mxnet.rules import rule_of
 
 PREFIX = "kvmpi_"
 _TYPES = (
-    "local", "mpi", "dist_sync", "dist_async", "dist_ssp", "dist_sync_mpi", "dist_async_mpi", "dist_ssp_mpi",
+    "local", "mpi", "dist_sync", "dist_async", "dist_ssp", "dist_softsync", "dist_sync_mpi", "dist_async_mpi",
+    "dist_ssp_mpi", "dist_softsync_mpi",
 )  # fmt: skip
 
 

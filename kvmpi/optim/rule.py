@@ -21,8 +21,8 @@ R = TypeVar("R", bound="Rule")
 _OF_KEY = "@"
 
 #: What is kept beside the arrays of a rule under names of its own: the value, a master copy, the value that a push met,
-#: and the rows that it had.
-KEPT_BESIDE_STATE = frozenset({"value", "master", "met", "touched"})
+#: the rows that it had, and pushes that are not in the value yet.
+KEPT_BESIDE_STATE = frozenset({"value", "master", "met", "touched", "gathered", "gathered_rows"})
 
 #: Bytes of one vector that are updated at a time: with state and scratch a block still fits into a level-2 cache.
 BLOCK_BYTES = 256 << 10
@@ -74,7 +74,7 @@ class Rule:
     def slots(self) -> dict[str, float]:
         """Names of the state arrays that this rule keeps for each vector -> their initial value.
 
-        Not "value", "master", "met" or "touched", under which something else is saved.
+        Not "value", "master", "met", "touched", "gathered" or "gathered_rows", under which something else is saved.
         """
         return {}
 

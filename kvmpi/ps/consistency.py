@@ -15,6 +15,12 @@ class Consistency(ABC):
     in_rounds = False
     #: Each contribution is an update, and who reads may have to wait for clients that have pushed less often.
     holds_reads = False
+    #: Some contributions together are an update, whoever they are from, and nobody waits for it.
+    gathers = False
+
+    def size(self, num_clients: int) -> int:
+        """How many pushes make an update where so many clients take part."""
+        return num_clients if self.in_rounds else 1
 
     @abstractmethod
     def complete(self, contributed: int, num_clients: int) -> bool:
@@ -100,3 +106,26 @@ class BoundedStaleness(Asynchronous):
 
     def readable(self, reached: int, pushed: int) -> bool:
         return reached >= pushed - self.staleness
+
+
+@register
+class SoftSynchronous(Asynchronous):
+    """One update when a ``splits``-th part of the clients' number of pushes is there; a reader sees the newest value.
+
+    Source: Gupta, Zhang, Milthorpe, "Model accuracy and runtime tradeoff in distributed deep learning" (Rudra), 2015,
+    arXiv:1509.04210: n-softsync, whose server updates after floor(clients / n) gradients, from whichever clients.
+    """
+
+    name = "softsync"
+    gathers = True
+
+    def __init__(self, splits: str) -> None:
+        self.splits = int(splits)
+        if self.splits < 1:
+            raise ValueError
+
+    def size(self, num_clients: int) -> int:
+        return max(1, num_clients // self.splits)
+
+    def complete(self, contributed: int, num_clients: int) -> bool:
+        return contributed >= self.size(num_clients)

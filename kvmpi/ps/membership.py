@@ -104,6 +104,11 @@ class Membership:
         """Whether, where staleness is bounded, reads of others wait for ``client`` if it is too far behind."""
         return client not in self.finished and (client not in self.gone or self._is_expected(client))
 
+    @property
+    def num_here(self) -> int:
+        """How many clients still push, as far as is known: all but those that are gone, or have no more to push."""
+        return self.num_clients - len(self.gone.keys() | self.finished)
+
     def is_guest(self, client: int) -> bool:
         """Whether rounds go on without ``client``, and another process of it is here."""
         here = self.incarnations.get(client, -1)

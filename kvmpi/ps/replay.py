@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import DTYPES
@@ -16,7 +17,7 @@ from kvmpi.ps import codec, requests
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
 from kvmpi.ps.rounds import is_of_this_server
-from kvmpi.ps.row_chunks import WIRE_ID
+from kvmpi.ps.row_chunks import WIRE_ID, frames
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
@@ -51,7 +52,7 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
         case entries.RuleCall() | entries.HyperCall():
             shard.rulebook.apply(entry, shard.slots)
         case entries.Finished():
-            shard.clients.finish(entry.client)
+            shard.finish(entry.client)
         case entries.Created():
             _create(shard, entry, as_array(payloads[0], DTYPES[entry.dtype]), keep=keep)
         case entries.Round():
@@ -73,12 +74,18 @@ def apply(shard: Shard, entry: entries.Entry, payloads: list[memoryview], *, kee
             slot, encoding = _slot(shard, entry), codec.get(entry.codec)
             wire = requests.pushed(slot, entry.rows, payloads, encoding)
             try:
-                answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype), entry.seen)
+                if shard.discipline.gathers:
+                    slot.gather(wire, encoding.wire_dtype(slot.dtype), entry.seen, keep=keep)
+                    answer = slot.value
+                else:
+                    answer = slot.apply_alone(wire, encoding.wire_dtype(slot.dtype), entry.seen)
             except Exception as error:
                 if is_of_this_server(error):
                     raise
                 return  # as at the head, whose client was told
             slot.note_single(entry.client, entry, answer)
+            if shard.discipline.gathers:
+                shard.singles.settle(slot)
         case entries.Answered():
             _slot(shard, entry).met_by.pop(entry.client, None)
         case entries.Restored():
@@ -114,6 +121,10 @@ def dump(shard: Shard) -> list[Record]:
             names, arrays = [*names, slot.OLD_VALUE], [*arrays, slot.met.copy()]
         if slot.touched is not None:
             names, arrays = [*names, slot.TOUCHED], [*arrays, slot.touched.copy()]
+        if slot.gathered and slot.accumulator is not None:
+            whole = isinstance(slot.accumulator, np.ndarray)
+            names = [*names, *([] if whole else [slot.GATHERED_ROWS]), slot.GATHERED]
+            arrays = [*arrays, *(frame.copy() for frame in frames(slot.accumulator))]
         layout = shard.layouts[slot.key]
         steps = {client: slot.lasting_steps(client) for client in sorted(slot.steps.keys() - slot.entering.keys())}
         records.append((
@@ -123,7 +134,7 @@ def dump(shard: Shard) -> list[Record]:
                 None if slot.failed is None else str(slot.failed), names,
                 {client: (mark.done, list(mark.steps)) for client, mark in slot.marks.items()}, slot.latest,
                 dict(slot.entering), {client: version for client, (version, _) in slot.met_by.items()},
-                dict(slot.bases),
+                dict(slot.bases), slot.gathered, slot.pushes,
             ),
             (*arrays, *(met for _, met in slot.met_by.values())),
         ))  # fmt: skip
@@ -178,7 +189,8 @@ def _set_open(
 
 
 def _named(slot: Slot, names: list[str], payloads: list[memoryview]) -> dict[str, Buffer]:
-    others = {"value": DTYPES[slot.dtype], Slot.OLD_VALUE: DTYPES[slot.dtype], Slot.TOUCHED: WIRE_ID}
+    others = {"value": DTYPES[slot.dtype], Slot.OLD_VALUE: DTYPES[slot.dtype]}
+    others |= {Slot.TOUCHED: WIRE_ID, Slot.GATHERED_ROWS: WIRE_ID}
     accumulated = DTYPES[host.ACCUMULATE[slot.dtype]]
     return {
         name: as_array(payload, others.get(name, accumulated))
@@ -192,6 +204,7 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     for (client, version), payload in zip(entry.met.items(), payloads[len(entry.names) :], strict=True):
         slot.met_by[client] = version, as_array(payload, DTYPES[slot.dtype]).copy()
     met, touched = arrays.pop(Slot.OLD_VALUE, None), arrays.pop(Slot.TOUCHED, None)
+    rows, gathered = arrays.pop(Slot.GATHERED_ROWS, None), arrays.pop(Slot.GATHERED, None)
     del arrays["value"]  # it is there
     slot.restore(entry.updates, arrays)
     slot.met = None if met is None else met.copy()
@@ -201,5 +214,9 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     slot.steps, slot.entering, slot.bases = dict(entry.steps), dict(entry.entering), dict(entry.bases)
     slot.marks = {client: Mark(*mark) for client, mark in entry.marks.items()}
     slot.latest = entry.latest
+    slot.gathered, slot.pushes = entry.gathered, entry.pushes
+    if gathered is not None:
+        dtype, values = host.ACCUMULATE[slot.dtype], gathered.copy()
+        slot.add(values if rows is None else Rows(rows, values.reshape(rows.size, slot.width)), dtype)
     slot.rules.clear()
     slot.rules.extend(rule_change(change) for change in entry.rules)

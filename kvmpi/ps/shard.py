@@ -173,12 +173,28 @@ class Shard:
         self.clients.lose(client, why, incarnation)
         for slot in self.slots.values():
             slot.met_by.pop(client, None)
+        self._settle()
 
     def _finish(self, client: int) -> list[Reply]:
         if client not in self.clients.finished:
             self._log(entries.Finished(client), ())
-            self.clients.finish(client)
+            self.finish(client)
         return self.go_on()
+
+    def finish(self, client: int) -> None:
+        """``_finish``, as it was logged."""
+        self.clients.finish(client)
+        self._settle()
+
+    def _settle(self) -> None:
+        """With fewer clients, fewer pushes are an update: those that are gathered may be enough now. Of a rule that
+        raises hears whoever pushes next."""
+        for slot in self.slots.values() if self.discipline.gathers else ():
+            self.singles.settle(slot)
+
+    def progress(self, slot: Slot) -> int:
+        """How many rounds a chunk has seen; without rounds, how many pushes."""
+        return slot.pushes if self.discipline.gathers else slot.rounds
 
     def _return(self, client: int) -> int:
         """``client`` is back: from now on rounds wait for it. The last overall step of which one does not."""

@@ -1,9 +1,13 @@
-"""Pushes that are updates of their own, as in asynchronous stores, and reads of a store whose staleness is bounded.
+"""Pushes that are updates of their own, or several of them together, without rounds; and reads that may have to wait.
 
-There a push is an update at once as well. What waits is its answer, and pulls, as long as a client that takes part has
-pushed the key less often than the reader's own pushes allow. A reader counts by its own pushes; a client that has begun
-anew counts, for others, as if it had been where they were. So whoever has done least of its program never waits, if all
-clients make the same calls in the same order, and nobody waits for ever.
+In an asynchronous store a push is an update at once. Where pushes are gathered, it is one together with those that
+come next, whoever they are from, and is answered at once all the same. What is gathered lasts like a value: it is
+logged push by push, and each server of a chain makes an update of it where it is enough for the clients that take part.
+
+Where staleness is bounded a push is an update at once as well. What waits is its answer, and pulls, as long as a client
+that takes part has pushed the key less often than the reader's own pushes allow. A reader counts by its own pushes; a
+client that has begun anew counts, for others, as if it had been where they were. So whoever has done least of its
+program never waits, if all clients make the same calls in the same order, and nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from kvmpi.errors import UnsupportedError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
-from kvmpi.ps.reply import MAX_NAMED, Reply
-from kvmpi.ps.rounds import Buffer, Log, Rounds, changed
+from kvmpi.ps.reply import MAX_NAMED, Reply, failure
+from kvmpi.ps.rounds import Buffer, Log, Rounds, changed, is_of_this_server
 from kvmpi.ps.slot import Reader, Slot, Waiter
 from kvmpi.ps.standing import Standing
 from kvmpi.trace import timeline
@@ -55,15 +59,26 @@ class Singles:
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
+        if self._discipline.gathers and slot.rules[-1].rule.replies_old:
+            raise UnsupportedError(
+                f"push of key {message.key!r} by client {client}: {slot.rules[-1].rule!r} answers each push with the "
+                "value that it met, and here several are an update together; use dist_async or dist_sync"
+            )
+        keep = False
         if self._rounds.is_followed():
             single = entries.Single(
                 message.key, message.chunk, client, message.step, message.codec, message.rows, message.fused,
                 message.at, message.done, message.seen,
             )  # fmt: skip
-            self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
+            keep = self._log(single, tuple(as_array(payload, _BYTES) for payload in payloads))
         else:
             self._log(None, ())
         start_ns = timeline.now() if timeline.on else 0
+        if self._discipline.gathers:
+            slot.gather(wire, wire_dtype, message.seen, keep=keep)
+            if start_ns:
+                self._rounds.span("reduce", start_ns, slot, wire, message.step, client)
+            return self._end_gathered(client, route, slot, message, wire)
         answer = slot.apply_alone(wire, wire_dtype, message.seen)
         if start_ns:
             self._rounds.span("update", start_ns, slot, wire, message.step, client)
@@ -82,6 +97,40 @@ class Singles:
         # A copy: the message's memory goes back.
         slot.waiting[client] = waiter if ids is None else waiter._replace(ids=ids.copy())
         return [*replies, Reply(route, m.Accepted(message.request))]
+
+    def _end_gathered(self, client: int, route: bytes, slot: Slot, message: m.Push, wire: Buffer | Rows) -> list[Reply]:
+        """A push has been added to others: it counts, and if there are enough of them they are an update."""
+        slot.note_single(client, message, slot.value)
+        version = slot.rounds + 1  # that of the update in which it is
+        error = self.settle(slot)
+        if error is not None:
+            return [failure(route, message.request, error, used=True)]
+        if slot.rounds == version:
+            self._rounds.on_update(slot)
+        if not message.fused:
+            return [Reply(route, m.Ack(message.request, version))]
+        if isinstance(wire, Rows):
+            return [changed(slot, message.request, route, wire.ids, slot.rounds - version)]
+        return [Reply(route, m.Value(message.request, slot.rounds, later=slot.rounds - version), (slot.lend(),))]
+
+    def settle(self, slot: Slot) -> Exception | None:
+        """Make an update of what is gathered, if that is enough for the clients that take part; why it came to nothing.
+
+        Raises:
+            Exception: it came to nothing for want of something that another server may have.
+        """
+        if not (slot.gathered and self._discipline.complete(slot.gathered, self._clients.num_here)):
+            return None
+        start_ns, total = timeline.now() if timeline.on else 0, slot.accumulator
+        try:
+            slot.apply_gathered()
+        except Exception as error:  # a rule that does not fit this key, or a user's own
+            if is_of_this_server(error):
+                raise
+            return error
+        if start_ns and total is not None:
+            self._rounds.span("update", start_ns, slot, total, slot.rounds)
+        return None
 
     def answer_again(self, client: int, slot: Slot, message: m.Push | m.Query, waiter: Waiter) -> list[Reply]:
         """A push that is in the value asks again."""

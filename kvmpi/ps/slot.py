@@ -120,6 +120,8 @@ class Slot:
 
     #: Among the names of a chunk's arrays in a log, those of ``met`` and ``touched``; no rule's state is called so.
     OLD_VALUE, TOUCHED = "met", "touched"
+    #: And those of pushes that are gathered: their sum, and the rows that it has if these are not all.
+    GATHERED, GATHERED_ROWS = "gathered", "gathered_rows"
     #: In place of a client: whoever was in a round.
     ANYBODY = -1
 
@@ -154,6 +156,8 @@ class Slot:
         self.one_mark = False
         self.accumulator: Buffer | Rows | None = None
         self._spare: Buffer | None = None
+        # Where pushes are gathered without rounds: how many the accumulator has, and how many the value.
+        self.gathered = self.pushes = 0
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
         # What became of the last round: the error if it had no effect, the old value if that is the answer, the rows
         # that it has changed if these are not all.
@@ -257,7 +261,8 @@ class Slot:
         """
         rule = self.rules[-1].rule
         if rule is not None and rule.staleness_aware and self.rounds - seen > 1:
-            self._add_aged(wire, wire_dtype, self.rounds - seen)
+            self.accumulator = self._aged(wire, wire_dtype, self.rounds - seen)
+            self._adopted = False
             answer = self.close_round(1)
         elif isinstance(wire, Rows):
             answer = self._update(self._widen_rows(wire, wire_dtype), 1, recycle=None)
@@ -270,8 +275,29 @@ class Slot:
         self.met = self.touched = None
         return answer
 
-    def _add_aged(self, wire: Buffer | Rows, wire_dtype: str, age: int) -> None:
-        """Make the sum of the open round one push that is so many updates old, divided by that."""
+    def gather(self, wire: Buffer | Rows, wire_dtype: str, seen: int, *, keep: bool) -> None:
+        """Add one push, which comes from the version ``seen``, to those that are to be an update together.
+
+        Args:
+            keep: its memory must stay as it is.
+        """
+        rule = self.rules[-1].rule
+        if rule is not None and rule.staleness_aware and self.rounds - seen > 1:
+            wire, wire_dtype = self._aged(wire, wire_dtype, self.rounds - seen), host.ACCUMULATE[self.dtype]
+        elif keep and not isinstance(wire, Rows) and _can_adopt(wire):
+            wire = self._copy(wire)  # which may be taken over
+        self.add(wire, wire_dtype)
+        self.gathered += 1
+
+    def apply_gathered(self) -> None:
+        """Make an update of what is gathered. If the rule raises, it is dropped, and nothing has changed."""
+        count, self.gathered = self.gathered, 0
+        self.close_round(count)
+        self.pushes += count
+        self.met = self.touched = None  # as in apply_alone
+
+    def _aged(self, wire: Buffer | Rows, wire_dtype: str, age: int) -> Buffer | Rows:
+        """One push that is so many updates old, divided by that, in the dtype in which pushes are added up."""
         dtype = host.ACCUMULATE[self.dtype]
         if DTYPES[dtype].kind != "f":
             raise UnsupportedError(
@@ -279,12 +305,10 @@ class Slot:
                 "key of a float type, or a rule without staleness_aware"
             )
         if isinstance(wire, Rows):
-            rows = self._widen_rows(wire, wire_dtype)
-            self.accumulator = Rows(rows.ids.copy(), np.divide(rows.values, age))
-            return
-        self._adopted, accumulator = False, self._take_spare()
-        self._widen(wire, wire_dtype, accumulator)
-        self.accumulator = np.divide(accumulator, age, out=accumulator)
+            return Rows(wire.ids, np.divide(self._widen_rows(wire, wire_dtype).values, age))
+        aged = self._take_spare()
+        self._widen(wire, wire_dtype, aged)
+        return np.divide(aged, age, out=aged)
 
     def note_single(self, client: int, push: m.Push | entries.Single, answer: Buffer) -> bool:
         """A client's push was applied alone; whether its ``answer`` is kept in case it asks again."""

@@ -8,8 +8,9 @@ to wait for anybody. A chunk is copied
 - else before its first round of a later step is over;
 - else, since nobody pushes it, when every client has said that its pushes up to step N are done.
 
-Chunks of asynchronous stores are copied when their server begins. Their step is the number of their updates divided by
-their clients; it counts only on servers that have nothing of a synchronous store.
+Chunks of asynchronous stores are copied when their server begins. Their step is the number of pushes in them divided by
+their clients; it counts only on servers that have nothing of a synchronous store. Pushes that wait for others, to be an
+update together, are not in it.
 
 A server begins a snapshot when one of its chunks comes to a multiple of ``KVMPI_SNAPSHOT_EVERY``, or is about to go
 beyond, or when the scheduler says so: because another server has begun, or because ``KVMPI_SNAPSHOT_SECONDS`` are over.
@@ -220,7 +221,7 @@ class ServerSnapshots:
 
     def on_update(self, part: int, shard: Shard, slot: Slot) -> None:
         """A chunk has one round, or one update, more."""
-        number = self._number(shard, slot.rounds)
+        number = self._number(shard, shard.progress(slot))
         current, where = self._copying, (part, shard.store)
         # An asynchronous store that is not in it has come since it began.
         in_rounds = shard.discipline.in_rounds
@@ -438,8 +439,8 @@ class ServerSnapshots:
 
     def _step(self, shard: Shard) -> int:
         """How far a store is that does not go in rounds, or does not go at all."""
-        updates = min((slot.rounds for slot in shard.slots.values()), default=0)
-        return self.steps.get(shard.store, 0) + updates // shard.num_clients
+        pushes = min((shard.progress(slot) for slot in shard.slots.values()), default=0)
+        return self.steps.get(shard.store, 0) + pushes // shard.num_clients
 
     def heads_changed(self) -> None:
         """This server answers for other parts than before: what is half copied is of no use."""
@@ -467,7 +468,7 @@ class ServerSnapshots:
         """The number that the furthest chunk is at."""
         return max(
             (
-                self._number(shard, max(slot.rounds, slot.latest))
+                self._number(shard, max(shard.progress(slot), slot.latest))
                 for _, _, shard in self._shards()
                 for slot in shard.slots.values()
             ),
@@ -475,7 +476,7 @@ class ServerSnapshots:
         )
 
     def _number(self, shard: Shard, rounds: int) -> int:
-        """The step of a chunk that has seen so many rounds, or updates. Those of an asynchronous store do not say when
+        """The step of a chunk that has seen so many rounds, or pushes. Those of an asynchronous store do not say when
         it is time for a snapshot while a synchronous one does, which others may be far behind or ahead of."""
         if shard.discipline.in_rounds:
             return self.base + rounds

@@ -124,9 +124,10 @@ class KVStore(Joining, RowSparse, Saving, ABC):
 
         ``optimizer``, ``updater``, ``allreduce``, ``view``, ``compression`` (``set_gradient_compression``) and
         ``checkpoint`` (``save``, ``load``): it has the method; ``sparse``: it takes rows; ``elastic``: it takes
-        ``kvmpi.optim.Elastic``; ``async``: each push is an update of its own; ``skip``: and a client may leave pushes
-        out, since no other waits for them; ``snapshots``: its servers can write them; ``replication``: in this job
-        servers may die (``--replicas``); ``encryption``: in this job, what goes to servers over TCP is encrypted.
+        ``kvmpi.optim.Elastic``; ``async``: each push is an update of its own, or with some others, and no client waits
+        for all; ``skip``: and a client may leave pushes out, since no other waits for them; ``snapshots``: its servers
+        can write them; ``replication``: in this job servers may die (``--replicas``); ``encryption``: in this job, what
+        goes to servers over TCP is encrypted.
 
         Raises:
             ConfigError: unknown capability; the message lists the known ones.

@@ -156,6 +156,12 @@ class StoreCore:
         return 1
 
     @property
+    def pushes_per_update(self) -> int:
+        """So many pushes of clients are one update: of all of them in a synchronous store, one in an asynchronous one;
+        in ``dist_softsync`` fewer, too, when clients are gone."""
+        return self.num_clients
+
+    @property
     def num_servers(self) -> int:
         return 0
 

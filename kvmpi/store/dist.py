@@ -38,7 +38,8 @@ class DistStore(Exchanging):
     """A store on servers.
 
     Args:
-        mode: "sync", "async", or "ssp:" and the bound of staleness.
+        mode: "sync", "async", "ssp:" and the bound of staleness, or "softsync:" and into how many parts of the
+            clients' pushes updates are split.
         grouped: workers of one MPI communicator are one client; else every worker is a client of its own.
         embedded: servers in this process, for a program that no launcher started.
     """
@@ -49,14 +50,16 @@ class DistStore(Exchanging):
     ) -> None:  # fmt: skip
         super().__init__(type_name, config, comm)
         self._mode, self._embedded = mode, embedded
-        self._in_rounds = discipline(mode).in_rounds
+        self._discipline = discipline(mode)
+        self._in_rounds = self._discipline.in_rounds
         first, _ = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
         self._rank = first + self.mpi_rank if grouped else max(0, config.rank)
         self._client = config.client_rank if grouped else self._rank
         self._num_clients = config.num_clients if grouped else config.num_workers
         self._capabilities = {
             **KVStore._capabilities, "async": not self._in_rounds,
-            "skip": not (self._in_rounds or discipline(mode).holds_reads), "compression": True, "snapshots": True,
+            "skip": not (self._in_rounds or self._discipline.holds_reads), "elastic": not self._discipline.gathers,
+            "compression": True, "snapshots": True,
             "replication": config.replicas > 0, "encryption": config.security == "curve",
         }  # fmt: skip
         self._alone = self._num_clients == 1
@@ -98,6 +101,10 @@ class DistStore(Exchanging):
     @property
     def num_clients(self) -> int:
         return self._num_clients
+
+    @property
+    def pushes_per_update(self) -> int:
+        return self._discipline.size(self._num_clients)
 
     @property
     def num_servers(self) -> int:

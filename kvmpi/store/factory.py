@@ -68,9 +68,10 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     """A store of the type called ``name``.
 
     Types: ``local`` (``device``), ``mpi`` (``allreduce``), ``dist_sync``, ``dist_async``, ``dist_ssp``,
-    ``dist_sync_mpi`` (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``), ``dist_ssp_mpi``, and what
-    ``register_store`` added. Collective over all workers, which must create the same stores in the same order. In a
-    process that no launcher started, a type that needs a job runs as a job of one worker.
+    ``dist_softsync``, ``dist_sync_mpi`` (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``),
+    ``dist_ssp_mpi``, ``dist_softsync_mpi``, and what ``register_store`` added. Collective over all workers, which must
+    create the same stores in the same order. In a process that no launcher started, a type that needs a job runs as a
+    job of one worker.
 
     Args:
         settings: fields of ``kvmpi.config.Config``; they beat the environment.
@@ -176,7 +177,8 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
 
 def _full(mode: str, config: Config) -> str:
     """The mode with its parameter, which all clients have to choose alike."""
-    return f"{mode}:{config.staleness}" if mode == "ssp" else mode
+    parameters = {"ssp": config.staleness, "softsync": config.softsync}
+    return f"{mode}:{parameters[mode]}" if mode in parameters else mode
 
 
 def _without_servers(config: Config) -> bool:
@@ -265,9 +267,11 @@ _FACTORIES: dict[str, Factory] = {
     "dist_sync": _dist("sync", grouped=False),
     "dist_async": _dist("async", grouped=False),
     "dist_ssp": _dist("ssp", grouped=False),
+    "dist_softsync": _dist("softsync", grouped=False),
     "dist_sync_mpi": _dist("sync", grouped=True),
     "dist_async_mpi": _dist("async", grouped=True),
     "dist_ssp_mpi": _dist("ssp", grouped=True),
+    "dist_softsync_mpi": _dist("softsync", grouped=True),
 }
 
 

@@ -138,7 +138,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._average = given is None if average is None else average
         divisor = 1
         if self._average:
-            divisor = kvstore.mpi_size if kvstore.is_capable("async") else kvstore.num_workers
+            of_update = kvstore.mpi_size * kvstore.pushes_per_update
+            divisor = of_update if kvstore.is_capable("async") else kvstore.num_workers
         own_rule = self._update_on_kvstore and given is None
         scale = rescale = 1.0 / divisor  # gradients are multiplied by one of them, here or by the rule
         even = kvstore.num_workers % kvstore.num_clients == 0

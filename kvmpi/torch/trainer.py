@@ -234,7 +234,8 @@ class Trainer:
         Stores sum, they never average. So ``batch_size`` is the GLOBAL batch: the samples of all workers together,
         where each worker's loss is a sum over its samples. Where it is a mean, as torch's losses are by default, pass
         ``kv.num_workers`` instead, for a mean over workers. An asynchronous store applies the gradients of each client
-        by themselves: there it is the batch of one client (or ``kv.mpi_size``).
+        by themselves: there it is the batch of one client (or ``kv.mpi_size``); in ``dist_softsync`` that of the
+        clients whose pushes are one update (``kv.pushes_per_update * kv.mpi_size``).
 
         Where the store updates, and ``batch_size`` is not that of the first step, multiples of the gradients are
         pushed, and every ``p.grad`` stays as it is; the first time a ``UserWarning`` says so, since it is often a short

@@ -223,7 +223,9 @@ class SlotState(_Entry, tag="slot"):
     last round. ``entering``: clients that are back and not in a round yet, and the overall step after which they
     are. ``met``: clients whose last push was answered with the value that it met, and the version of each: one more
     payload for each, after those with names. ``bases``: clients that have begun anew, and after how many pushes they
-    were taken to be then."""
+    were taken to be then. ``gathered``: how many pushes wait to be an update together: "gathered" is their sum, and
+    "gathered_rows" are the numbers of its rows, if these are not all. ``pushes``: where they do, how many the value
+    has."""
 
     key: Key
     chunk: int
@@ -244,6 +246,8 @@ class SlotState(_Entry, tag="slot"):
     entering: dict[int, int] = {}
     met: dict[int, int] = {}
     bases: dict[int, int] = {}
+    gathered: int = 0
+    pushes: int = 0
 
 
 Entry = (

@@ -192,7 +192,8 @@ class Bye(Message, tag="bye"):
 class Ack(Message, tag="ack"):
     """The request is done, on every server of the chain; ``version`` counts the updates of the chunk so far.
 
-    A push without replicas is done when it is in its round, with replicas when its round is over. ``error`` and
+    A push without replicas is done when it is in its round, with replicas when its round is over. Where pushes are
+    gathered, ``version`` is that of the update in which it is, or will be. ``error`` and
     ``text``: a barrier is over, but what the clients have met for has failed on one of them, as in a ``Failure``.
     ``first``: of a barrier, the client that does what one has to do for all: 0, or if that is not there the lowest at
     it, or -1: the clients have met again since, and it is done. To a client that others have gone on without, and that
@@ -243,7 +244,8 @@ class Value(Message, tag="value"):
     ``rows``: so many rows of it: those that a ``Pull`` has named, or, as the answer to a push of rows, the rows that
     its round has changed, with their numbers in a frame before them. -1: all of it, which is also an answer to such a
     push. ``old``: it is what an asynchronous push has met, and kept for its sender until that says a ``Query``.
-    ``later``: so many of the updates have come after the push that it answers, where that had to wait.
+    ``later``: so many of the updates have come after the push that it answers, where that had to wait; -1: that is in
+    the next one.
     """
 
     request: int

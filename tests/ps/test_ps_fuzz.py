@@ -40,7 +40,8 @@ rules = st.sampled_from([
 ])  # fmt: skip
 to_server = st.one_of(
     st.builds(
-        m.Hello, request, st.just(1), st.sampled_from(["sync", "async", "ssp:0"]), st.integers(0, 1), st.just(2), few
+        m.Hello, request, st.just(1), st.sampled_from(["sync", "async", "ssp:0", "softsync:1"]), st.integers(0, 1),
+        st.just(2), few
     ),
     st.builds(
         m.Init, request, key, st.integers(0, 1), st.integers(1, 2), st.just(COUNT), st.sampled_from([[COUNT], [6]]),
@@ -150,7 +151,7 @@ def a_store(state: ServerState, mode: str) -> None:
         state.handle(ROUTES[0], m.SetRule(3, 1, "test", {"lr": -1.0, "rescale_grad": 1.0}), [])
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "ssp:0", ""])
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp:0", "softsync:1", ""])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ROUTES), to_server, payloads), min_size=10, max_size=40))
 def test_a_server_answers_whatever_it_hears(

@@ -10,6 +10,7 @@ from simulation.cluster import NO_PART, Cluster, SimulatedServer
 from simulation.network import Violation
 
 from kvmpi.ps.part import Part
+from kvmpi.ps.row_chunks import frames
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
 
@@ -87,8 +88,14 @@ def _of_slot(slot: Slot, back: Collection[int]) -> dict[str, Any]:
         "marks": {client: (mark.done, mark.steps) for client, mark in slot.marks.items()},
         "entering": slot.entering,
         "bases": slot.bases,
+        "gathered": (slot.gathered, slot.pushes, _sum_bits(slot)),
         "old answers": {client: (version, _bits(met)) for client, (version, met) in slot.met_by.items()},
     }
+
+
+def _sum_bits(slot: Slot) -> Any:
+    """What is gathered without rounds: in them it does not last."""
+    return [frame.tobytes() for frame in frames(slot.accumulator)] if slot.gathered else None
 
 
 def _bits(array: Any) -> bytes | None:

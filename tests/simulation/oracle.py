@@ -18,6 +18,7 @@ from simulation.network import Violation
 from simulation.past import Interval, Pair, Past
 from simulation.plan import KEYS, MOST_CLIENTS, Plan
 
+from kvmpi.kernels.rows import Rows
 from kvmpi.ps.part import Part
 from kvmpi.ps.slot import Slot
 from kvmpi.ps.snapshots import ChunkCopy, PartCopy
@@ -47,15 +48,16 @@ class Oracle:
     Args:
         past: the snapshot that the job goes on from.
         staleness: by how many pushes who reads may be ahead of others; None: of any number.
+        slack: how many pushes of a chunk may wait for others, without which they are no update.
     Attributes:
         gone: clients that rounds go on without, or may.
         num_done: how many pushes clients were told the end of.
     """
 
     def __init__(
-        self, cluster: Cluster, plan: Plan, past: Past | None = None, staleness: int | None = None
+        self, cluster: Cluster, plan: Plan, past: Past | None = None, staleness: int | None = None, slack: int = 0
     ) -> None:  # fmt: skip
-        self._staleness = staleness
+        self._staleness, self._slack = staleness, slack
         # Clients whose places others may pass: they have done their steps, or were lost where nobody waits for them.
         self._passable: set[int] = set()
         self._pushes, self._overall, self._weigh = plan.pushes, plan.overall, plan.weigh
@@ -243,7 +245,8 @@ class Oracle:
         """A server has begun to copy, which without rounds means that it has copied, or has written its parts."""
         if news.stage == "begun":
             self._copied[server, news.number] = {
-                pair: (done.bit_count(), self._begun[pair].bit_count()) for pair, done in self._done.items()
+                pair: (max(0, done.bit_count() - self._slack), self._begun[pair].bit_count())
+                for pair, done in self._done.items()
             }
         elif news.stage == "written":
             parts = self._written.setdefault(news.number, {})
@@ -370,6 +373,7 @@ class Oracle:
         for element, digits in elements.items():
             by_touches.setdefault(self._touches[key][element], set()).add(digits)
         for touches, found in by_touches.items():
+            expected = [0] * self.num_clients
             for other in range(self.num_clients):
                 counts, of_other = sorted({digits[other] for digits in found}), touches[other]
                 if self._sync:
@@ -385,7 +389,8 @@ class Oracle:
                 # Of what a process before this one has pushed some chunks know no more what it has met.
                 most = before_most + (self._begun[other, key] & of_other & ~(0 if later else this)).bit_count()
                 known = (told.get((other, key), 0) & of_other).bit_count()
-                if counts[0] < before + known:
+                expected[other] = before + known
+                if counts[0] < before + known - self._slack:
                     raise Violation(f"{where}: {counts} pushes of client {other}, who knew of {before} + {known}")
                 if self._staleness is not None and not met and other != client and other not in self._passable:
                     first = self._pushes(key, self._resumed_step) + 1
@@ -397,8 +402,13 @@ class Oracle:
                         )
                 own = self._done[other, key] & of_other & ~this if other == client and not stale else 0
                 least = before + own.bit_count() if own else 0
-                if counts[0] < least or counts[-1] > most:
+                expected[other] = max(expected[other], least)
+                if counts[0] < least - self._slack or counts[-1] > most:
                     raise Violation(f"{where}: {counts} pushes of client {other}, {least} to {most} expected")
+            for digits in found if self._slack else ():
+                lacks = sum(max(0, least - count) for least, count in zip(expected, digits, strict=True))
+                if lacks > self._slack:
+                    raise Violation(f"{where}: {digits} pushes, {expected} expected: {self._slack} of them may wait")
         if self._sync or stale:
             return
         if any(sum(digits) < self._resumed_step * self.num_clients for digits in elements.values()):
@@ -464,7 +474,7 @@ class Oracle:
         """
         for shard in part.shards.values():
             for slot in shard.slots.values():
-                if told is not None and slot.key not in told and self._counted.get(slot, _NEVER)[0] == slot.rounds:
+                if told is not None and slot.key not in told and self._counted.get(slot, _NEVER)[0] == _progress(slot):
                     continue
                 where = f"server {server}, part {part.number}, key {slot.key!r}"
                 self._check_marks(where, slot.value.tolist(), self._saves_done, self._saves_begun)
@@ -495,11 +505,20 @@ class Oracle:
         return (self._done[where] & touches).bit_count(), (self._begun[where] & touches).bit_count()
 
     def _counts_of(self, slot: Slot) -> Counts:
-        """How many pushes of each client are in a chunk; looked at once for each round."""
-        rounds, counts = self._counted.get(slot, _NEVER)
-        if rounds != slot.rounds:
-            counts = self._count(f"key {slot.key!r}", slot.key, slot.chunk, slot.value)
-            self._counted[slot] = slot.rounds, counts
+        """How many pushes of each client are in a chunk, or wait for others there; looked at once for each round."""
+        progress, counts = self._counted.get(slot, _NEVER)
+        if progress != _progress(slot):
+            where, value = f"key {slot.key!r}", slot.value
+            if slot.gathered:
+                if slot.gathered > self._slack:
+                    raise Violation(f"{where}: {slot.gathered} pushes wait for others, {self._slack} may")
+                value = slot.value.copy()
+                if isinstance(slot.accumulator, Rows):
+                    value[slot.accumulator.ids] += slot.accumulator.values[:, 0]
+                else:
+                    value += slot.accumulator
+            counts = self._count(where, slot.key, slot.chunk, value)
+            self._counted[slot] = _progress(slot), counts
         return counts
 
     def _count(self, where: str, key: Any, chunk: int, value: np.ndarray) -> Counts:
@@ -525,6 +544,11 @@ class Oracle:
             far = {self._cluster.processes[server].state.parts[number].seq for server in chain.members}
             if len(far) > 1:
                 raise Violation(f"part {number}: the logs of its servers end at {sorted(far)}")
+
+
+def _progress(slot: Slot) -> int:
+    """Grows with every round, and with every push that is gathered."""
+    return slot.rounds + slot.pushes + slot.gathered
 
 
 def _bits(first: int, last: int) -> int:

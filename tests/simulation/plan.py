@@ -31,6 +31,7 @@ class Plan:
         policy: what rounds do without a client that is lost.
         resumed: the step that the job goes on from.
         writes: whether its servers write snapshots.
+        gathers: whether pushes wait for others, to be an update together.
     Attributes:
         steps, last_step: how many there are; some clients have fewer.
         leaves_early: whether those with fewer steps leave then, where others go on without them.
@@ -62,7 +63,7 @@ class Plan:
 
     def __init__(
         self, seed: int, choose: random.Random, *, mode: str, policy: str, num_clients: int, steps: int, resumed: int,
-        writes: bool,
+        writes: bool, gathers: bool = False,
     ) -> None:  # fmt: skip
         self._seed, self._resumed, self.steps = seed, resumed, steps
         self.last_step = dict.fromkeys(range(num_clients), steps)
@@ -74,9 +75,9 @@ class Plan:
         self.slow = {client for client in range(num_clients) if mode == "async" and choose.random() < 0.5}
         self.pause_s = random.Random(f"{seed} pause").choice([0.0, 0.3, 1.0]) if writes and mode == "sync" else 0.0
         self.rule = choose.choice(["test", "test", "adam"]) if mode == "sync" else "test"
-        if mode == "async" and random.Random(f"{seed} aware").random() < 0.2:
+        if mode == "async" and not gathers and random.Random(f"{seed} aware").random() < 0.2:
             self.rule = "aware"
-        self.answers_met = self.rule == "test" and random.Random(f"{seed} met").random() < 0.3
+        self.answers_met = self.rule == "test" and not gathers and random.Random(f"{seed} met").random() < 0.3
         self.codec = random.Random(f"{seed} codec").choice(["none"] * 7 + ["bf16", "2bit", "2bit"])
         if self.rule == "aware":  # what a server makes of them is compared with what travels
             self.codec = "none"

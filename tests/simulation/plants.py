@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -446,6 +447,51 @@ def _knows_what_it_has_read_of_the_first_chunk_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PsClient, "_note_version", note)
 
 
+def _gathers_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        consistency.SoftSynchronous, "complete", lambda self, pushes, num_clients: pushes > self.size(num_clients)
+    )
+
+
+def _copies_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pushes that are gathered, a server that is given a part gets how many they are, and no sum."""
+    real = replay._restore_slot
+
+    def restore(shard: Shard, entry: Any, payloads: Any, **how: Any) -> None:
+        entry.gathered = 0
+        real(shard, entry, payloads, **how)
+        shard.slots[entry.key, entry.chunk].accumulator = None
+
+    monkeypatch.setattr(replay, "_restore_slot", restore)
+
+
+def _gathers_by_all_clients_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On servers that follow: as if none had gone."""
+    real = replay.apply
+
+    def apply(shard: Shard, entry: Any, payloads: Any, **how: Any) -> None:
+        monkeypatch.setattr(Membership, "num_here", property(lambda self: self.num_clients))
+        try:
+            real(shard, entry, payloads, **how)
+        finally:
+            monkeypatch.setattr(Membership, "num_here", num_here)
+
+    num_here = Membership.num_here
+    monkeypatch.setattr(replay, "apply", apply)
+
+
+def _keeps_what_is_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Slot.apply_gathered
+
+    def apply_gathered(self: Slot) -> None:
+        total = self.accumulator
+        total = total.copy() if isinstance(total, np.ndarray) else None
+        real(self)
+        self.accumulator = total
+
+    monkeypatch.setattr(Slot, "apply_gathered", apply_gathered)
+
+
 #: By name: what plants it, and a pattern of the violation that has to be found.
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double apply": (_applies_what_is_repeated, "pushes"),
@@ -490,6 +536,10 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "memory in use": (_gives_memory_back_too_early, "no sum of pushes"),
     "rows of others": (_answers_a_repetition_with_its_own_rows, "is not told of rows"),
     "other rows": (_reads_the_first_rows, "pushes of client|who knew of"),
+    "too many gathered": (_gathers_too_many, "may"),
+    "copy without what waits": (_copies_nothing_that_waits, "other bits|must be there"),
+    "clients that are gone gathered for": (_gathers_by_all_clients_that_there_were, "other bits"),
+    "gathered twice": (_keeps_what_is_in_an_update, "were begun"),
     "copy of a newer push": (_takes_every_push_for_new, "other bits"),
     "older push": (_takes_pushes_for_older, "is to change"),
     "version of another chunk": (_knows_what_it_has_read_of_the_first_chunk_only, "it was sent"),

@@ -52,6 +52,7 @@ class Job:
     Attributes:
         mode, policy: "sync" or "async"; what rounds do without a client that is lost.
         staleness: by how many pushes who reads may be ahead of others; None: of any number.
+        splits: the n of n-softsync; 0: each push is an update.
         killed_after: all its processes are killed when clients were told of the end of so many pushes.
         killed_beyond: instead, of so many more when another snapshot is complete.
     """
@@ -73,6 +74,8 @@ class Job:
         bound = random.Random(f"{seed} ssp")
         is_bound = self.mode == "async" and bound.random() < 0.4
         self.staleness = bound.choice([0, 1, 1, 2, 3]) if is_bound else None
+        soft = random.Random(f"{seed} softsync")
+        self.splits = soft.choice([1, 1, 2, 3]) if self.mode == "async" and not is_bound and soft.random() < 0.3 else 0
         self.num_clients = 1 + choose.randrange(MOST_CLIENTS)
         self.steps = 3 + choose.randrange(8) + (5 if disk is not None and self.mode == "sync" else 0)
         num_servers = 1 + choose.randrange(4)
@@ -85,7 +88,8 @@ class Job:
             **self._durable(disk, resumed),
         )  # fmt: skip
         self.cluster = Cluster(
-            config, self.network, f"ssp:{self.staleness}" if is_bound else self.mode,
+            config, self.network,
+            f"ssp:{self.staleness}" if is_bound else f"softsync:{self.splits}" if self.splits else self.mode,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, restart_s=choose.choice([0.1, 2.0]), disk=disk, resumed=resumed,
         )  # fmt: skip
         self.limit_s = heal_s + GRACE_S
@@ -93,18 +97,21 @@ class Job:
         self._plan = plan = Plan(
             seed, choose, mode=self.mode, policy=self.policy, num_clients=self.num_clients, steps=self.steps,
             resumed=0 if past is None else past.number, writes=disk is not None,
+            gathers=self.splits > 0,
         )  # fmt: skip
         for name, happens in (
             ("seldom", plan.seldom),
             ("schedule", plan.doubles_from),
             ("sparse", plan.is_sparse),
             ("bound", is_bound),
+            ("softsync", self.splits and self.num_clients > self.splits),
             ("aware", plan.rule == "aware"),
         ):
             if happens:
                 faults.count(name)
+        slack = max(1, self.num_clients // self.splits) - 1 if self.splits else 0
         self.cluster.ages = Ages() if plan.rule == "aware" else None
-        self.oracle, self._copies = Oracle(self.cluster, plan, past, self.staleness), Copies(self.cluster)
+        self.oracle, self._copies = Oracle(self.cluster, plan, past, self.staleness, slack), Copies(self.cluster)
         if disk is not None:
             disk.on_complete = self._check_snapshot
         # After so many pushes that clients were told the end of, one is lost as well: most of all in the first steps.

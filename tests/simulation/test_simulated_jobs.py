@@ -40,7 +40,7 @@ def test_jobs_survive_their_faults() -> None:
         "resume async", "resume shrink", "resume fail", "return after resume", "disk torn", "disk full",
         "kill client 0 early", "seldom snapshot", "seldom return to others", "ends before it is there",
         "schedule", "too little time", "congestion", "late key", "late copy", "save", "return without rounds", "taken",
-        "leave early", "return to where it was", "good end beside others", "bound", "held read", "old push",
+        "leave early", "return to where it was", "good end beside others", "bound", "held read", "old push", "softsync",
     )  # fmt: skip
     assert min(fired[fault] for fault in rare) > 0, f"a fault has never fired: {fired}"
 
@@ -92,6 +92,8 @@ FOUND_BY = {
     "done again": 615, "snapshot while values are put back": 582, "saved by nobody": 42, "rule of another round": 14,
     "copy without who has entered": 19, "rows of others": 217, "late beside others": 79, "waiting for who is lost": 109,
     "begun too far behind": 111, "copy of a newer push": 17,
+    "too many gathered": 38, "copy without what waits": 170, "clients that are gone gathered for": 53,
+    "gathered twice": 38,
 }  # fmt: skip
 
 

@@ -315,10 +315,10 @@ def test_bad_calls(any_store):
 
 
 def test_an_asynchronous_store_needs_an_optimizer():
-    for name in ["dist_async", "dist_async_mpi", "dist_ssp", "dist_ssp_mpi"]:
+    for name in ["dist_async", "dist_async_mpi", "dist_ssp", "dist_ssp_mpi", "dist_softsync"]:
         with kvmpi.create(name) as kv:
             assert kv.is_capable("async")
-            assert kv.is_capable("skip") == ("async" in name)
+            assert kv.is_capable("skip") == ("ssp" not in name)
             kv.init("w", array(0))
             for call in (lambda kv=kv: kv.push("w", array(0)), lambda kv=kv: kv.pushpull("w", array(0))):
                 with pytest.raises(errors.KVError, match="set_optimizer"):

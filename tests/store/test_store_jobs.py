@@ -39,9 +39,9 @@ SHAPES = {
         f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync", *AGAIN,
         "KVMPI_ALLREDUCE=shared lists.py FOLDER dist_sync_mpi", f"compressed.py FOLDER {BOTH}",
         "reduced.py dist_sync_mpi dist_async_mpi dist_sync dist_async", "one_call.py dist_sync_mpi dist_sync",
-        "bounded.py dist_ssp_mpi", "aged.py dist_async_mpi",
+        "bounded.py dist_ssp_mpi", "aged.py dist_async_mpi", "gathered.py 2 dist_softsync_mpi dist_softsync",
     ],
-    "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync"],
+    "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync", "gathered.py 1 dist_softsync"],
     "-n 5 -c 2 -s 2": ["training.py dist_sync_mpi dist_sync"],
     "-n 7 -c 1 -s 2": ["sums.py mpi dist_sync_mpi", "sharded.py FOLDER"],
     "-n 7 -c 3 -s 2": [f"sums.py {BOTH}"],
@@ -136,6 +136,14 @@ def test_nobody_is_further_ahead_than_staleness_is_bounded_to(options, program):
 def test_gradients_count_the_less_the_older_they_are(options, program):
     clients = shape(options)[1]
     assert said(options, program) == [[f"{name} {clients} aged" for name in program.split()[1:]]] * shape(options)[0]
+
+
+@of("gathered")
+def test_so_many_pushes_are_an_update_whoever_they_are_from(options, program):
+    _, splits, *names = program.split()
+    num_workers, num_clients, _ = shape(options)
+    expected = [f"{name} {splits} {num_clients if 'mpi' in name else num_workers} gathered" for name in names]
+    assert said(options, program) == [expected] * num_workers
 
 
 @of("empty")

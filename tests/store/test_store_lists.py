@@ -27,7 +27,7 @@ def values_of(step: int) -> list[np.ndarray]:
     return [numbers(key, count, dtype, step) for key, count, dtype in KEYS]
 
 
-@pytest.fixture(params=["dist_sync", "dist_sync_mpi", "dist_async", "dist_ssp"])
+@pytest.fixture(params=["dist_sync", "dist_sync_mpi", "dist_async", "dist_ssp", "dist_softsync"])
 def kv(request: pytest.FixtureRequest) -> Iterator[Any]:
     with kvmpi.create(request.param, timeout_s=20) as store:
         store.init([key for key, _, _ in KEYS], values_of(0))
