@@ -194,6 +194,12 @@ def _algorithms(text: str) -> list[str]:
     by_lower = {name.lower(): name for name in ALGORITHMS}
     found = []
     for word in filter(None, (word.strip() for word in text.split(","))):
+        if word.lower().partition("-")[2] in ("ssp", "softsync"):
+            kind = word.partition("-")[0].lower()
+            raise ConfigError(
+                f"--algorithm {word}: whom its clients wait for depends on how even they are, which is not predicted; "
+                f"its limits are {kind}-SGD, whose clients wait for all, and {kind}-ASGD, whose clients wait for nobody"
+            )
         if word.lower() not in by_lower:
             raise ConfigError(f"--algorithm {word}: known are all, {', '.join(ALGORITHMS)}")
         found.append(by_lower[word.lower()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import compare
 import compare_ddp
 import matrix_factorization
 import pytest
+import staleness
 import torch
 import train_digits
 import train_gpt
@@ -89,7 +91,7 @@ def test_help_lists_the_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_images.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name:<10} {a.store}" in out for name, a in train_images.ALGORITHMS.items())
+    assert all(f"  {name:<13} {a.store}" in out for name, a in train_images.ALGORITHMS.items())
 
 
 def test_local_refuses_several_workers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,14 +183,14 @@ def test_options_that_cannot_be_are_said(
 
 @pytest.mark.parametrize(("program", "options"), [
     (train_digits, "--epochs 0"), (train_digits, "--batch-size 0"), (matrix_factorization, "--batch-size 0"),
-    (matrix_factorization, "--rank -1"),
+    (matrix_factorization, "--rank -1"), (staleness, "--softsync 0"),
 ])  # fmt: skip
 def test_programs_that_stand_alone_check_numbers_too(
     program: ModuleType, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         program.main(options.split())
-    assert "--batch-size must be at least 1" in capsys.readouterr().err
+    assert re.search("(--batch-size|and --softsync) must be at least 1", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("program", "options", "said"), [
@@ -237,6 +239,18 @@ def test_the_short_program_with_two_workers() -> None:
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"[worker 0] epoch {epoch}" for epoch in (1, 2)]
     assert float(lines[-1].split()[-1].rstrip("%")) > 50
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async --aware", "dist_softsync --softsync 1"])
+def test_a_slow_worker_keeps_nobody_from_learning(store: str) -> None:
+    options = f"--store {store} --epochs 4 --step-ms 0 --slow-ms 3".split()
+    done = run_job("-n 3 -c 3 -s 1", EXAMPLES / "staleness.py", *options)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line.split(":")[0] for line in lines] == ["[worker 0] worker 0", "[worker 2] worker 2"]
+    assert min(float(line.split()[-1].rstrip("%")) for line in lines) > 70
+    if store == "dist_sync":
+        assert all("0.0 updates old, 0 at most" in line for line in lines)
 
 
 def test_comparison_knows_every_algorithm() -> None:

@@ -61,6 +61,8 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatc
     ("--model resnet51", "known are resnet50"),  # before what such a model would need
     ("--compute-seconds 1 --steps 0", "an epoch of 0 steps: expected 1"),
     ("--compute-seconds 1 --algorithm sgd", "--algorithm sgd: known are all"),
+    ("--compute-seconds 1 --algorithm mpi-ssp", "its limits are mpi-SGD"),
+    ("--compute-seconds 1 --algorithm dist-SGD,dist-softsync", "its limits are dist-SGD"),
     ("--compute-seconds 1 -s 0 --algorithm dist-SGD", "needs servers (-s N)"),
     ("--compute-seconds 1 --ps none.json", "No such file"), ("--compute-seconds 1 -n 0", "--workers 0: expected 1 to"),
     ("--compute-seconds 1 -c 0", "--clients 0"), ("--compute-seconds 1 --recommend -c 0", "--clients 0"),
