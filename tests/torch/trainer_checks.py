@@ -453,6 +453,20 @@ def states_of_one_worker(store: str, folder: Path) -> None:
         assert difference < 1e-6, f"{store}: {difference}"
 
 
+def mean_of_an_update(store: str) -> None:
+    """Where servers gather pushes, gradients become the mean over the workers whose pushes are one update."""
+    with kvmpi.create(store, softsync=1) as kv:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), kv, [("weight", weight)])
+        for factor in (kv.rank + 1.0, 0.0):
+            optimizer.zero_grad()
+            (weight * factor).sum().backward()
+            optimizer.step()
+            kv.barrier()
+        expected = -0.5 * sum(range(1, kv.num_workers + 1)) / kv.num_workers
+        assert torch.allclose(weight, torch.full((3,), expected)), (weight, expected)
+
+
 def main() -> None:
     for store in ("dist_sync", "dist_sync_mpi"):
         synchronous_training(store, update=True)
@@ -469,6 +483,8 @@ def main() -> None:
     for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi", "dist_ssp"):
         gradient_of_one_worker(store)
     layers_of_one_worker("dist_ssp")
+    for store in ("dist_softsync", "dist_softsync_mpi"):
+        mean_of_an_update(store)
     for store in ("dist_async", "dist_async_mpi"):
         client_store(store)
         elastic_averaging(store)
