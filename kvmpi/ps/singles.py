@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kvmpi.arrays import DTYPES
-from kvmpi.errors import UnsupportedError
+from kvmpi.errors import ProtocolError, UnsupportedError
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.consistency import Consistency
 from kvmpi.ps.membership import Membership
@@ -43,7 +43,7 @@ class Singles:
         self, num_clients: int, discipline: Consistency, clients: Membership, rounds: Rounds, log: Log
     ) -> None:  # fmt: skip
         self._num_clients, self._discipline, self._clients = num_clients, discipline, clients
-        self._rounds, self._log = rounds, log
+        self._rounds, self._log, self._gathers = rounds, log, discipline.gathers
 
     def push(
         self, client: int, route: bytes, slot: Slot, message: m.Push, wire: Buffer | Rows, wire_dtype: str,
@@ -52,16 +52,20 @@ class Singles:
         """The next push of a client.
 
         Raises:
-            UnsupportedError: there is no rule.
+            UnsupportedError: there is no rule, or one that cannot be applied to several pushes together.
+            ProtocolError: it comes from a version that there never was.
         """
-        if slot.rules[-1].rule is None:
+        rule = slot.rules[-1].rule
+        if rule is None:
             raise UnsupportedError(
                 f"push of key {message.key!r} by client {client}: an asynchronous store needs an update rule; "
                 "call kv.set_optimizer(...) on all workers first"
             )
-        if self._discipline.gathers and slot.rules[-1].rule.replies_old:
+        if message.seen < 0:
+            raise ProtocolError(f"push of key {message.key!r} by client {client}: there is no version {message.seen}")
+        if self._gathers and rule.replies_old:
             raise UnsupportedError(
-                f"push of key {message.key!r} by client {client}: {slot.rules[-1].rule!r} answers each push with the "
+                f"push of key {message.key!r} by client {client}: {rule!r} answers each push with the "
                 "value that it met, and here several are an update together; use dist_async or dist_sync"
             )
         keep = False
@@ -74,7 +78,7 @@ class Singles:
         else:
             self._log(None, ())
         start_ns = timeline.now() if timeline.on else 0
-        if self._discipline.gathers:
+        if self._gathers:
             slot.gather(wire, wire_dtype, message.seen, keep=keep)
             if start_ns:
                 self._rounds.span("reduce", start_ns, slot, wire, message.step, client)

@@ -187,11 +187,10 @@ def test_whole_numbers_cannot_be_divided() -> None:
     np.testing.assert_array_equal(machine.read("k", 0, dtype="int32"), [2, 2])
 
 
-@pytest.mark.parametrize("seen", [-1, 1 << 60])
-def test_versions_that_there_are_not(seen: int) -> None:
+def test_there_is_no_version_before_the_first() -> None:
     machine = Machine("async", 1)
     machine.init_all("k", np.zeros(2, "f4"))
     machine.rule(RULES[0])
-    fields = ("k", 0, 1, "none", False, False, 0, -1, False, 0, 0, 0, 0, seen)
+    fields = ("k", 0, 1, "none", False, False, 0, -1, False, 0, 0, 0, 0, -1)
     error = machine.error(machine.send(0, m.Push, *fields, payloads=[whole_numbers(2)]))
     assert isinstance(error, ProtocolError)
