@@ -15,7 +15,7 @@ from kvmpi.errors import ProtocolError
 from kvmpi.wire import messages as m
 from kvmpi.wire.refusal import MAGIC, other_version
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_HEADER_BYTES = 256 << 10
 BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
