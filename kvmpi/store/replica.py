@@ -82,11 +82,11 @@ class Replica:
         Raises:
             KVError: the rule does not take it; nothing has changed.
         """
-        part = slice(None) if self.share is None else self.share
-        self._prepare_master(rule, part)
+        own = self.value if self.share is None else self.value[self.share]
+        self._prepare_master(rule, own)
         step = self.updates + 1
         optim.update(
-            rule, self.value[part], self.dtype, _as_accumulated(pushed, self.dtype), self.state, step,
+            rule, own, self.dtype, _as_accumulated(pushed, self.dtype), self.state, step,
             master=self.master,
         )  # fmt: skip
         self.updates = step
@@ -94,17 +94,17 @@ class Replica:
     def apply_rows(self, rule: optim.Rule, rows: Rows) -> None:
         """Update some rows, of all of which this worker has all."""
         assert self.share is None
-        self._prepare_master(rule, slice(None))
+        self._prepare_master(rule, self.value)
         step = self.updates + 1
         wide = Rows(rows.ids, by_rows.widened(rows.values, self.dtype))
         optim.update_rows(rule, self.value, self.dtype, wide, self.state, step, master=self.master)
         self.updates = step
 
-    def _prepare_master(self, rule: optim.Rule, part: slice) -> None:
+    def _prepare_master(self, rule: optim.Rule, own: Buffer) -> None:
         if not rule.multi_precision:
             self.master = None
         elif self.dtype in host.HALF and self.master is None:
-            self.master = optim.make_master(self.value[part], self.dtype)
+            self.master = optim.make_master(own, self.dtype)
 
 
 def _as_accumulated(buffer: Buffer, dtype: str) -> Buffer:
