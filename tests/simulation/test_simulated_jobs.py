@@ -76,10 +76,10 @@ def test_what_is_ended_leaves_no_disks() -> None:
 #: The first seeds that find a mistake, tried first to save time. A change of the scenario may move them: a warning
 #: says where to, since a search takes up to a minute.
 FOUND_BY = {
-    "resurrected incarnation": 99, "resurrected client": 8, "open rounds forgotten": 99, "one snapshot kept": 126,
+    "resurrected incarnation": 99, "resurrected client": 8, "open rounds forgotten": 217, "one snapshot kept": 126,
     "snapshot of two steps": 15, "snapshot before its step": 15,
     "value of a head that was replaced": 817, "snapshot of several rounds": 61, "lost acknowledgement": 10,
-    "returned client left out": 24, "snapshot counted twice": 35, "resumed too far": 53,
+    "returned client left out": 24, "snapshot counted twice": 13, "resumed too far": 53,
     "snapshot of what has ended": 197, "successor without values": 19, "store begun anew": 427,
     "answer of a repetition": 17, "memory in use": 363, "late push forgotten": 72,
     "error forgotten": 218,
