@@ -23,20 +23,22 @@ class Ages:
     """
 
     def __init__(self) -> None:
-        self._read: defaultdict[tuple[Process, Any, int], int] = defaultdict(int)
+        # By chunk: the versions that were sent, each with the number of pushes that had begun before it was asked for.
+        self._read: defaultdict[tuple[Process, Any, int], list[tuple[int, int]]] = defaultdict(list)
         self._pushed: set[tuple[Process, Any, int, int]] = set()
 
-    def note_read(self, process: Process, where: tuple[Any, int], version: int) -> None:
-        """A process is sent a version of a chunk."""
-        self._read[(process, *where)] = version
+    def note_read(self, process: Process, where: tuple[Any, int], step: int, version: int) -> None:
+        """A process is sent a version of a chunk, for which it has asked when it had begun push number ``step``."""
+        self._read[(process, *where)].append((step, version))
 
     def check_push(self, process: Process, push: m.Push) -> None:
-        """A process sends a push, maybe not for the first time."""
+        """A process sends a push, maybe not for the first time, and maybe after it has read what it asked for next."""
         which = process, push.key, push.chunk, push.step
         if which in self._pushed:
             return
         self._pushed.add(which)
-        read = self._read[process, push.key, push.chunk]
+        reads = self._read[process, push.key, push.chunk]
+        read = next((version for step, version in reversed(reads) if step < push.step), 0)
         if push.seen != read:
             raise Violation(
                 f"client {process[0]} says with push {push.step} of key {push.key!r}, chunk {push.chunk}, that it has "

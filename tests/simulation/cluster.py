@@ -223,7 +223,7 @@ class SimulatedLink:
         elif isinstance(message, m.Value) and (ask := self.session._outstanding.get(message.request)) is not None:
             self._on_version(*self._who, ask.fields[:2], message.version)
             if self._ages is not None:
-                self._ages.note_read(self._who, ask.fields[:2], message.version)
+                self._ages.note_read(self._who, ask.fields[:2], ask.fields[2], message.version)
         elif isinstance(message, m.Waiting) and self._bounds:
             self._network.faults.count("held read")
         self.session.receive(message, payloads)
