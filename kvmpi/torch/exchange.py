@@ -98,7 +98,7 @@ class Exchange:
         self._plans: Plans | None = None
         ownership.remove_unused()
         if kv is None:
-            self._learner = Learner(None, len(self._tensors), times=lambda: False)
+            self._learner = Learner(None, len(self._tensors), times=False)
             return
         # What is left to multiply by where the store does not do it on the way.
         self._prescale = 1.0 if kv.is_capable("allreduce") and weights is None else scale
@@ -115,7 +115,7 @@ class Exchange:
         planners: KVStore | None = None
         if (kv.num_workers if weights is None else kv.mpi_size) > 1:
             planners = kv if weights is None else kv.client
-        self._learner = Learner(planners, len(self._tensors), times=lambda: weights is not None and not weights.splits)
+        self._learner = Learner(planners, len(self._tensors), times=weights is not None and not weights.splits)
         self._hooks = Hooks(kv, params, self._hook)
         # A store that brings weights back takes gradients where they are if it copies them anyway, and as they are.
         direct = weights is None or (weights.splits and scale == 1.0)

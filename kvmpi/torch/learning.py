@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -53,14 +53,14 @@ class Learner:
     Args:
         planners: the store of those that plan alike; None: this worker plans for itself.
         count: of parameters.
-        times: whether buckets leave in an order of their own, which is found by timing passes.
+        times: buckets leave in an order of their own, which is found by timing passes.
     Attributes:
         passes: that are through, up to those after which there is nothing to learn.
         order: in which gradients come, as far as that is known.
         leaving: the order in which buckets leave, if it is not that of the plan.
     """
 
-    def __init__(self, planners: KVStore | None, count: int, *, times: Callable[[], bool]) -> None:
+    def __init__(self, planners: KVStore | None, count: int, *, times: bool) -> None:
         self._planners, self._count, self._times = planners, count, times
         self.passes = 0
         self.order = buckets.complete_order((), count)
@@ -87,7 +87,7 @@ class Learner:
 
     def begin(self, num_buckets: int) -> None:
         """A pass begins."""
-        if self._times() and self.passes in _TIMED:
+        if self._times and self.passes in _TIMED:
             self._timing = _Timing(num_buckets)
 
     def arrived(self, index: int, number: int) -> None:
@@ -115,7 +115,7 @@ class Learner:
             if order and order != self.order:
                 self.order = order
                 return True
-        elif self.passes - _PLANNED_AFTER in _TIMED and self._times():
+        elif self.passes - _PLANNED_AFTER in _TIMED and self._times:
             # Only where the plan has stayed is there a whole pass to go by; the first says so to all.
             whole = self._timing is not None and len(self._timing.order) == num_buckets
             found = self._agreed(self._timing.schedule() if self._timing is not None and whole else [])

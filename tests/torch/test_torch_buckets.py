@@ -106,7 +106,7 @@ def test_a_gradient_cannot_arrive_twice():
 
 
 def test_passes_teach_in_which_order_gradients_come_and_buckets_leave() -> None:
-    learner = Learner(None, 3, times=lambda: True)
+    learner = Learner(None, 3, times=True)
     before = learner.order
     learner.begin(2)
     assert not learner.is_timing, "the first pass is slow"
