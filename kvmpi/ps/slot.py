@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,7 @@ from kvmpi.ps.order import UNSAID, Span, common
 from kvmpi.ps.reply import name_and_text
 from kvmpi.ps.standing import Standing
 from kvmpi.ps.steps import Mark
-from kvmpi.wire import entries
+from kvmpi.wire import LEND_FROM_BYTES, entries
 from kvmpi.wire import messages as m
 from kvmpi.wire.entries import Key
 
@@ -99,6 +100,10 @@ def new_buffer(count: int, dtype: np.dtype[Any]) -> Buffer:
     return np.empty(count, dtype)
 
 
+def _same(view: Buffer) -> Buffer:
+    return view
+
+
 def _can_adopt(wire: Buffer) -> bool:
     return bool(wire.nbytes >= ADOPT_FROM_BYTES and wire.flags.writeable and wire.flags.aligned)
 
@@ -133,7 +138,8 @@ class Slot:
         self.key, self.chunk, self.count, self.dtype, self._empty = key, chunk, count, dtype, empty or new_buffer
         self.width = width
         # All values come from where messages do: malloc finds their memory again only for its own kind.
-        self.value = value if _can_adopt(value) else self._copy(value)
+        self._value_came = _can_adopt(value)  # its memory came with a message
+        self.value = value if self._value_came else self._copy(value)
         self.master: Buffer | None = None
         self.state: dict[str, Buffer] = {}
         self.updates = 0
@@ -178,27 +184,37 @@ class Slot:
         # Clients that are back and have not pushed here since: they are in the rounds of overall steps after these.
         self.entering: dict[int, int] = {}
         self.restored: tuple[int, int, int] | None = None  # client, incarnation, request that last put state back
-        self._loan: weakref.ref[Buffer] | None = None  # what was lent of the value, if somebody still has it
+        self._loan: Callable[[], Buffer | None] | None = None  # what was lent of the value, if somebody still has it
 
     # ---- values
 
     def lend(self) -> Buffer:
-        """The value for sending, the same to all: until the last of them drops it, the slot does not write there."""
+        """The value for sending, the same to all: until the last of them drops it, the slot does not write there.
+
+        Memory that came with a message leaves with another, without a copy, if it is not that large that it is followed
+        on its way: nobody says when it has left. So it is read-only, and nothing is written there any more.
+        """
         view = None if self._loan is None else self._loan()
         if view is None:
             view = self.value[:]
             self._loan = weakref.ref(view)
+            if self._value_came and view.nbytes < LEND_FROM_BYTES:
+                view.flags.writeable = False
+                self._loan = partial(_same, view)
         return view
 
     def _lent(self) -> bool:
         return self._loan is not None and self._loan() is not None
 
-    def _replace_value(self, value: Buffer) -> None:
+    def _replace_value(self, value: Buffer, *, came: bool = False) -> None:
         """Make ``value`` the value; the old memory becomes the next accumulator unless it is lent."""
         old, lent = self.value, self._lent()
-        self.value, self._loan = value, None
+        self._set_value(value, came=came)
         if not lent and old.dtype == self._accumulator_dtype() and old.flags.writeable:
             self._keep_spare(old)
+
+    def _set_value(self, value: Buffer, *, came: bool) -> None:
+        self.value, self._loan, self._value_came = value, None, came
 
     def own_value(self) -> Buffer:
         """The value in memory that may be written."""
@@ -432,7 +448,7 @@ class Slot:
             out = self._out_buffer(recycle)
             optim.update(rule, value, self.dtype, pushed, self.state, step, count, master=self.master, out=out)
             # The fused readers are still to be sent the old value, so its memory is not used again.
-            self.value, self._loan = out, None
+            self._set_value(out, came=out is recycle and self._adopted)
         self.updates = step
         return value
 
@@ -443,7 +459,7 @@ class Slot:
 
     def _assign(self, pushed: Buffer, recycle: Buffer | None) -> None:
         if recycle is not None and recycle.dtype == DTYPES[self.dtype]:
-            self._replace_value(recycle)
+            self._replace_value(recycle, came=self._adopted)
             return
         if self.dtype in host.HALF:
             host.narrow(pushed, self.own_value(), self.dtype)

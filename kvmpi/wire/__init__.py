@@ -9,13 +9,14 @@ from kvmpi.wire.messages import Message
 from kvmpi.wire.pool import ALIGN_BYTES
 from kvmpi.wire.readiness import Readiness, Waker
 from kvmpi.wire.refusal import OtherVersionError
-from kvmpi.wire.sockets import Connection, Listener, as_array
+from kvmpi.wire.sockets import LEND_FROM_BYTES, Connection, Listener, as_array
 from kvmpi.wire.watch import Watch
 
 __all__ = [
     "ALIGN_BYTES",
     "Connection",
     "Context",
+    "LEND_FROM_BYTES",
     "Listener",
     "MAX_HEADER_BYTES",
     "Message",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Payload: TypeAlias = "npt.NDArray[Any]"
 #: Below this size a copy into the message is cheaper than to lend the buffer: when it is free again, a thread is woken.
-_LEND_FROM_BYTES = 512 << 10
+LEND_FROM_BYTES = 512 << 10
 _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -95,7 +95,10 @@ def _keep_alive(opened: zmq.Socket[Any], timeout_s: float) -> None:
 def _send(
     to: zmq.Socket[Any], frames: list[bytes], payloads: Sequence[Payload], *, follow: bool = False, mark: bool = False
 ) -> zmq.MessageTracker | None:
-    """Send a message. ``follow``: say when a payload that is lent has left; ``mark``: follow the header if need be."""
+    """Send a message. ``follow``: say when a payload that is lent has left; ``mark``: follow the header if need be.
+
+    What came as a frame and nobody changes any more, as it is read-only, is not copied: the frame leaves once more.
+    """
     send, last = to.send, len(frames) + len(payloads) - 1
     tracker = None
     for i, frame in enumerate(frames):
@@ -106,13 +109,24 @@ def _send(
             send(frame, how)
     for i, payload in enumerate(payloads, len(frames)):
         # An array of length 0 has no memory to lend.
-        lend = payload.nbytes >= _LEND_FROM_BYTES
+        lend = payload.nbytes >= LEND_FROM_BYTES
         data, how = payload.data if payload.nbytes else b"", _LAST if i == last else _MORE
-        if lend and follow:
+        if not (lend or payload.flags.writeable) and (frame_of_it := _whole_frame(payload)) is not None:
+            send(frame_of_it, how, copy=False)
+        elif lend and follow:
             tracker = send(data, how, copy=False, track=True)
         else:
             send(data, how, copy=not lend)
     return tracker
+
+
+def _whole_frame(payload: Payload) -> zmq.Frame | None:
+    """The frame that a payload came as, if it is all of it; see ``as_array``."""
+    owner: Any = payload
+    while (base := getattr(owner, "base", None)) is not None:
+        owner = base
+    frame = owner.obj if isinstance(owner, memoryview) else None
+    return frame if isinstance(frame, zmq.Frame) and len(frame) == payload.nbytes else None
 
 
 def _recv(source: zmq.Socket[Any]) -> list[zmq.Frame] | None:

@@ -12,8 +12,11 @@ import pytest
 from ps_helpers import Machine, random_floats, route
 
 from kvmpi import optim
+from kvmpi.kernels.rows import Rows
 from kvmpi.ps.asks import Ask, Operation
 from kvmpi.ps.session import ClientSession
+from kvmpi.ps.slot import ADOPT_FROM_BYTES, Slot
+from kvmpi.wire import LEND_FROM_BYTES
 from kvmpi.wire import messages as m
 
 BIG = 1 << 18  # elements: 1 MiB of float32
@@ -50,6 +53,40 @@ def test_what_was_handed_out_never_changes(rule: optim.Rule | None, mode: str, d
         for payload, then, what in kept:
             assert payload.tobytes() == then, f"{what} was changed by step {step}"
     assert len(kept) == 40
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("elements", [n // 4 for n in (ADOPT_FROM_BYTES - 4, ADOPT_FROM_BYTES, LEND_FROM_BYTES - 4)])
+def test_what_came_and_was_sent_on_is_not_written_even_if_nobody_seems_to_hold_it(
+    rule: optim.Rule | None, elements: int
+) -> None:
+    """A frame leaves as it is, and nobody says when."""
+    came = [random_floats(elements, step) for step in range(6)]
+    slot = Slot("k", 0, elements, "float32", came[0], rule, 0)
+    sent: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def send() -> bool:
+        """Whether a frame is sent; the view that was lent is dropped."""
+        lent = slot.lend()
+        is_frame = any(lent.base is array for array in came)
+        assert lent.flags.writeable is not is_frame
+        sent.extend([(lent.base, lent.copy())] if is_frame else [])
+        return is_frame
+
+    for step in range(1, 6):
+        is_frame = send()
+        assert is_frame is (elements * 4 >= ADOPT_FROM_BYTES) or (step > 1 and rule is not None)
+        slot.add(came[step], "float32")
+        slot.close_round(1)
+    # Rows, and values that are loaded, are written to what there is.
+    send()
+    if rule is None or not rule.averages:
+        slot.add(Rows(np.array([0]), np.ones((1, elements), "f4")), "float32")
+        slot.close_round(1)
+        send()
+    slot.restore(0, {"value": random_floats(elements, 7)})
+    for memory, then in sent:
+        np.testing.assert_array_equal(memory, then)
 
 
 def _peak_of_rounds(machine: Machine, num_clients: int, rounds: range, fused: bool, dtype: str = "f4") -> int:

@@ -133,6 +133,53 @@ def test_a_large_payload_is_lent_and_let_go(context: Context[Any], listener: Lis
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("nbytes", [100_000, MIB])
+def test_what_came_and_does_not_change_any_more_leaves_once_more(
+    context: Context[Any], listener: Listener, endpoint: str, nbytes: int
+) -> None:
+    connections = [Connection(context, endpoint, 2 * MIB) for _ in range(2)]
+    sent, routes = pattern(nbytes, 5), []
+    for connection in connections:
+        connection.send(m.Push(1, 0, 0, 1, "none", False), [sent])
+        route, _, payloads = receive(listener)
+        routes.append(route)
+    came = as_array(payloads[0], np.dtype("u1"))
+    came.flags.writeable = False
+    for request in range(2):
+        for route in routes:
+            listener.send(route, m.Value(request, 1), [came[:]])
+            listener.send(route, m.Value(request, 2), [came[1:]])  # no whole frame
+    payloads.clear()
+    del came
+    for connection in connections:
+        for request in range(2):
+            for first in range(2):
+                message, payloads = receive(connection)
+                assert message == m.Value(request, 1 + first)
+                assert bytes(payloads[0]) == sent[first:].tobytes()
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_only_what_does_not_change_any_more_is_sent_without_a_copy(
+    context: Context[Any], listener: Listener, tmp_path: Path, is_fixed: bool
+) -> None:
+    sent = pattern(100_000, 6)
+    first = Connection(context, listener.endpoints[0], 2 * MIB)
+    first.send(m.Push(1, 0, 0, 1, "none", False), [sent])
+    came = as_array(receive(listener)[2][0], np.dtype("u1"))
+    view = came[:]
+    view.flags.writeable = not is_fixed
+    (tmp_path / "later").mkdir(mode=0o700)
+    path = str(tmp_path / "later" / "s")
+    connection = Connection(context, f"ipc://{path}", 2 * MIB)  # to nobody yet
+    connection.send(m.Push(2, 0, 0, 1, "none", False), [view])
+    came.fill(7)  # which nobody may do
+    later = Listener(context, 2 * MIB)
+    later.bind_ipc(path)
+    expected = came if is_fixed else sent
+    assert bytes(receive(later)[2][0]) == expected.tobytes()
+
+
 def test_a_received_payload_keeps_its_memory(context: Context[Any], listener: Listener) -> None:
     connection = Connection(context, listener.endpoints[0], 2 * MIB)
     sent = [pattern(1000 + 77 * i, i) for i in range(50)]
