@@ -12,7 +12,7 @@ from kvmpi import arrays
 from kvmpi.engine import Work
 from kvmpi.kernels import host
 from kvmpi.ps import Landing
-from kvmpi.store.call import Invocation, KeyState, deliver
+from kvmpi.store.call import Invocation, KeyState, Part, deliver
 from kvmpi.trace import timeline
 
 Buffer = npt.NDArray[Any]
@@ -31,22 +31,23 @@ class Answer(msgspec.Struct):
 
 
 class Target:
-    """Where a pulled value goes: into the first array of ``out`` that is plain host memory, from there to the rest."""
+    """Where a pulled value goes: into the first array of ``outs`` that is plain host memory, from there to the rest."""
 
     __slots__ = ("_call", "_key", "_outs", "buffer", "complete")
 
-    def __init__(self, state: KeyState, outs: list[Any], call: Invocation) -> None:
-        self._key, self._call = state.key, call
-        self.buffer: Buffer
+    def __init__(self, part: Part, call: Invocation) -> None:
+        self._key, self._call = part.state.key, call
         self._outs: list[Any] = []
-        direct = None
-        for out in {id(out): out for out in outs}.values():
-            memory = arrays.memory_of(out) if direct is None else None
-            if memory is not None:
-                direct = memory.buffer
-            else:
-                self._outs.append(out)
-        self.buffer = self._memory(state) if direct is None else direct
+        direct: Buffer | None = None
+        for out in {id(out): out for out in part.outs}.values():
+            if direct is None:
+                direct = part.direct.get(id(out))
+                if direct is None and (memory := arrays.memory_of(out)) is not None:
+                    direct = memory.buffer
+                if direct is not None:
+                    continue
+            self._outs.append(out)
+        self.buffer: Buffer = self._memory(part.state) if direct is None else direct
         self.complete = not self._outs
 
     def _memory(self, state: KeyState) -> Buffer:

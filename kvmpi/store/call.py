@@ -88,7 +88,7 @@ class Part(msgspec.Struct):
     """What one call does with one key: ``vectors`` or ``rows`` to push, arrays ``outs`` to pull into.
 
     ``in_place``: ``outs`` are the arrays that ``vectors`` have been read from.
-    ``direct`` is, by identity, the memory of those arrays that a collective copies its result into by itself.
+    ``direct`` is, by identity, the memory of those arrays that a result comes into by itself, as far as it is known.
     ``row_outs`` get rows; ``whole``: ``rows`` are pushed, and the whole value is pulled.
     """
 

@@ -183,7 +183,7 @@ class Exchanging(KnownExchanges):
         return answer
 
     def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        wanted = [(part, Target(part.state, part.outs, call)) for part in parts]
+        wanted = [(part, Target(part, call)) for part in parts]
         coming = []
         for batch in _batches(wanted, call):
             self._pulled.update(part.state.key for part, _ in batch)
@@ -259,7 +259,7 @@ class Exchanging(KnownExchanges):
             if source is None and summed is None:
                 self._sum_op([part], call)
             states.append(part.state)
-            targets.append(Target(part.state, part.outs, call))
+            targets.append(Target(part, call))
             sources.append(source)
         work = self._pushpull_op(states, sources, [target.buffer for target in targets], call)
         return [Coming(state, target, work) for state, target in zip(states, targets, strict=True)]

@@ -1,8 +1,9 @@
 """Lists of keys that are exchanged with servers again, from arrays that lie where they lay: none is looked at twice.
 
 The pushes and answers of a step travel in a few messages, however many keys there are, and then most of the time goes
-into looking at each key and each array. A client of one worker need not agree on a call with anybody, so that the third
-call with the same keys and the same memory only looks whether it is that call.
+into looking at each key and each array. So the third call with the same keys and the same memory only looks whether it
+is that call. A client of one worker, which need not agree on it with anybody, then begins a ``pushpull`` at once. The
+workers of a larger one take the same steps whether they know a call or not: it may be new to another of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class KnownExchanges(Commanding):
         """What is known of a call on several keys, if it can be made as before."""
         several = isinstance(key, list | tuple) and len(key) > 1
         usual = several and not (call.async_op or call.reduced or timeline.on)
-        able = self.mpi_size == 1 and not (self._closed or self._joined or self._is_told_too_much or self.keeps_errors)
+        able = not (self._closed or self._joined or self._is_told_too_much or self.keeps_errors)
         if not (usual and able and type(call.priority) is int):
             return None
         signature = call.signature = self._known.signature(call.op, 1.0, key, value, out)
@@ -79,24 +80,29 @@ class KnownExchanges(Commanding):
         return known
 
     def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
-        if call.op == "pushpull" or (known := self._find_known(call, key, value, out)) is None:
+        in_place = out is value
+        at_once = call.op == "pushpull" and self.mpi_size == 1  # and was not known; see below
+        if at_once or (known := self._find_known(call, key, value, None if in_place else out)) is None:
             return None
-        parts, given = list[Part](), value if out is None else out
+        call.signature = None  # there is nothing to note
+        parts = []
         for batch in known.batches:
             for state, place in zip(*batch, strict=True):
-                array = given[place]
-                if out is None:
+                part = Part(state, [], in_place=in_place)
+                if value is not None:
                     state.pushes += 1
                     state.by_rows = False
-                    parts.append(Part(state, [arrays.read(array)]))
-                else:
-                    parts.append(Part(state, [], [array]))
+                    part.vectors.append(arrays.Vector(arrays.flat(value[place]), state.dtype, "cpu", shared=True))
+                if out is not None:
+                    part.outs.append(out[place])
+                    part.direct[id(out[place])] = arrays.flat(out[place])
+                parts.append(part)
         if out is not None:
             arrays.note_writes(out)
         return parts
 
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
-        if call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
+        if self.mpi_size > 1 or call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
             return None
         sources = [*map(arrays.flat, value)]
         outs = sources if out is None else [*map(arrays.flat, out)]

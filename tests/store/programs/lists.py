@@ -1,11 +1,13 @@
 """List calls: keys of all sizes and dtypes are summed together, each element once, wherever the arrays lie."""
 
 import sys
+import unittest.mock
 
 import numpy as np
 from raising import raises
 
 import kvmpi
+from kvmpi.store import core
 
 SEED = 5
 ROUNDS = 6
@@ -131,6 +133,54 @@ def pushed_views(kv):
         assert (kv.view(key) == expected).all(), key
 
 
+def again(kv):
+    """The same lists again and again. What one worker knows may be new to another, whose arrays have moved."""
+    shapes = {7: (3, 5), 2: (0,), 9: (40_000,), 1: (1,), 4: (17,), 8: (16_385,)}
+    n, keys, looked_at = kv.num_workers, list(shapes), []
+    groups = core.groups
+
+    def spy(*given, **how):
+        looked_at.append(given[2])
+        return groups(*given, **how)
+
+    def make():
+        return [np.empty(shape, "f4") for shape in shapes.values()]
+
+    def fill(turn):
+        for i, value in enumerate(values):
+            value[...] = whole(turn, i, kv.rank, value.size).reshape(value.shape)
+
+    def right(arrays, turn):
+        for i, array in enumerate(arrays):
+            expected = sum(whole(turn, i, rank, array.size) for rank in range(n))
+            assert (array == expected.reshape(array.shape)).all(), f"key {keys[i]}, turn {turn}"
+
+    kv.init(keys, make())
+    values, outs = make(), make()
+    with unittest.mock.patch.object(core, "groups", spy):
+        for turn in range(9):
+            if turn in (4, 6) and kv.rank == turn // 2 % n:
+                values = [value.copy() for value in values]
+            for _ in range(2):  # in place, and into others
+                fill(turn)
+                kv.pushpull(keys, values)
+                right(values, turn)
+                fill(turn)
+                kv.pushpull(keys, values, outs)
+                right(outs, turn)
+            fill(100 + turn)
+            kv.push(keys, values)
+            for value in values:
+                value[...] = -1  # they are the caller's again
+            kv.pull(keys, outs)
+            right(outs, 100 + turn)
+    if kv.num_servers and kv.mpi_size > 1:
+        moved = sum(kv.rank == turn // 2 % n for turn in (4, 6))
+        times = {op: looked_at.count(op) for op in ("pushpull", "push", "pull")}
+        # What is new once is known after two times, and pushpull looks at what is pushed and at what is pulled into.
+        assert times == {"pushpull": 6 * (1 + moved), "push": 2 * (1 + moved), "pull": 2}, (times, moved)
+
+
 def uneven(kv):
     """Many small keys, of which workers push different numbers of vectors; more than a page of places holds."""
     n, keys, count = kv.num_workers, list(range(600)), 250  # more bytes in all than are offered in a slot
@@ -204,6 +254,8 @@ for name in sys.argv[2:]:
         overlap(kv)
         if kv.is_capable("view"):
             pushed_views(kv)
+    with kvmpi.create(name) as kv:
+        again(kv)
     with kvmpi.create(name) as kv:
         uneven(kv)
     with kvmpi.create(name) as kv:
