@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from kvmpi.errors import KVError
@@ -54,48 +55,46 @@ class Operation:
         self.finished = self.is_late = False
 
 
-class Ask:
+class Ask(msgspec.Struct, eq=False):
     """One request: ``kind(request number, *fields)`` to ``peer``, with payloads made when it leaves.
 
-    Args:
+    Attributes:
         part: it is for the server that answers for this part, whichever that is; -1: for ``peer``.
         cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
         reads: it takes from the window of values asked for.
         may_be_quiet: it is a push of which nothing need be heard before its answer.
         withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
+        sent_s, left_s, pause_s: when it was sent last, and first; the silence after which it is sent again.
+        accepted: it is a push that is in its round, and no longer takes from its window.
+        used: it is a push that failed, and whose step is used up nevertheless.
+        answered: it has ``ended`` well.
+        old: the answer is kept by its server.
+        missing, silent_s: clients that it waits for, and for how long each of them has been silent.
     """
 
-    __slots__ = ("accepted", "answered", "cost_bytes", "ended", "fields", "kind", "left_s", "may_be_quiet", "missing",
-                 "number", "old", "on_reply", "operation", "part", "pause_s", "payloads", "peer", "quiet", "reads",
-                 "sent_s", "silent_s", "used", "withheld")  # fmt: skip
-
-    def __init__(
-        self,
-        peer: int,
-        kind: type[Message],
-        fields: tuple[Any, ...],
-        *,
-        part: int = -1,
-        payloads: Callable[[], Sequence[Buffer]] | None = None,
-        cost_bytes: int = 0,
-        reads: bool = False,
-        may_be_quiet: bool = False,
-        on_reply: Reply | None = None,
-        withheld: tuple[Callable[[], Sequence[Buffer]], int] | None = None,
-    ) -> None:
-        self.peer, self.part, self.kind, self.fields, self.payloads = peer, part, kind, fields, payloads
-        self.cost_bytes, self.reads, self.on_reply = cost_bytes, reads, on_reply
-        self.may_be_quiet, self.quiet, self.withheld = may_be_quiet, False, withheld
-        self.number = -1
-        self.sent_s: float | None = None  # for the last time
-        self.left_s = self.pause_s = 0.0  # when it was sent first; the silence after which it is sent again
-        self.accepted = False  # a push that is in its round, and no longer takes from its window
-        self.used = False  # a push that failed, and whose step is used up nevertheless
-        self.ended = self.answered = False  # answered: it has ended well
-        self.old = False  # the answer is kept by its server
-        self.missing: list[int] | None = None
-        self.silent_s: list[int] = []  # for how long each of the missing has been silent
-        self.operation: Operation
+    peer: int
+    kind: type[Message]
+    fields: tuple[Any, ...]
+    part: int = -1
+    payloads: Callable[[], Sequence[Buffer]] | None = None
+    cost_bytes: int = 0
+    reads: bool = False
+    may_be_quiet: bool = False
+    on_reply: Reply | None = None
+    withheld: tuple[Callable[[], Sequence[Buffer]], int] | None = None
+    number: int = -1
+    quiet: bool = False
+    sent_s: float | None = None
+    left_s: float = 0.0
+    pause_s: float = 0.0
+    accepted: bool = False
+    used: bool = False
+    ended: bool = False
+    answered: bool = False
+    old: bool = False
+    missing: list[int] | None = None
+    silent_s: list[int] = msgspec.field(default_factory=list)
+    operation: Operation = None  # type: ignore[assignment]  # when it is submitted
 
     @property
     def where(self) -> tuple[int, bool]:

@@ -12,6 +12,8 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from kvmpi.ps.order import UNSAID, Order, Span
 from kvmpi.wire.entries import Key
 
@@ -109,7 +111,7 @@ def position(found: Collection[Found]) -> int:
     return after if after > 1 else 0
 
 
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """A push has its place among all of a client.
 
     Attributes:
@@ -121,12 +123,11 @@ class Turn:
         span: the steps that it may belong to, for snapshots.
     """
 
-    __slots__ = ("at", "begun", "kept", "span", "step")
-
-    def __init__(self, step: int = 0, *, begins: bool = False) -> None:
-        self.step, self.begun, self.kept = step, False, False
-        self.at = -step if begins else step
-        self.span = UNSAID
+    step: int = 0
+    at: int = 0
+    begun: bool = False
+    kept: bool = False
+    span: Span = UNSAID
 
 
 class Track:
@@ -210,9 +211,9 @@ class Steps:
         if failed is not None and failed.span.latest >= self._step:
             # Made again in the same step: it may have reached servers before, and is in its place there.
             self._under_way[failed.step] += 1
-            return Turn(failed.step, begins=failed.at < 0)
+            return Turn(failed.step, failed.at)
         self._under_way[self._step] += 1
-        return Turn(self._step, begins=begins)
+        return Turn(self._step, -self._step if begins else self._step)
 
     def done(self, *, ends: bool = False) -> int:
         """The overall step up to which all pushes are over, and the next has begun, or is about to; or there is none,
