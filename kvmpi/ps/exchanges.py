@@ -188,10 +188,9 @@ class Exchanges(Participant):
     def exchange_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
         """Several small keys, which all end together, in the time that one takes and not much more: ``push``,
         ``push_ahead`` or ``pushpull``, by where their answers go, which is alike for all."""
-        outs = [out for _, _, out, _ in exchanges]
-        op = "pushpull" if all(isinstance(out, np.ndarray) for out in outs) else "push"
+        first = exchanges[0].out
+        op, fused = "pushpull" if isinstance(first, np.ndarray) else "push", first is not None
         pushes = [_Push(key, self._pieces_of(key, value, out), turn) for key, value, out, turn in exchanges]
-        fused = all(out is not None for out in outs)
         return self._push_pieces(pushes, op, self._codec, deadline, priority, fused=fused)
 
     def _exchange(
