@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,20 @@ class Replica:
     def narrow_to(self, share: slice) -> None:
         """This worker updates no more than ``share`` from now on."""
         if self.share is None:
-            self.share = share
-            self.state = {name: array[share].copy() for name, array in self.state.items()}
-            self.master = None if self.master is None else self.master[share].copy()
+            state = {name: array[share].copy() for name, array in self.state.items()}
+            master = None if self.master is None else self.master[share].copy()
+            self.state, self.master, self.share = state, master, share  # or, where there is no room, nothing
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether other workers have something of the key that this one has not."""
+        return self.stale or self.share is not None
+
+    def signature(self) -> int:
+        """A number that is another on a worker that has made other updates, or remembers something else of them."""
+        kept = {**self.state, "master": self.master}
+        kinds = sorted((name, str(array.dtype)) for name, array in kept.items() if array is not None)
+        return 1 + zlib.crc32(repr((self.updates, kinds)).encode())
 
     def widen(self) -> dict[str, Buffer]:
         """Room for all elements of what this worker has a share of, by name, with that share in its place.

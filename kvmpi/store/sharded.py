@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi import arrays, optim
+from kvmpi.arrays import Vector
 from kvmpi.collectives import Comm, share_of
 from kvmpi.config import Config
 from kvmpi.engine import Work
-from kvmpi.errors import KVError, rebuild
+from kvmpi.errors import KVError, ranks_in_words, rebuild
 from kvmpi.store.call import Invocation, KeyState, Part, about, deliver, label_of
 from kvmpi.store.operations import Operations
 from kvmpi.store.repeats import Repeats
@@ -107,8 +108,9 @@ class ShardedUpdates(Operations):
                 dtype = bucket[0].state.dtype
                 sums = self._reduce.sum_shares([part.vectors for part in bucket], dtype, call.deadline, label)
             for replica in replicas:  # on all workers alike, whatever becomes of the update
-                replica.narrow_to(self._share_of(replica))
                 replica.stale = True
+            for replica in replicas:
+                replica.narrow_to(self._share_of(replica))
             if cause is not None:
                 raise cause
             with self._recorder.timed("update"):
@@ -180,7 +182,16 @@ class ShardedUpdates(Operations):
         def run(cause: BaseException | None) -> None:
             call.check()
             replicas = [self._replicas.get(state.key) for state in states]  # none where an init has failed
-            found = [(replica, replica.widen()) for replica in replicas if replica is not None]
+            if not any(replica is not None and replica.is_parted for replica in replicas):
+                if cause is not None:
+                    raise cause
+                return
+            found, error = list[tuple[Replica, dict[str, Buffer]]](), None
+            try:
+                found = [(replica, replica.widen()) for replica in replicas if replica is not None]
+            except Exception as failed:  # this worker alone may have no room
+                error = failed
+            self._check_alike(states, replicas, error, call)
             by_dtype = defaultdict[np.dtype[Any], list[Buffer]](list)
             for _, whole in found:
                 for array in whole.values():
@@ -194,3 +205,29 @@ class ShardedUpdates(Operations):
 
         values = [state.value for state in states]
         return self._engine.push(run, reads=call.done, writes=values, lane="reduce", name=call.op, no_skip=True)
+
+    def _check_alike(
+        self, states: Sequence[KeyState], replicas: Sequence[Replica | None], error: Exception | None, call: Invocation
+    ) -> None:
+        """Raise, on all workers, if they cannot bring together what they have. Collective.
+
+        Args:
+            error: why this worker cannot.
+        """
+        said = np.zeros((self.mpi_size, 1 + len(states)))
+        said[self.mpi_rank, 0] = error is not None
+        said[self.mpi_rank, 1:] = [0 if replica is None else replica.signature() for replica in replicas]
+        flat = said.reshape(-1)
+        sources = [Vector(flat, "float64", "cpu", shared=True)]
+        self._reduce.allreduce_many([(sources, flat, ())], "float64", call.deadline, call.op)
+        if error is not None:
+            raise error
+        what = f"{call.op} on worker {self.rank}: the shares of all workers cannot be brought together"
+        if failed := np.flatnonzero(said[:, 0]).tolist():
+            raise KVError(f"{what}: worker {ranks_in_words(failed)} has failed, as its own error says")
+        for state, column in zip(states, said[:, 1:].T, strict=True):
+            if others := np.flatnonzero(column != column[0]).tolist():
+                raise KVError(
+                    f"{what}: of key {state.key!r} worker {ranks_in_words(others)} remembers something else than "
+                    "worker 0, as an update has failed on some workers alone: begin again from a checkpoint"
+                )

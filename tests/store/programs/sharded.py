@@ -5,14 +5,17 @@
 What is pushed depends on worker, step, key and element, so that nothing of it can be in the place of anything else.
 """
 
+import contextlib
 import sys
+import unittest.mock
 
 import numpy as np
 import safetensors.numpy
 from raising import raises
 
 import kvmpi
-from kvmpi.errors import DTypeMismatchError, ShapeMismatchError, UnsupportedError
+from kvmpi.errors import DTypeMismatchError, KVError, ShapeMismatchError, UnsupportedError
+from kvmpi.store.replica import Replica
 
 STEPS = 4
 SHAPES = {"none": (0, 3), "one": (), "few": (5,), "odd": (7, 11), "rows": (40, 3), "large": (300_001,), "half": (1003,)}
@@ -321,6 +324,33 @@ def joined():
         pulled(kv, model, "joined")
 
 
+def one_fails(folder):
+    """What one worker alone has no room for, all hear of when they bring together what they have."""
+    for method in ("apply", "narrow_to", "widen"):
+        with create() as kv:
+            kv.set_optimizer(sgd())
+            if not kv.sharded_update:
+                return
+            last = kv.num_workers - 1
+            is_last = kv.rank == last
+            fails = unittest.mock.patch.object(Replica, method, side_effect=MemoryError("no room"))
+            own, nothing = raises(MemoryError, match="no room"), contextlib.nullcontext()
+            with fails if is_last else nothing:
+                with own if is_last and method != "widen" else nothing:
+                    kv.push("odd", gradient("odd", 1, kv.rank))
+                if method == "widen":
+                    with own if is_last else raises(KVError, match=f"worker {last} has failed, as its own error"):
+                        kv.save(f"{folder}/parted")
+            kv.pull("odd", np.empty(SHAPES["odd"], "float32"))
+            kv.push("few", gradient("few", 1, kv.rank))
+            if method == "widen":  # it has room again
+                kv.save(f"{folder}/parted")
+                continue
+            for call in (lambda: kv.save(f"{folder}/parted"), lambda: kv.set_optimizer(sgd())):
+                with raises(KVError, match=f"of key 'odd' worker {last} remembers something else than worker 0"):
+                    call()
+
+
 folder = sys.argv[1]
 with create() as kv:
     model = ways_to_push(kv)
@@ -330,4 +360,5 @@ adam(create(bucket_bytes=1000), folder)
 own_rule()
 lists_again()
 joined()
+one_fails(folder)
 print("right")
