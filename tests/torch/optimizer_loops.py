@@ -254,8 +254,11 @@ def autocast(model: Any, optimizer: Any, shards: Shards) -> None:
         optimizer.zero_grad()
         for one in (found := shards(step)):  # by itself, since gradients of one cast weight add up in bfloat16
             with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, [one]) / len(found)
+                loss = loss_of(model, [one])
             loss.backward()
+        if len(found) > 1:  # of the loss, a third would be rounded elsewhere on the way back
+            for p in model.parameters():
+                p.grad /= len(found)
         optimizer.step()
 
 
