@@ -87,7 +87,7 @@ def start_allreduce(
 ) -> Handle:  # fmt: skip
     """Start to reduce tensors as one, in place or into new ones, which are the result."""
     check_process_set(process_set)
-    kind = chosen(op, average, title).kind
+    op = chosen(op, average, title)
     sent, contexts = [], []
     for tensor in tensors:
         scaled = tensor.detach()
@@ -99,7 +99,7 @@ def start_allreduce(
         fresh = own or prescale != 1.0 or context is not None
         sent.append(packed if fresh else packed.clone())
         contexts.append(context)
-    work = basics.group().reduce_all(sent, kind, title)
+    work = basics.group().reduce_all(sent, op.kind, _agreed(title, op, postscale))
 
     def result() -> list[torch.Tensor]:
         found = []
@@ -230,7 +230,7 @@ def sparse_allreduce_async(
     if tensor.layout is not torch.sparse_coo:
         raise ConfigError(f"{title}: a tensor of layout {tensor.layout}; use hvd.allreduce for dense ones")
     own = tensor.detach().coalesce().clone()
-    return Handle([basics.group().sum_sparse(own, op.kind, title)], lambda: own)
+    return Handle([basics.group().sum_sparse(own, op.kind, _agreed(title, op))], lambda: own)
 
 
 # ---- moves
@@ -431,7 +431,8 @@ def _start_reducescatters(
     tensors: Sequence[torch.Tensor], title: str, op: Operation, prescale: float, postscale: float
 ) -> Handle:
     sources = [tensor.detach() if prescale == 1.0 else _times(tensor.detach(), prescale) for tensor in tensors]
-    works = [basics.group().reduce_scatter_rows(source, op.kind, title) for source in sources]
+    said = _agreed(title, op, postscale)
+    works = [basics.group().reduce_scatter_rows(source, op.kind, said) for source in sources]
 
     def result() -> list[torch.Tensor]:
         found = [work.result()[0] for work in works]
@@ -487,3 +488,8 @@ def check_root(root_rank: int) -> None:
 
 def _title(op: str, name: str | None) -> str:
     return op if name is None else f"{op} of {name!r}"
+
+
+def _agreed(title: str, op: Operation, postscale: float = 1.0) -> str:
+    """What ranks that would not make the same of their tensors say differently."""
+    return f"{title} by {op.name}" if postscale == 1.0 else f"{title} by {op.name}, times {postscale}"

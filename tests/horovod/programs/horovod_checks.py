@@ -94,6 +94,17 @@ def allreduces(rank: int, size: int) -> None:
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     with raises(ConfigError, "both given"):
         hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
+    if size > 1:
+        ones, other = torch.ones(size), (hvd.Average, hvd.Sum)[min(rank, 1)]
+        for call, options in (
+            (hvd.allreduce, {"op": other}),
+            (hvd.allreduce, {"postscale_factor": 0.5 + rank}),
+            (hvd.reducescatter, {"op": other}),
+            (hvd.reducescatter, {"postscale_factor": 0.5 + rank}),
+            (lambda tensor, op: hvd.sparse_allreduce_async(tensor.to_sparse(), op=op).wait(), {"op": other}),
+        ):
+            with raises(OrderMismatchError, "by Average"):
+                call(ones, **options)
 
 
 def moves(rank: int, size: int) -> None:
