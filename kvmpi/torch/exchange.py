@@ -205,7 +205,8 @@ class Exchange:
                 raise KVError(
                     f"the gradient of {self._params.names[index]} arrives twice before the exchange is through: the "
                     "backward before this one has failed; where you catch that, call "
-                    "optimizer.synchronize(broken=True), and then step()"
+                    "optimizer.synchronize(broken=True), and then step(). Or two checkpoints with use_reentrant=True, "
+                    "each of which makes a backward of its own, use it in one pass: use_reentrant=False does not"
                 )
             self._learner.arrived(index, self._number_of[index])
             self._leave(self._progress.arrive(index))

@@ -481,6 +481,16 @@ def after_an_error(kv: kvmpi.KVStore) -> None:
     assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() < 1e-12
     optimizer.detach()
 
+    def again(x: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=True)
+
+    model = mlp(kv.rank)
+    optimizer = DistributedOptimizer(sgd(model), kv, model)
+    x = shard(0, kv.rank)[1].requires_grad_()
+    expect(KVError, "use_reentrant=False", model[1:](again(x) + again(2 * x)).sum().backward)
+    optimizer.synchronize(broken=True)
+    optimizer.detach()
+
 
 def before_any_gradient(kv: kvmpi.KVStore) -> None:
     """A backward that fails at the loss has come to no parameter: who says so takes part, who does not is found out."""
