@@ -188,7 +188,7 @@ class Patience:
             self._last_s = time.monotonic()
             if now_s >= self._tell_at_s:
                 self._tell(now_s)
-        if now_s >= self._deadline.expires_s:
+        if self._deadline.passed(now_s):
             self._waiting = None  # whoever keeps the error keeps this object
             raise KVTimeoutError(self._describe())
 

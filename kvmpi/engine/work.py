@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmpi.compiling import not_compiled
-from kvmpi.deadline import seconds_of
+from kvmpi.deadline import Deadline, seconds_of
 from kvmpi.errors import KVError, KVTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,13 @@ def earliest(first: Failure | None, second: Failure | None) -> Failure | None:
 
 def acquire_within(gate: threading.Lock, timeout_s: float | None) -> bool:
     """Acquire ``gate``; no time left means to try once."""
-    return gate.acquire(timeout=lock_timeout(timeout_s))
+    if timeout_s is None:
+        return gate.acquire()
+    deadline = Deadline(timeout_s)
+    while not gate.acquire(timeout=lock_timeout(deadline.remaining_s())):
+        if deadline.expired():  # else this process has stood still
+            return False
+    return True
 
 
 def lock_timeout(timeout_s: float | None) -> float:

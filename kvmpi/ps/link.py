@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmpi.config import Config
+from kvmpi.deadline import running_time
 from kvmpi.engine import Work
 from kvmpi.errors import KVError, ProtocolError, ServerLostError
 from kvmpi.machine import host_name
@@ -39,8 +39,6 @@ _HERE_BYTES = 1 << 20
 _GATHERED = 32
 #: A thread that has nothing to do looks after the clock for so long before it sleeps until it is woken.
 _AWAKE_S = 1.0
-#: A sleep that lasts for so much longer than it should is one of the whole process.
-_STOOD_S = 1.0
 
 
 class Link:
@@ -75,8 +73,7 @@ class Link:
         self._gatherers: set[int] = set()  # threads that begin several operations
         self._trouble: KVError | None = None  # of a caller that had the turn
         self._joined = False
-        self._stood_s = 0.0  # seconds in which this process did not run
-        self._next_heartbeat_s = self.now_s() + config.beat_s
+        self._next_heartbeat_s = running_time.now_s() + config.beat_s
         self._epoch = -1
         self._shares = self._is_near = False
         self._large_bytes = 0  # of the largest chunk, if it is larger than one is as a rule
@@ -152,12 +149,7 @@ class Link:
 
     def waits(self) -> list[stall.Wait]:
         """What is under way."""
-        return [wait._replace(since_s=wait.since_s + self._stood_s) for wait in self._session.waits()]
-
-    def now_s(self) -> float:
-        """The time on the clock of deadlines, which stands still while this process does (SIGSTOP, Ctrl-Z): servers and
-        other clients may have been stopped with it, and get their time to answer. If not, they do so at once."""
-        return time.monotonic() - self._stood_s
+        return [wait._replace(since_s=wait.since_s + running_time.stood_s) for wait in self._session.waits()]
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
@@ -306,10 +298,10 @@ class Link:
             self._waker.close()
 
     def _loop(self) -> None:
-        next_tick_s = awake_until_s = self.now_s()
+        next_tick_s = awake_until_s = running_time.now_s()
         while not self._stop:
             with self._turn:
-                now_s = self.now_s()
+                now_s = running_time.now_s()
                 if now_s >= next_tick_s:
                     self._session.tick(now_s)
                     self._look_for_sharing()
@@ -324,11 +316,7 @@ class Link:
             if self._inbox or self._unread:
                 continue
             idle_s = max(_TICK_S, self._next_heartbeat_s - now_s) if self._dozes else _TICK_S
-            slept_s = time.monotonic()
             ready = watch.wait(idle_s)
-            late_s = time.monotonic() - slept_s - idle_s
-            if late_s > _STOOD_S:
-                self._stood_s += late_s
             self._waker.clear()
             with self._turn:
                 self._unread |= dict.fromkeys(ready)
@@ -384,7 +372,7 @@ class Link:
         return False
 
     def _pump(self) -> None:
-        now_s = self.now_s()
+        now_s = running_time.now_s()
         if now_s >= self._next_heartbeat_s:
             self._beat(now_s)
         if not self._session.may_send:

@@ -8,6 +8,7 @@ it is over. SIGUSR1 has the process print its waits and the stacks of all of its
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import select
@@ -19,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvmpi.config import Config, client_bounds
+from kvmpi.deadline import running_time
 from kvmpi.trace import on_demand
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _log = logging.getLogger(__name__)
 _MOST_NAMED = 3
 #: How often a reported wait is looked at, to notice its end.
 _LOOK_S = 0.5
+#: How often the thread says that this process runs, at least.
+_TICK_S = 1.0
 _RANKS = re.compile(r"MPI rank (\d+(?:(?:, | to )\d+)*)(?!\d|, \d| to \d| of \d)")
 
 
@@ -215,14 +219,15 @@ def _with_workers(text: str) -> str:
 
 
 def _look_after(asked: int) -> None:
-    """The thread: look at the waits, and listen to SIGUSR1."""
+    """The thread: look at the waits, listen to SIGUSR1, and say that this process runs."""
     watched = Watch(_process.limit_s)
     listens = select.poll()
     if asked >= 0:
         listens.register(asked, select.POLLIN)
     while True:
-        every_s = _LOOK_S if watched.has_told else max(0.05, min(10.0, _process.limit_s / 8)) or 10.0
-        if listens.poll(1000 * every_s if _process.limit_s else None):
+        every_s = _LOOK_S if watched.has_told else max(0.05, min(_TICK_S, (_process.limit_s or math.inf) / 8))
+        running_time.tick(every_s)
+        if listens.poll(1000 * every_s):
             stacks = on_demand.read(asked)
             _say(f"kvmpi: {describe()}\n{stacks}", log=False)
         if _process.limit_s:

@@ -129,8 +129,10 @@ import numpy as np
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
 from kvmpi.ps import PsClient
-from kvmpi.trace import Recorder
-ps = PsClient(Config.from_env(), store=1, mode="async", client=0, num_clients=1, recorder=Recorder())
+from kvmpi.trace import Recorder, stall
+config = Config.from_env()
+stall.begin(config, "worker", 0)
+ps = PsClient(config, store=1, mode="async", client=0, num_clients=1, recorder=Recorder())
 ps.connect(Deadline({TIMEOUT_S}))
 ps.add_keys([("k", (9,), "float32")])
 ps.init("k", np.arange(9, dtype="f4"), Deadline({TIMEOUT_S})).wait()

@@ -24,12 +24,13 @@ SHAPES = {
                         "one_call.py local mpi dist_sync", "sharded.py FOLDER"],
     "-n 1 -c 1 -s 7": [f"sums.py {BOTH}"],
     "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi",
-                        "one_call.py mpi dist_sync_mpi", "repeats.py FOLDER", "sharded.py FOLDER"],
+                        "one_call.py mpi dist_sync_mpi", "repeats.py FOLDER", "sharded.py FOLDER",
+                        "stopped.py FOLDER dist_sync_mpi"],
     "-n 2 -c 2 -s 1": ["empty.py dist_sync_mpi", "lists.py FOLDER dist_sync"],
     "-n 2 -c 2 -s 2": ["averaging.py alone"],
     "-n 3 -c 1 -s 0": ["KVMPI_ALLREDUCE=multi_ring lists.py FOLDER mpi", "one_call.py mpi",
                         "KVMPI_ALLREDUCE=ring repeats.py FOLDER", "KVMPI_NATIVE=off repeats.py FOLDER",
-                        "KVMPI_ALLREDUCE=ring sharded.py FOLDER"],
+                        "KVMPI_ALLREDUCE=ring sharded.py FOLDER", "stopped.py FOLDER mpi"],
     "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync", "bounded.py dist_ssp",
                         "aged.py dist_async dist_ssp"],
     "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi", "repeats.py FOLDER", "sharded.py FOLDER"],
@@ -161,6 +162,11 @@ def test_lists_of_keys(options, program):
 @of("repeats")
 def test_calls_that_are_made_again(options, program):
     assert said(options, program) == [["repeats right"]] * shape(options)[0]
+
+
+@of("stopped")
+def test_workers_that_are_all_stopped_for_longer_than_a_call_may_take_go_on(options, program):
+    assert said(options, program) == [[f"{name} went on" for name in program.split()[2:]]] * shape(options)[0]
 
 
 @of("reduced")
