@@ -11,17 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvmpi.collectives.cost import load
 from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers.summary import counted
-from kvmpi.planner import models
+from kvmpi.planner import memory, models
 from kvmpi.planner.calibrate import from_lines
 from kvmpi.planner.predict import Prediction, predict
 from kvmpi.planner.presets import PRESETS
 from kvmpi.planner.recommend import Recommendation, candidates, describe, recommend
 from kvmpi.planner.spec import ALGORITHMS, MOST, Cluster, Disturbance, Job, ServerFigures, parse_link
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _EXAMPLES = """\
 examples:
@@ -60,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("-s", "--servers", type=int, metavar="S", help="default 1")
     add("--algorithm", default="all", metavar="A,...", help=f"all (default), or some of {', '.join(ALGORITHMS)}")
     add("--interval", type=int, metavar="T", help="steps between exchanges of weights (default 64)")
+    add("--optimizer", default="momentum", choices=[*memory.OPTIMIZERS], help="for memory (default momentum, of SGD)")
     add("--overlap", action="store_true", help="gradients leave during the backward pass (DistributedOptimizer)")
     add("--steps", type=int, default=100, metavar="B", help="of a worker in an epoch (default 100)")
     add = result.add_argument_group("the cluster").add_argument
@@ -136,7 +140,7 @@ def _plan(args: argparse.Namespace) -> int:
         is_seen = console.is_terminal
         shown = track(jobs, "predicting", console=console, transient=True) if is_seen else _told(jobs)
         found = recommend(shown, one)
-        _show(args, title, found.sorted, found)
+        _show(args, title, model.nbytes, found.sorted, found)
         return 0
     clients, servers = 1 if args.clients is None else args.clients, 1 if args.servers is None else args.servers
     jobs, refused = [], []
@@ -149,7 +153,7 @@ def _plan(args: argparse.Namespace) -> int:
             refused.append(error)
     if not jobs or (refused and args.algorithm != "all"):
         raise refused[0]
-    _show(args, title, [one(job) for job in jobs], None)
+    _show(args, title, model.nbytes, [one(job) for job in jobs], None)
     return 0
 
 
@@ -222,12 +226,14 @@ def as_row(of: Prediction) -> dict[str, Any]:
 
 
 def _show(
-    args: argparse.Namespace, title: str, found: Sequence[Prediction], recommended: Recommendation | None
+    args: argparse.Namespace, title: str, nbytes: int, found: Sequence[Prediction], recommended: Recommendation | None
 ) -> None:
+    needs = memory.of(nbytes, args.optimizer, args.workers)
     if args.json:
         for of in found:
             chosen = {} if recommended is None else {"recommended": of is recommended.best}
-            print(json.dumps({**as_row(of), **chosen}))
+            sizes = None if of.sharded_step_s is None else asdict(needs)
+            print(json.dumps({**as_row(of), "memory_bytes": sizes, **chosen}))
         return
     from rich import box
     from rich.console import Console
@@ -257,11 +263,21 @@ def _show(
     if recommended is None:
         for of in found:
             console.print(f"{of.job.algorithm}: {of.reason}{_spread(of)}")
+            _tell_of_shares(console, of, needs, args.optimizer)
     else:
         console.print(
             f"{counted(len(found), 'job')} tried. Recommended: {describe(recommended.best.job)}", style="bold"
         )
         console.print(recommended.reason)
+        _tell_of_shares(console, recommended.best, needs, args.optimizer)
+
+
+def _tell_of_shares(console: Console, of: Prediction, needs: memory.Memory, optimizer: str) -> None:
+    if of.sharded_step_s is not None:
+        console.print(
+            f"{of.job.algorithm} with KVMPI_SHARDED_UPDATE=on: a step of {_seconds(of.sharded_step_s)} s; "
+            f"{needs.verdict(optimizer)}"
+        )
 
 
 def _cells(of: Prediction) -> list[str]:

@@ -40,6 +40,7 @@ class Prediction:
         pushed_bytes: by one client to the servers in a step; as much comes back.
         link_bytes: out of the host of a master that sends most, in a step.
         bottleneck: what takes longest; ``reason`` says why.
+        sharded_step_s: of the same job where each worker updates its share; None where it cannot.
     """
 
     job: Job
@@ -54,6 +55,7 @@ class Prediction:
     link_bytes: float
     bottleneck: str
     reason: str
+    sharded_step_s: float | None = None
 
     @property
     def mean_staleness(self) -> float | None:
@@ -115,6 +117,10 @@ def predict(
     exposed_s = step_s - compute_s
     if exposed_s < 1e-9 * step_s:
         exposed_s = 0.0  # a difference of sums in another order
+    sharded_step_s = None
+    if job.may_shard and not job.sharded:
+        shares = replace(job, sharded=True)
+        sharded_step_s = predict(model, cluster, shares, disturbance, steps=steps, seed=seed, events=events).step_s
     failing = _failing(job, disturbance)
     staleness = _of_all(outcome.staleness, len(places.masters), share)
     bottleneck, reason = _explain(limits, step_s, job, model)
@@ -124,6 +130,7 @@ def predict(
         processor_busy=min(1.0, outcome.processor_busy),
         pushed_bytes=model.nbytes / interval if job.servers else 0.0,
         link_bytes=_link_bytes(course, cluster, job, places, model, interval), bottleneck=bottleneck, reason=reason,
+        sharded_step_s=sharded_step_s,
     )  # fmt: skip
 
 
@@ -154,8 +161,18 @@ def _parts(op: str, nbytes: float, layout: tuple[int, ...], cluster: Cluster) ->
     if len(layout) == 1:
         return seconds, 0.0
     hosts = len(layout)
-    link_bytes = nbytes * (1.0 if op == "broadcast" else 2 * (hosts - 1) / hosts)
+    link_bytes = nbytes * (1.0 if op == "broadcast" else (hosts - 1) / hosts * (2 if op == "allreduce" else 1))
     return max(0.0, seconds - link_bytes / cluster.link_bytes_per_s), link_bytes
+
+
+def _sum_parts(job: Job, nbytes: float, layout: tuple[int, ...], cluster: Cluster) -> tuple[float, float]:
+    """As ``_parts``, of a sum that comes back to all: as it is, or updated in shares, for which two exchanges take the
+    place of one. That the second may be hidden behind the next forward pass counts for nothing: where it was tried, the
+    copies that it takes cost as much."""
+    if not job.sharded:
+        return _parts("allreduce", nbytes, layout, cluster)
+    scattered, gathered = (_parts(op, nbytes, layout, cluster) for op in ("reduce_scatter", "allgather"))
+    return scattered[0] + gathered[0], scattered[1] + gathered[1]
 
 
 def _course(
@@ -168,7 +185,7 @@ def _course(
     most = job.bucket_bytes if local or not job.servers else job.chunk_bytes * job.servers
     most = min(most, model.nbytes // _LEAST_PIECES + 1)
     bucket_bytes = min(job.bucket_bytes, model.nbytes)
-    sums = _parts("allreduce", bucket_bytes, layout, cluster)
+    sums = _sum_parts(job, bucket_bytes, layout, cluster)
     casts = _parts("broadcast", bucket_bytes, layout, cluster)
     at_end = (job.of.averages and not local) or not job.overlap
     pieces = []

@@ -110,6 +110,7 @@ class Job:
     Attributes:
         interval: steps from one exchange of weights to the next, for algorithms that average.
         overlap: gradients leave during the backward pass.
+        sharded: each worker updates its share of the weights (``KVMPI_SHARDED_UPDATE``).
         window_bytes, chunk_bytes, bucket_bytes: as in ``KVMPI_WINDOW_BYTES`` and so on.
     """
 
@@ -119,6 +120,7 @@ class Job:
     servers: int = 0
     interval: int = 64
     overlap: bool = False
+    sharded: bool = False
     window_bytes: int = 4 << 20
     chunk_bytes: int = 2 << 20
     bucket_bytes: int = 8 << 20
@@ -134,10 +136,20 @@ class Job:
                 f"{self.algorithm} in {self.num_clients} clients needs servers (-s N); without any there is mpi-SGD "
                 "with one client"
             )
+        if self.sharded and not self.may_shard:
+            raise ConfigError(
+                f"{self.algorithm} -n {self.workers} -c {self.num_clients} -s {self.servers}: workers "
+                "update shares of the weights where there are several, and no servers"
+            )
 
     @property
     def of(self) -> Algorithm:
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether the workers hold the values, and are several."""
+        return not self.servers and self.workers > 1
 
     @property
     def num_clients(self) -> int:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvmpi import cli
-from kvmpi.planner import command
+from kvmpi.planner import command, memory
 
 JOB = ["--model", "resnet50", "--compute-seconds", "0.5", "-n", "12", "--hosts", "4", "--link", "1gbit"]
 
@@ -54,6 +54,41 @@ def test_json_and_recommendations(capsys: pytest.CaptureFixture[str], monkeypatc
     assert {row["servers"] for row in rows} == {1}
     assert cli.main(["plan", *JOB, "--recommend", "-c", "2", "-s", "2", "--algorithm", "mpi-SGD"]) == 0
     assert "1 job tried. Recommended: mpi-SGD -n 12 -c 2 -s 2" in capsys.readouterr().out
+
+
+#: By how many workers there were on one host: how much more memory (PSS) one's process had after five steps of
+#: ``DistributedOptimizer`` with 80 MB of weights, and those, divided by these; the mean of two workers.
+MEASURED = {
+    (4, "momentum", "gradients"): 3.85, (4, "momentum", "weights"): 6.08, (4, "momentum", "shares"): 4.30,
+    (4, "adam", "gradients"): 5.01, (4, "adam", "weights"): 7.18, (4, "adam", "shares"): 4.21,
+    (2, "adam", "gradients"): 4.73, (2, "adam", "weights"): 7.21, (2, "adam", "shares"): 4.74,
+    (4, "sgd", "shares"): 3.98,
+}  # fmt: skip
+
+
+def test_memory_is_about_what_was_measured() -> None:
+    for (workers, optimizer, way), times in MEASURED.items():
+        found = getattr(memory.of(80_000_000, optimizer, workers), way) / 80e6
+        assert found == pytest.approx(times, rel=0.1), (workers, optimizer, way)
+    few, many = (memory.of(80_000_000, "adam", workers) for workers in (2, 1000))
+    assert (few.gradients, few.weights) == (many.gradients, many.weights)
+    assert few.shares - many.shares == pytest.approx(80e6 * 2 * (1 / 2 - 1 / 1000)), "what is remembered is divided"
+
+
+def test_it_says_when_shares_are_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(options: str) -> str:
+        assert cli.main(["plan", *JOB, "--algorithm", "mpi-SGD", *options.split()]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "worth it only where the store updates anyway" in told("-s 0")
+    assert "worth it where memory is short" in told("-s 0 --optimizer adam")
+    assert "worth it where memory is short" in told("--recommend --optimizer adam --overlap -c 1 -s 0")
+    assert "SHARDED" not in told("-c 2 -s 1")
+    row = json.loads(told("-s 0 --json"))
+    assert row["sharded_step_s"] >= row["step_s"], "two exchanges are no quicker than one"
+    assert row["memory_bytes"]["shares"] < row["memory_bytes"]["weights"]
+    row = json.loads(told("-c 2 -s 1 --json"))
+    assert row["sharded_step_s"] is row["memory_bytes"] is None
 
 
 @pytest.mark.parametrize(("options", "words"), [

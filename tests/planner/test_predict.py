@@ -52,6 +52,20 @@ def test_one_ring(hosts: int) -> None:
     assert least <= found.exposed_s <= 1.03 * least + 2 * hosts * 16 * (128 << 10) / RATE
     assert found.link_bytes == pytest.approx(2 * (hosts - 1) / hosts * NBYTES)
     assert found.bottleneck == "sums inside clients"
+    shares = planned(hosts, Job("mpi-SGD", hosts, 1, 0, sharded=True))
+    assert shares.step_s == found.sharded_step_s == pytest.approx(found.step_s)
+    assert shares.link_bytes == pytest.approx(found.link_bytes), "half of it each way"
+
+
+@pytest.mark.parametrize("workers", [2, 4, 7])
+def test_shares_on_one_host_cost_a_copy(workers: int) -> None:
+    """Each worker sums and copies its share out; then it copies all others' in."""
+    figures = replace(FREE, add_bytes_per_s=1e9, copy_bytes_per_s=2e9)
+    found = planned(1, Job("mpi-SGD", workers, 1, 0), figures=figures)
+    assert found.sharded_step_s is not None
+    copy_s = (workers - 1) / workers * NBYTES / 2e9
+    assert found.exposed_s == pytest.approx((workers - 1) / workers * NBYTES / 1e9 + copy_s, rel=0.01)
+    assert found.sharded_step_s - found.step_s == pytest.approx(copy_s, rel=0.01)
 
 
 def test_one_worker_and_one_server() -> None:
@@ -367,6 +381,8 @@ def test_what_is_tried() -> None:
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: Job("SGD", 4), "known are dist-SGD"), (lambda: Job("dist-SGD", 4), "needs servers"),
     (lambda: Job("mpi-SGD", 4, 5, 1), "every client needs a worker"),
+    (lambda: Job("mpi-SGD", 4, 2, 1, sharded=True), "mpi-SGD -n 4 -c 2 -s 1: workers update shares"),
+    (lambda: Job("mpi-SGD", 1, 1, 0, sharded=True), "where there are several"),
     (lambda: Job("mpi-ESGD", 4, 2, 1, interval=0), "interval is 0"), (lambda: Cluster(hosts=0), "hosts is 0"),
     (lambda: Cluster(latency_s=-1.0), "latency_s is -1"), (lambda: Disturbance(slow_factor=0.5), "1 or more"),
     (lambda: Disturbance(mtbf_s=0), "positive time"), (lambda: ServerFigures(message_s=0), "message_s is 0"),
