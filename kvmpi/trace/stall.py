@@ -224,10 +224,12 @@ def _look_after(asked: int) -> None:
     listens = select.poll()
     if asked >= 0:
         listens.register(asked, select.POLLIN)
+    running_time.tick(_TICK_S)
     while True:
         every_s = _LOOK_S if watched.has_told else max(0.05, min(_TICK_S, (_process.limit_s or math.inf) / 8))
-        running_time.tick(every_s)
-        if listens.poll(1000 * every_s):
+        signals = listens.poll(1000 * every_s)
+        running_time.tick(_TICK_S)  # before waits are looked at, which it makes shorter
+        if signals:
             stacks = on_demand.read(asked)
             _say(f"kvmpi: {describe()}\n{stacks}", log=False)
         if _process.limit_s:
