@@ -73,7 +73,7 @@ class Link:
         self._gatherers: set[int] = set()  # threads that begin several operations
         self._trouble: KVError | None = None  # of a caller that had the turn
         self._joined = False
-        self._next_heartbeat_s = running_time.now_s() + config.beat_s
+        self._next_heartbeat_s = self.now_s() + config.beat_s
         self._epoch = -1
         self._shares = self._is_near = False
         self._large_bytes = 0  # of the largest chunk, if it is larger than one is as a rule
@@ -150,6 +150,10 @@ class Link:
     def waits(self) -> list[stall.Wait]:
         """What is under way."""
         return [wait._replace(since_s=wait.since_s + running_time.stood_s) for wait in self._session.waits()]
+
+    def now_s(self) -> float:
+        """The time on the clock of deadlines."""
+        return running_time.now_s()
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
@@ -298,10 +302,10 @@ class Link:
             self._waker.close()
 
     def _loop(self) -> None:
-        next_tick_s = awake_until_s = running_time.now_s()
+        next_tick_s = awake_until_s = self.now_s()
         while not self._stop:
             with self._turn:
-                now_s = running_time.now_s()
+                now_s = self.now_s()
                 if now_s >= next_tick_s:
                     self._session.tick(now_s)
                     self._look_for_sharing()
@@ -372,7 +376,7 @@ class Link:
         return False
 
     def _pump(self) -> None:
-        now_s = running_time.now_s()
+        now_s = self.now_s()
         if now_s >= self._next_heartbeat_s:
             self._beat(now_s)
         if not self._session.may_send:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvmpi.config import Config
-from kvmpi.deadline import Deadline, running_time
+from kvmpi.deadline import Deadline
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, ProtocolError, rebuild
 from kvmpi.machine import host_name
@@ -345,7 +345,7 @@ class Participant(ABC):
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
         # They end in another thread.
         after = [*after, *[last for others in behind if others for last in [*others][-1:]]]
-        operation = Operation(label, timeout_s, running_time.now_s(), on_done, on_accepted, on_late, after)
+        operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, after)
         for others in behind:
             others.append(operation)
         self._link.submit(operation, asks, priority)
