@@ -279,6 +279,37 @@ def test_of_two_lanes_the_first_is_given_back_before_the_second_begins(engine: E
     assert trace.threads == [me] * 3
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_what_is_ready_on_the_second_lane_does_not_wait_for_the_first(
+    threaded: ThreadedEngine, *, between: bool
+) -> None:
+    """Whom the first lane's operation waits for may wait for the second lane's, of a call before; also if that is set
+    free ``between`` two operations of the first."""
+    trace, value, ran = Trace(), threaded.variable("value"), threading.Event()
+
+    def broadcast() -> None:
+        trace.note("broadcast")
+        ran.set()
+
+    def reduce() -> None:
+        trace.note("reduce")
+        assert ran.wait(TIMEOUT_S)
+
+    with threaded.borrow("reduce", "broadcast"):
+        if between:
+            threaded.push(lambda: None, writes=[value], lane="reduce")
+            threaded.push(broadcast, reads=[value], lane="broadcast")
+            last = threaded.push(reduce, lane="reduce")
+        else:
+            threaded.push(broadcast, lane="broadcast")
+            last = threaded.push(reduce, lane="reduce")
+        assert threaded.run_borrowed()
+        last.wait()
+    threaded.wait_all(TIMEOUT_S)
+    assert sorted(trace.names) == ["broadcast", "reduce"]
+    assert threading.get_ident() == trace.threads[trace.names.index("reduce")]
+
+
 def test_what_others_make_ready_wakes_their_thread_though_the_lane_is_wanted(threaded: ThreadedEngine) -> None:
     """Else an operation that this thread waits for could wait for one that only this thread would run."""
     trace, me = Trace(), threading.get_ident()
