@@ -607,10 +607,13 @@ class Slot:
         return 0, list(kept), list(kept.values())
 
     def restore(self, updates: int, arrays: dict[str, Buffer]) -> None:
-        """The inverse of ``dump``; a value is only replaced if it is there."""
+        """The inverse of ``dump``; a value is only replaced if it is there, and with it what pushes have made of it:
+        those that are gathered, too."""
         if "value" in arrays:
             np.copyto(self.own_value(), arrays["value"])
             self.master = None
+            if self.gathered:
+                self.pushes, self.gathered, self.accumulator = self.pushes + self.gathered, 0, None
         if "master" in arrays:
             self.master = arrays["master"].copy()
         self.state = {name: array.copy() for name, array in arrays.items() if name not in ("value", "master")}

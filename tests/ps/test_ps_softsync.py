@@ -162,6 +162,22 @@ def test_a_rule_that_fails_is_told_to_who_has_pushed_last() -> None:
     assert machine.slot("k").rounds == 1
 
 
+@pytest.mark.parametrize("names", [["value"], []])
+def test_pushes_that_wait_are_over_with_the_value_that_they_were_for(names: list[str]) -> None:
+    """As all before them are where another value is put in its place; not where none is, as with a rule's state."""
+    machine = Gathering(1, 3)
+    for client in (0, 1):
+        machine.go(client)
+    other = whole_numbers(COUNT, 9)
+    assert machine.ok(machine.send(0, m.PutState, "k", 0, 0, names, payloads=[other for _ in names]))
+    machine.sum = other.astype("f8") if names else machine.sum
+    for _ in range(3 if names else 1):
+        machine.go(2)
+    np.testing.assert_array_equal(machine.now(), machine.sum)
+    assert (machine.slot("k").gathered, machine.slot("k").rounds) == (0, 1)
+    assert machine.slot("k").pushes == sum(machine.steps)
+
+
 def test_what_a_push_has_met_cannot_be_asked_for() -> None:
     machine = Gathering(1, 2, optim.Elastic(alpha=0.5))
     error = machine.error(machine.go(0))
