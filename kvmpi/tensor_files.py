@@ -20,7 +20,7 @@ BLOCK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {
     "float16": "F16", "float32": "F32", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32",
-    "int64": "I64", "uint8": "U8", "uint16": "U16",
+    "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32",
 }  # fmt: skip
 
 

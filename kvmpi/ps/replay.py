@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
 from kvmpi.arrays import DTYPES
@@ -17,7 +16,7 @@ from kvmpi.ps import codec, requests
 from kvmpi.ps.membership import Membership
 from kvmpi.ps.order import Span
 from kvmpi.ps.rounds import is_of_this_server
-from kvmpi.ps.row_chunks import WIRE_ID, frames
+from kvmpi.ps.row_chunks import WIRE_ID
 from kvmpi.ps.rulebook import in_force, rule_change
 from kvmpi.ps.shard import Shard
 from kvmpi.ps.slot import Slot
@@ -121,10 +120,8 @@ def dump(shard: Shard) -> list[Record]:
             names, arrays = [*names, slot.OLD_VALUE], [*arrays, slot.met.copy()]
         if slot.touched is not None:
             names, arrays = [*names, slot.TOUCHED], [*arrays, slot.touched.copy()]
-        if slot.gathered and slot.accumulator is not None:
-            whole = isinstance(slot.accumulator, np.ndarray)
-            names = [*names, *([] if whole else [slot.GATHERED_ROWS]), slot.GATHERED]
-            arrays = [*arrays, *(frame.copy() for frame in frames(slot.accumulator))]
+        names_gathered, arrays_gathered = slot.dump_gathered()
+        names, arrays = [*names, *names_gathered], [*arrays, *arrays_gathered]
         layout = shard.layouts[slot.key]
         steps = {client: slot.lasting_steps(client) for client in sorted(slot.steps.keys() - slot.entering.keys())}
         records.append((
@@ -204,8 +201,8 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     for (client, version), payload in zip(entry.met.items(), payloads[len(entry.names) :], strict=True):
         slot.met_by[client] = version, as_array(payload, DTYPES[slot.dtype]).copy()
     met, touched = arrays.pop(Slot.OLD_VALUE, None), arrays.pop(Slot.TOUCHED, None)
-    rows, gathered = arrays.pop(Slot.GATHERED_ROWS, None), arrays.pop(Slot.GATHERED, None)
     del arrays["value"]  # it is there
+    slot.restore_gathered(entry.gathered, arrays)
     slot.restore(entry.updates, arrays)
     slot.met = None if met is None else met.copy()
     slot.touched = None if touched is None else touched.copy()
@@ -214,9 +211,6 @@ def _restore_slot(shard: Shard, entry: entries.SlotState, payloads: list[memoryv
     slot.steps, slot.entering, slot.bases = dict(entry.steps), dict(entry.entering), dict(entry.bases)
     slot.marks = {client: Mark(*mark) for client, mark in entry.marks.items()}
     slot.latest = entry.latest
-    slot.gathered, slot.pushes = entry.gathered, entry.pushes
-    if gathered is not None:
-        dtype, values = host.ACCUMULATE[slot.dtype], gathered.copy()
-        slot.add(values if rows is None else Rows(rows, values.reshape(rows.size, slot.width)), dtype)
+    slot.pushes = entry.pushes
     slot.rules.clear()
     slot.rules.extend(rule_change(change) for change in entry.rules)

@@ -156,6 +156,8 @@ class Shard:
     def inherit(self, other: Shard) -> None:
         """Take over what ``other``, which is untouched, has of the same store."""
         self.slots, self.layouts, self.saved = other.slots, other.layouts, other.saved
+        for slot in self.slots.values() if not self.discipline.gathers else ():
+            slot.drop_gathered()
         self.rulebook.restore(other.rulebook.dump())
 
     def lose(self, client: int, why: str, incarnation: int | None = None) -> list[Reply]:
@@ -193,7 +195,7 @@ class Shard:
             self.singles.settle(slot)
 
     def progress(self, slot: Slot) -> int:
-        """How many rounds a chunk has seen; without rounds, how many pushes."""
+        """How many rounds a chunk has seen in this job; without rounds, how many pushes."""
         return slot.pushes if self.discipline.gathers else slot.rounds
 
     def _return(self, client: int) -> int:

@@ -21,6 +21,7 @@ from kvmpi.kernels import rows as by_rows
 from kvmpi.kernels.rows import Rows
 from kvmpi.ps.order import UNSAID, Span, common
 from kvmpi.ps.reply import name_and_text
+from kvmpi.ps.row_chunks import frames
 from kvmpi.ps.standing import Standing
 from kvmpi.ps.steps import Mark
 from kvmpi.wire import LEND_FROM_BYTES, entries
@@ -162,7 +163,7 @@ class Slot:
         self.one_mark = False
         self.accumulator: Buffer | Rows | None = None
         self._spare: Buffer | None = None
-        # Where pushes are gathered without rounds: how many the accumulator has, and how many the value.
+        # Where pushes are gathered without rounds: how many the accumulator has, and how many have come in this job.
         self.gathered = self.pushes = 0
         self._adopted = False  # the accumulator came with a message, and so will the next: none need be kept for it
         # What became of the last round: the error if it had no effect, the old value if that is the answer, the rows
@@ -303,13 +304,12 @@ class Slot:
         elif keep and not isinstance(wire, Rows) and _can_adopt(wire):
             wire = self._copy(wire)  # which may be taken over
         self.add(wire, wire_dtype)
-        self.gathered += 1
+        self.gathered, self.pushes = self.gathered + 1, self.pushes + 1
 
     def apply_gathered(self) -> None:
         """Make an update of what is gathered. If the rule raises, it is dropped, and nothing has changed."""
         count, self.gathered = self.gathered, 0
         self.close_round(count)
-        self.pushes += count
         self.met = self.touched = None  # as in apply_alone
 
     def _aged(self, wire: Buffer | Rows, wire_dtype: str, age: int) -> Buffer | Rows:
@@ -606,14 +606,34 @@ class Slot:
         kept = {name: array for name, array in zip(names, arrays, strict=True) if name not in self.state}
         return 0, list(kept), list(kept.values())
 
+    def dump_gathered(self) -> tuple[list[str], list[Buffer]]:
+        """Names and arrays of what is gathered."""
+        if not self.gathered or self.accumulator is None:
+            return [], []
+        names = [self.GATHERED_ROWS, self.GATHERED] if isinstance(self.accumulator, Rows) else [self.GATHERED]
+        return names, [frame.copy() for frame in frames(self.accumulator)]
+
+    def restore_gathered(self, count: int, arrays: dict[str, Buffer]) -> None:
+        """The inverse of ``dump_gathered``, which takes its arrays out of others."""
+        ids, values = arrays.pop(self.GATHERED_ROWS, None), arrays.pop(self.GATHERED, None)
+        self.gathered = count
+        if values is not None:
+            values = values.copy()
+            total = values if ids is None else Rows(ids, values.reshape(ids.size, self.width))
+            self.add(total, host.ACCUMULATE[self.dtype])
+
+    def drop_gathered(self) -> None:
+        """What is gathered will be in no update."""
+        if self.gathered:
+            self.gathered, self.accumulator = 0, None
+
     def restore(self, updates: int, arrays: dict[str, Buffer]) -> None:
         """The inverse of ``dump``; a value is only replaced if it is there, and with it what pushes have made of it:
         those that are gathered, too."""
         if "value" in arrays:
             np.copyto(self.own_value(), arrays["value"])
             self.master = None
-            if self.gathered:
-                self.pushes, self.gathered, self.accumulator = self.pushes + self.gathered, 0, None
+            self.drop_gathered()
         if "master" in arrays:
             self.master = arrays["master"].copy()
         self.state = {name: array.copy() for name, array in arrays.items() if name not in ("value", "master")}

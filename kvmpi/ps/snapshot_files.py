@@ -62,7 +62,7 @@ def write_part(directory: str, number: int, part: int, copy: PartCopy) -> m.Part
             tensors.update({f"{store}/{i}/{name}": array for name, array in chunk.arrays.items()})
             chunks.append([
                 chunk.key, chunk.chunk, chunk.num_chunks, chunk.count, chunk.shape, chunk.dtype, chunk.updates,
-                chunk.generation, _packed(chunk.rule), list(chunk.arrays), chunk.by_rows,
+                chunk.generation, _packed(chunk.rule), list(chunk.arrays), chunk.by_rows, chunk.gathered,
             ])  # fmt: skip
         stores.append([store, saved.mode, saved.num_clients, saved.step, _packed(saved.rule), chunks])
     manifest = {"format": _FORMAT, "number": number, "part": part, "stores": stores}
@@ -92,21 +92,22 @@ def read_part(directory: str, number: int, part: int) -> PartCopy:
             stores: PartCopy = {}
             for store, mode, num_clients, step, rule, chunks in _manifest_of(file)["stores"]:
                 saved = stores[store] = StoreCopy(mode, num_clients, step, entries.RuleInForce(*rule))
-                for i, (*layout, updates, generation, rule, names, by_rows) in enumerate(map(_complete, chunks)):
+                for i, (*layout, updates, generation, rule, names, by_rows, gathered) in enumerate(
+                    map(_complete, chunks)
+                ):
                     key, chunk, num, count, shape, dtype = layout
                     arrays = {name: file.get_tensor(f"{store}/{i}/{name}") for name in names}
                     in_force = entries.RuleInForce(*rule)
-                    saved.chunks.append(
-                        ChunkCopy(key, chunk, num, count, shape, dtype, updates, generation, in_force, arrays, by_rows)
-                    )
+                    how = updates, generation, in_force, arrays, by_rows, gathered
+                    saved.chunks.append(ChunkCopy(key, chunk, num, count, shape, dtype, *how))
             return stores
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(number, path, error) from error
 
 
 def _complete(chunk: list[Any]) -> list[Any]:
-    """What files of before have not: that the last round of a chunk was of rows."""
-    return [*chunk, False][:11]
+    """With what files of before have not: that the last round of a chunk was of rows, and how many pushes wait."""
+    return [*chunk, *[False, 0][len(chunk) - 10 :]]
 
 
 def read_keys(directory: str, number: int, num_parts: int) -> dict[int, frozenset[Key]]:

@@ -10,7 +10,7 @@ to wait for anybody. A chunk is copied
 
 Chunks of asynchronous stores are copied when their server begins. Their step is the number of pushes in them divided by
 their clients; it counts only on servers that have nothing of a synchronous store. Pushes that wait for others, to be an
-update together, are not in it.
+update together, are copied as they wait.
 
 A server begins a snapshot when one of its chunks comes to a multiple of ``KVMPI_SNAPSHOT_EVERY``, or is about to go
 beyond, or when the scheduler says so: because another server has begun, or because ``KVMPI_SNAPSHOT_SECONDS`` are over.
@@ -54,7 +54,8 @@ _MANY_UNCLEAR = 3
 
 
 class ChunkCopy(msgspec.Struct):
-    """All that lasts of a chunk. ``by_rows``: its last round was of rows."""
+    """All that lasts of a chunk. ``by_rows``: its last round was of rows. ``gathered``: how many pushes wait to be an
+    update together; ``arrays`` have their sum."""
 
     key: Key
     chunk: int
@@ -67,6 +68,7 @@ class ChunkCopy(msgspec.Struct):
     rule: entries.RuleInForce
     arrays: dict[str, Buffer]
     by_rows: bool = False
+    gathered: int = 0
 
 
 class StoreCopy(msgspec.Struct):
@@ -85,10 +87,12 @@ PartCopy = dict[int, StoreCopy]
 def copy_chunk(shard: Shard, slot: Slot, rule: RuleChange) -> ChunkCopy:
     """Copy a chunk as it is after its last round; what is in the open one its clients will push again."""
     names, arrays = slot.dump()
+    names_gathered, arrays_gathered = slot.dump_gathered()
+    named = dict(zip([*names, *names_gathered], [*arrays, *arrays_gathered], strict=True))
     layout = shard.layouts[slot.key]
     return ChunkCopy(
         slot.key, slot.chunk, layout.num_chunks, slot.count, list(layout.shape), slot.dtype, slot.updates,
-        slot.generation, in_force(rule), dict(zip(names, arrays, strict=True)), slot.touched is not None,
+        slot.generation, in_force(rule), named, slot.touched is not None, slot.gathered,
     )  # fmt: skip
 
 
@@ -117,6 +121,7 @@ def restore(shard: Shard, saved: StoreCopy, keys: frozenset[Key]) -> None:
         slot = shard.create(layout, arrays.pop("value"))
         change = rule_change(copy.rule)
         slot.change_rule(RuleChange(0, change.generation, change.rule))
+        slot.restore_gathered(copy.gathered, arrays)
         slot.restore(copy.updates, arrays)
         slot.generation = copy.generation
         # Which rows they were nobody asks any more, as the clients of that round are gone.

@@ -224,8 +224,8 @@ class SlotState(_Entry, tag="slot"):
     are. ``met``: clients whose last push was answered with the value that it met, and the version of each: one more
     payload for each, after those with names. ``bases``: clients that have begun anew, and after how many pushes they
     were taken to be then. ``gathered``: how many pushes wait to be an update together: "gathered" is their sum, and
-    "gathered_rows" are the numbers of its rows, if these are not all. ``pushes``: where they do, how many the value
-    has."""
+    "gathered_rows" are the numbers of its rows, if these are not all. ``pushes``: where they do, how many have come
+    in this job."""
 
     key: Key
     chunk: int

@@ -245,8 +245,7 @@ class Oracle:
         """A server has begun to copy, which without rounds means that it has copied, or has written its parts."""
         if news.stage == "begun":
             self._copied[server, news.number] = {
-                pair: (max(0, done.bit_count() - self._slack), self._begun[pair].bit_count())
-                for pair, done in self._done.items()
+                pair: (done.bit_count(), self._begun[pair].bit_count()) for pair, done in self._done.items()
             }
         elif news.stage == "written":
             parts = self._written.setdefault(news.number, {})
@@ -411,7 +410,8 @@ class Oracle:
                     raise Violation(f"{where}: {digits} pushes, {expected} expected: {self._slack} of them may wait")
         if self._sync or stale:
             return
-        if any(sum(digits) < self._resumed_step * self.num_clients for digits in elements.values()):
+        fewest = self._resumed_step * self.num_clients - self._slack
+        if any(sum(digits) < fewest for digits in elements.values()):
             raise Violation(f"{where}: {elements} pushes, fewer than in the {self._resumed_step} steps before")
         seen = self._seen.setdefault((client, key), {})
         if any(_is_less(digits, seen.get(element, digits)) for element, digits in elements.items()):
@@ -548,7 +548,7 @@ class Oracle:
 
 def _progress(slot: Slot) -> int:
     """Grows with every round, and with every push that is gathered."""
-    return slot.rounds + slot.pushes + slot.gathered
+    return slot.rounds + slot.pushes
 
 
 def _bits(first: int, last: int) -> int:

@@ -107,7 +107,8 @@ class Plan:
         self.meets, self.meets_again = (mode == "sync" or finds) and meets.random() < 0.6, meets.random() < 0.4
         self.anew = mode == "async" and not finds and random.Random(f"{seed} anew").random() < 0.5
         saves = random.Random(f"{seed} saves")
-        may_save = self.meets and policy != "wait" and saves.random() < 0.8
+        # What waits to be an update is over when a value is put back, so that would not be what was there.
+        may_save = self.meets and policy != "wait" and not gathers and saves.random() < 0.8
         self.saves = {step for step in (0, *range(1, steps, 2)) if may_save and saves.random() < 0.5}
 
     def _choose_seldom(self, writes: bool) -> tuple[dict[Any, tuple[int, int]], list[list[Any]]]:

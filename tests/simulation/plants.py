@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmpi.errors import KVError
-from kvmpi.ps import barriers, consistency, exchanges, part, replay, rounds, shard, snapshot_book
+from kvmpi.ps import barriers, consistency, exchanges, part, replay, rounds, shard, snapshot_book, snapshots
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.barriers import Barriers
 from kvmpi.ps.client import PsClient
@@ -465,6 +465,20 @@ def _copies_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_restore_slot", restore)
 
 
+def _forgets_what_waits_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if pushes that are gathered were in no snapshot."""
+    real = snapshots.copy_chunk
+
+    def copy_chunk(*arguments: Any) -> snapshots.ChunkCopy:
+        copy = real(*arguments)
+        for name in (Slot.GATHERED, Slot.GATHERED_ROWS):
+            copy.arrays.pop(name, None)
+        copy.gathered = 0
+        return copy
+
+    monkeypatch.setattr(snapshots, "copy_chunk", copy_chunk)
+
+
 def _gathers_by_all_clients_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """On servers that follow: as if none had gone."""
     real = replay.apply
@@ -537,6 +551,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "rows of others": (_answers_a_repetition_with_its_own_rows, "is not told of rows"),
     "other rows": (_reads_the_first_rows, "pushes of client|who knew of"),
     "too many gathered": (_gathers_too_many, "may"),
+    "snapshot without what waits": (_forgets_what_waits_with_the_job, "must be there"),
     "copy without what waits": (_copies_nothing_that_waits, "other bits|must be there"),
     "clients that are gone gathered for": (_gathers_by_all_clients_that_there_were, "other bits"),
     "gathered twice": (_keeps_what_is_in_an_update, "were begun"),

@@ -93,7 +93,7 @@ FOUND_BY = {
     "copy without who has entered": 19, "rows of others": 217, "late beside others": 79, "waiting for who is lost": 109,
     "begun too far behind": 111, "copy of a newer push": 17,
     "too many gathered": 38, "copy without what waits": 170, "clients that are gone gathered for": 53,
-    "gathered twice": 38,
+    "gathered twice": 38, "snapshot without what waits": 407,
 }  # fmt: skip
 
 
