@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import random_arrays
 from random_arrays import Array
-from random_model import Flat, Key, Model, Rows, Saved, data
+from random_model import Flat, Floor, Key, Model, Rows, Saved, data
 from random_programs import Program
 
 import kvmpi
@@ -37,8 +37,6 @@ class Caller:
         self.files: dict[str, Saved] = {}
         self.inner: Any = None
         self.joined = False
-        self.seen: dict[Any, Flat] = {}
-        self.least: dict[Any, Flat] = {}
         self.make_store()
 
     def make_store(self) -> None:
@@ -48,12 +46,19 @@ class Caller:
         clients: list[Any] = list(self.job)
         if name == "local":
             clients = [[self.me]]
-        elif name in ("dist_sync", "dist_async"):
+        elif name.startswith("dist_") and not name.endswith("_mpi"):
             clients = [[rank] for rank in ranks]
-        self.model = Model(clients, exact="async" not in name or len(clients) == 1)
+        self.seen: dict[Any, Flat] = {}
+        self.floors: dict[Any, Floor] = {}
+        self.model = Model(clients, exact=not self.program.loose or len(clients) == 1)
         self.place = next(i for i, client in enumerate(clients) if self.me in client)
         self.replicated = self.kv.is_capable("view")
         assert (self.kv.num_workers, self.kv.num_clients) == (len(self.model.ranks), len(clients))
+        self.ahead = self.program.settings.get("staleness")
+        self.of_update = len(clients) if name.startswith("dist_sync") else 1
+        if "softsync" in name:
+            self.of_update = max(1, len(clients) // self.program.settings["softsync"])
+        assert self.kv.pushes_per_update == self.of_update
 
     def rng(self, *where: object) -> random.Random:
         return random.Random(repr((self.program.seed, *where)))
@@ -128,36 +133,40 @@ class Caller:
         }
 
     def note_push(self, name: Any, given: Given, new: Key) -> None:
-        """The model goes on; in an asynchronous store with others, what this client has pushed is there at least."""
-        if not self.model.exact:
-            old = self.least.get(name, self.model.keys[name].value)
-            own = np.zeros(new.count)
-            for rank in self.mine:
-                for vector in given.get(rank, ()):
-                    if not isinstance(vector, Rows):
-                        own += vector
-                    elif new.width:
-                        np.add.at(own.reshape(-1, new.width), vector.ids, vector.values)
-            self.least[name] = old + own
+        """The model goes on; without rounds, some of what clients have pushed is there at least."""
+        for place, client in enumerate(self.model.clients) if not self.model.exact else ():
+            pushed = self.model.contribution(name, given, client)
+            if pushed is not None:
+                self.floor(name).push(place, pushed)
         self.model.keys[name] = new
+
+    def floor(self, name: Any) -> Floor:
+        """What is in a key at least, for this client."""
+        if name not in self.floors:
+            key, clients = self.model.keys[name], len(self.model.clients)
+            least = key.value if key.least is None else key.least
+            self.floors[name] = Floor(least, clients, self.place, ahead=self.ahead, size=self.of_update)
+        return self.floors[name]
 
     def settled(self) -> None:
         """All workers have met: nobody has seen more than there is."""
         for name, seen in self.seen.items():
             assert (seen <= self.model.keys[name].value).all(), f"key {name!r}: a pull has had too much"
         self.seen.clear()
-        self.least.clear()
+        for floor in self.floors.values():
+            floor.meet()
 
-    def forget_values(self) -> None:
+    def forget_values(self, names: Iterable[Any]) -> None:
         """Others are in their place. What was pulled before may be waited for, and checked, later."""
         self.seen = {}
-        self.least.clear()
+        for name in names:
+            self.floors.pop(name, None)
 
     def expected(self, name: Any, met: Flat | None = None) -> tuple[Any, ...]:
         key = self.model.keys[name]
         if self.model.exact:
             return name, "is", (key.value if met is None else met), key.tolerance
-        return name, "at least", self.least.get(name, key.value), self.seen
+        return name, "at least", self.floor(name).least(), self.seen
 
     def check(self, found: Flat, expected: tuple[Any, ...], what: str, part: Any = slice(None)) -> None:
         name, relation, value, tolerance_or_seen = expected

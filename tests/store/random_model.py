@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +62,11 @@ class Key:
     value: Flat
     momentum: Flat | None = None
     tolerance: float = 0.0  # of what has been averaged over three
+    least: Flat | None = None  # what was there before the pushes of this store, where the value may have had more
 
     def copy(self) -> Key:
         momentum = None if self.momentum is None else self.momentum.copy()
-        return Key(self.shape, self.dtype, self.value.copy(), momentum, self.tolerance)
+        return Key(self.shape, self.dtype, self.value.copy(), momentum, self.tolerance, self.least)
 
     @property
     def count(self) -> int:
@@ -82,6 +84,54 @@ class Saved:
     keys: dict[Any, Key]
     rule: Rule | None
     with_values: bool
+
+
+class Floor:
+    """What one client finds in a key at least, where pushes are added without rounds and nothing that is pushed is
+    negative: all that it has pushed, and what it knows of others, but for those pushes that may not be an update yet.
+
+    Args:
+        value: of the key, when nobody has pushed it yet.
+        me: the client.
+        ahead: by how many pushes it may be ahead of others where it reads; None: by any number.
+        size: pushes that are an update together, whoever they are from.
+    """
+
+    def __init__(self, value: Flat, num_clients: int, me: int, *, ahead: int | None, size: int) -> None:
+        self._value, self._me, self._ahead, self._size = value.astype(np.float64), me, ahead, size
+        self._pushes = [0] * num_clients
+        # By client, oldest first: the last ones that it knows of, and others that it need not know of.
+        self._known: list[deque[Flat]] = [deque() for _ in range(num_clients)]
+        self._unknown: list[deque[Flat]] = [deque() for _ in range(num_clients)]
+        self._waiting = 0
+
+    def push(self, client: int, numbers: Flat) -> None:
+        self._pushes[client] += 1
+        self._unknown[client].append(numbers)
+        self._waiting = self._size - 1
+        near = 0 if self._ahead is None else self._pushes[self._me] - self._ahead
+        for other, pushes in enumerate(self._pushes):
+            self._know(other, pushes if other == self._me else near)
+
+    def meet(self) -> None:
+        """All clients have: each knows what the others have pushed, and how many of all pushes wait."""
+        for client, pushes in enumerate(self._pushes):
+            self._know(client, pushes)
+        self._waiting = sum(self._pushes) % self._size
+
+    def _know(self, client: int, pushes: int) -> None:
+        """So many of a client's pushes are there, of which only the last ones can wait."""
+        known, unknown = self._known[client], self._unknown[client]
+        while unknown and self._pushes[client] - len(unknown) < pushes:
+            known.append(unknown.popleft())
+        while len(known) >= self._size:
+            self._value += known.popleft()
+
+    def least(self) -> Flat:
+        known = [numbers for of_client in self._known for numbers in of_client]
+        if len(known) <= self._waiting:
+            return self._value.copy()
+        return self._value + np.sort(np.stack(known), axis=0)[: len(known) - self._waiting].sum(axis=0)
 
 
 @dataclass
@@ -121,6 +171,16 @@ class Model:
         if not self.exact:
             return key.dtype in ("float32", "float64", "int32", "int64")
         return is_float(key.dtype) or rule.kind in ("test", "updater")
+
+    def contribution(self, name: Any, given: Mapping[int, Sequence[Given]], client: Sequence[int]) -> Flat | None:
+        """The sum of what a client's workers push to a key; None if none of them does."""
+        key, found = self.keys[name], np.zeros(self.keys[name].count, np.int32)
+        for vector in (vector for rank in client for vector in given.get(rank, ())):
+            if not isinstance(vector, Rows):
+                found += vector
+            elif key.width:
+                np.add.at(found.reshape(-1, key.width), vector.ids, vector.values)
+        return found if any(rank in given for rank in client) else None
 
     def pushed(self, name: Any, given: Mapping[int, Sequence[Given]]) -> Key | None:
         """The key after a push of these vectors by these ranks; None if it would not be exact. Changes nothing."""
@@ -203,5 +263,5 @@ class Model:
         for name, key in saved.keys.items():
             mine = self.keys.setdefault(name, Key(key.shape, key.dtype, key.value.copy()))
             if with_values:
-                mine.value, mine.tolerance = key.value.copy(), key.tolerance
+                mine.value, mine.tolerance, mine.least = key.value.copy(), key.tolerance, key.least
             mine.momentum = None if key.momentum is None else key.momentum.copy()

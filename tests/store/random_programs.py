@@ -31,6 +31,10 @@ SHAPES_OF_KEYS: list[tuple[int, ...]] = [
 LARGE: list[tuple[int, ...]] = [(600_001,), (1001, 1100), (1_500_000,)]
 DTYPES = ["float32", "float32", "float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8"]
 ALGORITHMS = ["auto", "auto", "shared", "ring", "multi_ring", "hierarchical", "host_ring", "mpi", "naive"]
+#: Modes of stores without rounds, and what of each differs between programs.
+LOOSE: dict[str, dict[str, list[int]]] = {
+    "async": {}, "ssp": {"staleness": [0, 1, 1, 3]}, "softsync": {"softsync": [1, 1, 2]},
+}  # fmt: skip
 #: Rules whose results are whole numbers, or means. "" is none, at the beginning only.
 RULES = [("test", -1.0, 0.0, 0.0), ("test", 2.0, 0.0, 0.0), ("sgd", 1.0, 0.0, 0.0), ("sgd", 1.0, 1.0, 0.0),
          ("sgd", 2.0, 0.0, 1.0), ("elastic", 0.5, 0.0, 0.0), ("outer", 1.0, 0.0, 0.0),
@@ -52,6 +56,11 @@ class Program:
     settings: dict[str, Any]
     strings: bool
     steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def loose(self) -> bool:
+        """Whether its store has no rounds."""
+        return any(mode in self.store for mode in LOOSE)
 
 
 def job_of(seed: int) -> tuple[str, dict[str, Any]]:
@@ -100,6 +109,11 @@ def program(seed: int, shape: str) -> Program:
     if random.Random(f"shares {seed}").random() < 0.4:
         settings["sharded_update"] = "on"
     found = Program(seed, rng.choice(store_types(shape)), settings, rng.random() < 0.5)
+    if "async" in found.store:
+        loose = random.Random(f"loose {seed}")
+        mode = loose.choice(["async", "ssp", "softsync"])
+        found.store = found.store.replace("async", mode)
+        settings |= {name: loose.choice(values) for name, values in LOOSE[mode].items()}
     names = [f"key {i} ä" if found.strings else 7 * (i * 5 % 11) - 9 for i in range(11)]
     new = names[: rng.choice([1, 2, 4, 8])]
     used: list[Any] = []
@@ -114,7 +128,7 @@ def program(seed: int, shape: str) -> Program:
         return {"kind": rng.choice(["init", "init", "broadcast"]), "keys": described}
 
     steps = found.steps
-    if "async" in found.store or rng.random() < 0.2:
+    if found.loose or rng.random() < 0.2:
         steps.append({"kind": "rule", "rule": rng.choice(RULES)})
     steps.append(make(new))
     for _ in range(rng.choice([5, 10, 20])):
