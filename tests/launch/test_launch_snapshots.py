@@ -89,6 +89,22 @@ def test_snapshots_by_time_of_an_asynchronous_store(launch: Launch, tmp_path: Pa
     assert 0 < steps[0] <= newest  # of each client; the number counts the updates of both
 
 
+def test_pushes_that_wait_for_others_do_so_in_the_resumed_job(launch: Launch, tmp_path: Path) -> None:
+    snapshots, shape = tmp_path / "snapshots", ["-n", "2", "-c", "2", "-s", "1"]
+    program = str(Path(__file__).parent / "programs" / "waiting.py")
+    job = launch(
+        *shape, "--snapshot-dir", "snapshots", "--snapshot-seconds", "0.2", program,
+        env={"KVMPI_HEARTBEAT_S": "0.1"}, whole=True,
+    )  # fmt: skip
+    wait_for(lambda: len([*tmp_path.glob("there-*")]) == 2, "the push that waits")
+    begun = max(complete(snapshots), default=0)
+    wait_for(lambda: len([number for number in complete(snapshots) if number > begun]) == 2, "two snapshots of it")
+    kill_all(job)
+    job = launch(*shape, "--resume", "snapshots", program, whole=True)
+    assert job.finish(60.0) == 0, job.stderr
+    assert job.stdout.count("right") == 2
+
+
 def test_a_resume_that_cannot_be(launch: Launch, tmp_path: Path) -> None:
     job = launch("-s", "1", "--resume", "nothing", STEPS, "out", "1", "adam", "dist_sync", whole=True)
     assert job.finish(60.0) == 1
