@@ -96,6 +96,10 @@ class OrderedLane(ThreadLane):
             return self._queue.popleft()
         return None
 
+    def has_before(self, op: Operation) -> bool:
+        """Whether the lane has something that was pushed before ``op``."""
+        return bool(self._queue) and self._queue[0].seq < op.seq
+
     def clear(self) -> None:
         self._queue.clear()
 

@@ -365,8 +365,8 @@ class ThreadedEngine(Engine):
     def _run_lane(self, loan: _Loan, lane: OrderedLane, op: Operation | None) -> None:
         """Run what is ready on the first lane that the thread has, until ``op`` is done; else give the lane back.
 
-        While this thread may wait for other processes on a lane, it must have nothing to do on others: what is ready
-        there, of a call before, may be what those processes wait for.
+        While this thread may wait for other processes on a lane, it must have nothing to do on those before it, and
+        nothing older on others: that may be what those processes wait for before they come to this one.
         """
         loan.first = loan.lanes.index(lane)
         interrupt: Failure | None = None
@@ -375,10 +375,11 @@ class ThreadedEngine(Engine):
             while interrupt is None and (op is None or not op._done):
                 with self._lock:
                     found = lane.take() if lane.borrower is loan else None
+                    older = [] if found is None else [other for other in loan.held if other.has_before(found)]
                 if found is None:
                     break
-                if others := [other for other in loan.held if other is not lane]:
-                    self._give_back(loan, others)
+                if older:
+                    self._give_back(loan, older)
                 failure = self._run_inline(found)
                 if failure is not None and found is not op and not isinstance(failure.error, Exception):
                     interrupt = failure  # Ctrl-C: it must not wait until whoever waits for that operation hears of it

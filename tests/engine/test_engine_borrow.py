@@ -310,6 +310,19 @@ def test_what_is_ready_on_the_second_lane_does_not_wait_for_the_first(
     assert threading.get_ident() == trace.threads[trace.names.index("reduce")]
 
 
+def test_what_was_pushed_later_on_the_second_lane_waits_for_the_first(threaded: ThreadedEngine) -> None:
+    """Nobody comes to that before what was pushed before it, and no thread need be woken for it."""
+    trace, me, value = Trace(), threading.get_ident(), threaded.variable("value")
+    with threaded.borrow("reduce", "broadcast"):
+        threaded.push(lambda: None, writes=[value], lane="reduce")
+        threaded.push(lambda: trace.note("reduce"), reads=[value], lane="reduce")
+        last = threaded.push(lambda: trace.note("broadcast"), reads=[value], lane="broadcast")
+        last.wait()
+    threaded.wait_all(TIMEOUT_S)
+    assert trace.names == ["reduce", "broadcast"]
+    assert trace.threads == [me] * 2
+
+
 def test_what_others_make_ready_wakes_their_thread_though_the_lane_is_wanted(threaded: ThreadedEngine) -> None:
     """Else an operation that this thread waits for could wait for one that only this thread would run."""
     trace, me = Trace(), threading.get_ident()
