@@ -24,6 +24,8 @@ class Meetings:
         self._come: dict[int, Meeting] = {}
         # Who was away when a client was let go, by client: it may hear of that when others are back.
         self._without: dict[int, set[int]] = {}
+        # Whom somebody has passed a barrier without: it is over, and nobody who is back waits there for one who is.
+        self._passed_without: dict[Meeting, set[int]] = {}
         self.finished: set[int] = set()
 
     def come(self, client: int, where: Meeting) -> None:
@@ -41,7 +43,9 @@ class Meetings:
 
     def check_passed(self, client: int, where: Meeting) -> None:
         """A client has passed a barrier."""
+        without = self._passed_without.setdefault(where, set())
+        without |= self._without[client]
         for other in range(self._oracle.num_clients) if client not in self.finished else ():
-            needed = other not in self.finished | self._oracle.gone | self._without[client]
+            needed = other not in self.finished | self._oracle.gone | without
             if needed and self._come.get(other, (-1, 0)) < where:
                 raise Violation(f"client {client} passes barrier {where}, and client {other} has not come to it")
