@@ -4,13 +4,13 @@ The **overall step** of a push (``steps.py``) only says which key has been pushe
 some steps only and comes between the last key of one step and the first of the next may belong to either: the program
 knows, and its pushes look the same. What tells is:
 
-- A call with several keys belongs to one step.
+- A call with several keys belongs to one step; which of them is named first tells nothing.
 - ``kv.clock()``, if the program calls it in every step.
 - A process begins with the first push of a step, and pushes its keys in the same order in every step. So a key is known
   to come early in a step if it came before one that has been pushed in every step since, and late in it if such a key
   came after it. That a key which has been pushed as often as any other was pushed in the same steps is taken for true,
-  but not of the first step of a process; nor where the clock has moved before it, and not between it and the key that
-  begins the next step.
+  but not of the first step of a process, nor of the second if the call that began the first had the key; nor where the
+  clock has moved before it, and not between it and the key that begins the next step.
 
 Where nothing tells, a push says both steps, and a snapshot that would have to know is not taken.
 """
@@ -64,6 +64,9 @@ class Order:
         # What was pushed since, and how much of that belongs to the same step for certain; whether the next has begun.
         self._since: list[Key] = []
         self._certain = 0
+        # Of these, the keys of the call that began the step: which of them comes first tells nothing.
+        self._beside: set[Key] = set()
+        self._began_with: set[Key] = set()  # the same of the first step of the process
         self._is_next = False
         # The place there of the first since the clock has moved; 0: it has not.
         self._iteration, self._last_clock = 0, 0
@@ -90,6 +93,8 @@ class Order:
         if begins is not None:
             self._begin(begins, clock)
             self._since, self._certain, self._is_next, self._iteration = list(keys), len(keys), False, 0
+            self._beside = set(keys)
+            self._began_with = self._began_with or self._beside
             self._full.update(full)
             return Span(step, step)
         self._since += keys
@@ -99,7 +104,7 @@ class Order:
         if full and not is_next and self._early.isdisjoint(keys):
             self._certain = len(self._since)
             self._full.update(full)
-            if self._num_begun > 1:
+            if self._num_begun > 2 or (self._num_begun > 1 and self._began_with.isdisjoint(keys)):
                 self._clock, is_next = clock, False
         if is_next is None:
             return Span(step, step + 1)
@@ -132,11 +137,12 @@ class Order:
         if self._beginner is None:
             self._early = set(self._since)
         elif key == self._beginner:
-            self._varies |= not self._early.isdisjoint(done)
-            self._late.update(done)
+            after = set(done) - self._beside
+            self._varies |= not self._early.isdisjoint(after)
+            self._late |= after
         else:  # the one that has begun steps is not full any more
-            at = done.index(key) if key in done else len(done)
-            self._early, self._late = set(done[:at]) if key in done else set(), set(done[at:])
+            at = done.index(key) if key in done and key not in self._beside else len(done)
+            self._early, self._late = set(done[:at]) if at < len(done) else set(), set(done[at:])
         self._early.update(ahead)
         if self._num_begun:
             self._ticks &= clock > self._clock

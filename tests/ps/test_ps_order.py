@@ -20,12 +20,14 @@ class Program:
         ticks: it counts its iterations.
         start: its first step is the one after that.
         fails: which of the calls since it has waited last it finds failed when it waits, and makes again.
+        parts: which calls it makes as one for each of their keys, in that order.
     """
 
     def __init__(self, keys: list[str], every: dict[str, tuple[int, int]], calls: list[list[str]], *, ticks: bool,
-                 start: int = 0, fails: random.Random | None = None) -> None:  # fmt: skip
+                 start: int = 0, fails: random.Random | None = None,
+                 parts: random.Random | None = None) -> None:  # fmt: skip
         self.keys, self.every, self.calls, self.ticks, self.start = keys, every, calls, ticks, start
-        self.fails = fails
+        self.fails, self.parts = fails, parts
 
     @classmethod
     def random(cls, seed: int) -> Program:
@@ -39,14 +41,17 @@ class Program:
             size = choose.choice([1, 1, 1, 2, 3])
             calls, rest = [*calls, rest[:size]], rest[size:]
         fails = random.Random(f"{seed} fails") if seed % 2 else None
-        return cls(keys, every, calls, ticks=choose.random() < 0.3, start=choose.randrange(6), fails=fails)
+        parts = random.Random(f"{seed} parts") if seed % 3 == 0 else None
+        return cls(keys, every, calls, ticks=choose.random() < 0.3, start=choose.randrange(6), fails=fails, parts=parts)
 
     def run(self, num_steps: int) -> Iterator[tuple[int, list[str], Span]]:
         """Each call: its step in this process, its keys, and what its pushes say."""
         steps, tracks, clock = Steps(counts=True), {key: Track() for key in self.keys}, 0
         for step in range(self.start + 1, self.start + 1 + num_steps):
             wanted = [
-                [key for key in call if (step - 1) % self.every[key][0] == self.every[key][1]] for call in self.calls
+                [key for key in call if (step - 1) % self.every[key][0] == self.every[key][1]]
+                for whole in self.calls
+                for call in ([[key] for key in whole] if self.parts and self.parts.random() < 0.4 else [whole])
             ]
             while wanted:
                 num_calls = self.fails.randint(1, len(wanted)) if self.fails else len(wanted)
