@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -99,10 +98,6 @@ class RuleChange(msgspec.Struct):
 def new_buffer(count: int, dtype: np.dtype[Any]) -> Buffer:
     """Uninitialised memory for a value."""
     return np.empty(count, dtype)
-
-
-def _same(view: Buffer) -> Buffer:
-    return view
 
 
 def _can_adopt(wire: Buffer) -> bool:
@@ -201,7 +196,7 @@ class Slot:
             self._loan = weakref.ref(view)
             if self._value_came and view.nbytes < LEND_FROM_BYTES:
                 view.flags.writeable = False
-                self._loan = partial(_same, view)
+                self._loan = lambda: view
         return view
 
     def _lent(self) -> bool:
