@@ -1,4 +1,4 @@
-"""One deadline per public call: a duration becomes a point in time at the entry, and that is passed down."""
+"""One deadline per public call, a point in time that is passed down, on a clock that stands still with the process."""
 
 from __future__ import annotations
 
