@@ -329,11 +329,12 @@ class Agreement(Contestant):
 class Store(Contestant):
     """``kv.pushpull`` on an ``mpi`` store, one call for all arrays. ``empty``: input and result are of kv.empty.
 
-    ``sum``: ``kv.allreduce``, which keeps no value. ``gpu``: input and result are on the rank's GPU.
+    ``sum``: ``kv.allreduce``, which keeps no value. ``view``: results are read in the store's own memory. ``gpu``:
+    input and result are on the rank's GPU.
     """
 
     ops = ("allreduce",)
-    modifiers = ("in", "empty", "sum", "gpu")
+    modifiers = ("in", "empty", "sum", "view", "gpu")
 
     def __init__(self, setting: Setting, kind: str, how: Sequence[str]) -> None:
         super().__init__(setting, kind, how)
@@ -359,11 +360,18 @@ class Store(Contestant):
         flat = [vectors[0] for vectors in values]
         keys = list(range(len(values)))
         self._kv.init(keys, flat)
+        if "view" in self.how:
+            outs = list(map(self._kv.view, keys))
+            places = [arrays.span_of(view)[0] for view in outs]
+            self.outs = [  # which can be spoiled before a result is looked at
+                arrays.memory_at(place, count, self.setting.dtype)
+                for place, count in zip(places, case.counts, strict=True)
+            ]
         value = flat if len(values[0]) == 1 else values
         self._arguments = (keys, value, outs) if len(keys) > 1 else (0, value[0], outs[0])
 
     def new_outs(self, case: Case) -> list[Array]:
-        return self.setting.outs(case, shared="empty" in self.how)
+        return [] if "view" in self.how else self.setting.outs(case, shared="empty" in self.how)
 
     def _array(self, flat: Array) -> Any:
         if "gpu" in self.how:

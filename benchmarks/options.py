@@ -26,10 +26,10 @@ examples:
 
 rows: {rows}
 A row is NAME or NAME:MODIFIER...: `in` works in place; `empty` takes its input from kv.empty (store: the result too);
-`view` reads the result in memory that the ranks of the host share; `gpu` has input and result on the rank's GPU;
-`bucket` (gloo) copies arrays into buckets of 25 MiB and back; `sum` (store) calls kv.allreduce instead of kv.pushpull;
-`spin` ({mpi}) runs in a second job, whose ranks do not yield while they wait. naive is slow and there only by
-name.{gloo}
+`view` reads the result in memory that the ranks of the host share (store: its value, kv.view); `gpu` has input and
+result on the rank's GPU; `bucket` (gloo) copies arrays into buckets of 25 MiB and back; `sum` (store) calls
+kv.allreduce instead of kv.pushpull; `spin` ({mpi}) runs in a second job, whose ranks do not yield while they wait.
+naive is slow and there only by name.{gloo}
 
 exit status: 0; 1 if a result was wrong or a job failed; 2 for a bad option.
 """

@@ -245,9 +245,13 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         For a push of rows ``out`` is a whole array, or a torch sparse tensor, which gets the rows that the update has
         changed: in a synchronous store those that any worker has pushed. Without ``out``, a sparse tensor gets these,
         and the ``rows`` of a pair become the new ones.
+
+        ``out`` may be the key's ``view``, which shows the result then without a copy.
         """
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
+        if out is not None and out is not value:
+            out = self._behind_views(key, out)
         return self._push_and_pull(call, key, value, out, self._start_pushpull)
 
     def _push_and_pull(
@@ -292,8 +296,9 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.
 
         It keeps its value until this worker's next push, pushpull or load of the key, a new optimizer, or the store's
-        end; what it holds from then on is undefined. Workers of one host may share its memory: nobody may write there.
-        NumPy's array is read-only; torch's, for a torch key, cannot be.
+        end; what it holds from then on is undefined, but that a ``pushpull`` which has it as ``out`` shows its result
+        there. Workers of one host may share its memory: nobody may write there. NumPy's array is read-only; torch's,
+        for a torch key, cannot be.
 
         Raises:
             KeyNotInitializedError: there is no such key.

@@ -426,6 +426,10 @@ class StoreCore:
         """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""
         return None
 
+    def _behind_views(self, key: Any, out: Any) -> Any:
+        """``out``, with the memory of values in place of what shows them read-only, where results may go there."""
+        return out
+
     def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
         """What a push or a pull does with each key, if the same call was made before and has been found right."""
         return None

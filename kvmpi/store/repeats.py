@@ -65,6 +65,7 @@ class Repeat(msgspec.Struct):
         calls: for the agreement, by ``async_op``.
         once: whether arrays lie there in this call only.
         batches: of the buckets; and the ``values`` of the keys for which they were made, if those get the sums, too.
+        copied: bytes of sums that are copied from where they are made.
     """
 
     buckets: list[list[RepeatedPart]]
@@ -73,6 +74,7 @@ class Repeat(msgspec.Struct):
     once: bool = False
     batches: list[Batch] = msgspec.field(default_factory=list)
     values: list[Buffer] = msgspec.field(default_factory=list)
+    copied: int = 0
 
     @property
     def states(self) -> list[KeyState]:
@@ -92,6 +94,8 @@ class Repeat(msgspec.Struct):
             for bucket in self.buckets
         ]
         self.values = memory
+        tensors = itertools.chain.from_iterable(self.batches)
+        self.copied = sum(len(tensor.copies) * tensor.out.nbytes for tensor in tensors)
 
     def elsewhere(self, places: Mapping[Key, int]) -> Repeat | None:
         """The call, in place, on arrays at these addresses; None if they share memory."""
@@ -198,9 +202,9 @@ def repeated_part(part: Part) -> RepeatedPart | None:
 def _tensor(part: RepeatedPart, value: Buffer | None, common: bool) -> Tensor:
     if value is None:
         return Tensor([part.source], part.outs[0], part.outs[1:])
-    if common:
-        return Tensor([part.source], value, part.outs)
-    return Tensor([part.source], part.outs[0], [value, *part.outs[1:]])
+    made, *others = [value, *part.outs] if common else [part.outs[0], value, *part.outs[1:]]
+    place = arrays.address_of(made)  # which is that of an array, too, which shows the value
+    return Tensor([part.source], made, [memory for memory in others if arrays.address_of(memory) != place])
 
 
 class Repeating(Operations):
@@ -265,7 +269,7 @@ class Repeating(Operations):
                 kept_for_late_ranks.append(keep)
                 raise
             if assigns:
-                self._recorder.add("copy", 0.0, sum(value.nbytes for value in repeat.values), calls=0)
+                self._recorder.add("copy", 0.0, repeat.copied, calls=0)
             # An agreement that has failed was about another call.
             if cause is not None and self._has_pending(states):
                 raise cause

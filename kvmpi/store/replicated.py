@@ -179,7 +179,8 @@ class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
 
         def targets(part: Part) -> tuple[Buffer, Sequence[Buffer]]:
             replica = self._replicas[part.state.key]
-            return replica.value if replica.common else part.state.host_buffer(), list(part.direct.values())
+            made = replica.value if replica.common else part.state.host_buffer()
+            return made, [memory for memory in part.direct.values() if _address_of(memory) != address_of(made)]
 
         def finish(part: Part) -> None:
             state, replica = part.state, self._replicas[part.state.key]
@@ -187,10 +188,11 @@ class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
             if not replica.common:
                 with self._recorder.timed("update"):
                     self._apply(state)
-            others = [out for out in part.outs if id(out) not in part.direct]
-            deliver(others, replica.value if met is None else met)
-            if part.outs:
-                self._recorder.add("copy", 0.0, len(part.outs) * replica.value.nbytes, calls=0)
+            place = arrays.span_of(replica.value)
+            outs = [out for out in part.outs if arrays.span_of(out) != place]  # else it is there already
+            deliver([out for out in outs if id(out) not in part.direct], replica.value if met is None else met)
+            if outs:
+                self._recorder.add("copy", 0.0, len(outs) * replica.value.nbytes, calls=0)
 
         values = [part.state.value for part in bucket]
         # A function of the user's may remember what it has done, and is called in the same order everywhere.
@@ -341,6 +343,26 @@ class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         return value
+
+    def _behind_views(self, key: Any, out: Any) -> Any:
+        if isinstance(key, list | tuple):
+            if not isinstance(out, list | tuple) or len(out) != len(key):
+                return out
+            return list(map(self._behind_views, key, out))
+        if isinstance(out, list | tuple):
+            return [self._behind_views(key, each) for each in out]
+        if type(out) is not np.ndarray or out.flags.writeable or (self._rule is not None and self._rule.replies_old):
+            return out
+        key = int(key) if isinstance(key, np.integer) else key
+        state = self._keys.get(key) if type(key) is int or type(key) is str else None
+        replica = None if state is None else self._replicas.get(state.key)
+        if state is None or replica is None or out.shape != state.shape or not out.flags.c_contiguous:
+            return out
+        # Of a value that is not shared an earlier call may have made room for the next sum by now.
+        for memory in (replica.value, state.buffer):
+            if memory is not None and memory.dtype == out.dtype and arrays.span_of(out) == arrays.span_of(memory):
+                return memory.reshape(state.shape)
+        return out
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         return self._start_update_by(rule, None, call)

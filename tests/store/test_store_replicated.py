@@ -15,7 +15,7 @@ import kvmpi
 from kvmpi.collectives.arena import own
 from kvmpi.collectives.memory_comm import MemoryComm
 from kvmpi.config import Config
-from kvmpi.errors import ConfigError, DTypeMismatchError, OrderMismatchError
+from kvmpi.errors import ConfigError, DTypeMismatchError, OrderMismatchError, ShapeMismatchError, UnsupportedError
 from kvmpi.store import base
 from kvmpi.store.replicated import ReplicatedStore
 
@@ -162,6 +162,26 @@ def test_a_view_of_a_torch_key_is_the_value_and_warns_of_nothing() -> None:
         kv.push("w", torch.ones(2, 3))
         assert torch.equal(kv.view("w"), torch.ones(2, 3))
         assert kv.view("w").data_ptr() == kv.view("w").data_ptr()
+
+
+def test_a_result_may_go_to_the_view_of_its_key() -> None:
+    with kvmpi.create("local") as kv:
+        kv.init([1, 2], [np.zeros((3, 3), "f4"), np.zeros(0, "i8")])
+        views, pushed = [kv.view(1), kv.view(2)], [np.ones((3, 3), "f4"), np.zeros(0, "i8")]
+        for step in range(1, 6):
+            pushed[0][:] = step
+            work = kv.pushpull([1, 2], pushed, views, async_op=step > 3)
+            if work is not None:
+                work.wait()
+            assert (views[0] == step).all()
+            kv.pushpull(np.int64(1), 2 * pushed[0], out=[views[0], other := np.zeros((3, 3), "f4")])
+            assert (views[0] == 2 * step).all()
+            assert (other == 2 * step).all()
+        for foreign in (np.zeros((3, 3), "f4"), views[0].T, views[0].reshape(9), views[0][:1], views[0].view("i4")):
+            foreign.flags.writeable = False
+            with pytest.raises((UnsupportedError, ShapeMismatchError, DTypeMismatchError)):
+                kv.pushpull(1, pushed[0], out=foreign)
+        assert (kv.view(1) == 10).all()
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -129,13 +129,16 @@ def random_steps(kv, folder):
         if scale != 1.0:
             names = [name for name in names if FORMS[name][1] not in ("int32",)] or ["few"]
         home, places = homes[mine.integers(len(homes))]
+        shown = op == "pushpull" and not in_place and mine.random() < 0.5
+        views = [kv.view(name) for name in names] if shown else []
         for _ in range(choose.integers(1, 6)):
             step += 1
             finish()
-            own, outs = [places[name][0] for name in names], [places[name][1] for name in names]
+            own, outs = [places[name][0] for name in names], views or [places[name][1] for name in names]
             for name, array, out in zip(names, own, outs, strict=True):
                 fill(array, numbers(name, step, me))
-                fill(out, 77)
+                if not shown:
+                    fill(out, 77)
             sums = {name: scale * sum(numbers(name, step, rank) for rank in range(n)) for name in names}
             if op == "pushpull":
                 values.update(sums)
@@ -174,6 +177,53 @@ def random_steps(kv, folder):
         right([kv.view(name)], [name], values, "view", step)
     assert hits.found > STEPS, (hits.found, hits.missed)
     assert hits.missed > 20, (hits.found, hits.missed)
+
+
+def shown(kv):
+    """Results in the store's own memory, which views show: nothing is copied."""
+    n, me = kv.num_workers, kv.rank
+    shapes = {"v": (7,), "w": (300_001,), "x": (3, 50_000)}
+    names = list(shapes)
+    kv.init(names, [np.zeros(shape, "f4") for shape in shapes.values()])
+    own = [kv.empty(shape, "f4") for shape in shapes.values()]
+    views = [kv.view(name) for name in names]
+    hits = Hits(kv)
+    for step in range(6):
+        copied = kv.stats()["phases"].get("copy", {"bytes": 0})["bytes"]
+        for i, array in enumerate(own):
+            array[...] = step + i + 10 * me
+        work = kv.pushpull(names, own, views, async_op=step > 3)
+        if work is not None:
+            work.wait()
+        for i, view in enumerate(views):
+            expected = sum(step + i + 10 * rank for rank in range(n))
+            assert (view == expected).all(), (step, names[i])
+            assert not view.flags.writeable
+            if shapes[names[i]] != (7,) and "KVMPI_ALLREDUCE" not in os.environ:
+                assert np.shares_memory(view, kv.view(names[i]))
+        if "KVMPI_ALLREDUCE" not in os.environ:  # of what workers do not share there are two
+            assert kv.stats()["phases"].get("copy", {"bytes": 0})["bytes"] - copied <= 2 * 7 * 4
+    assert hits.found == 4, hits.found
+    first = own[0].copy()
+    kv.pushpull("v", first, [views[0], first])  # two arrays get it
+    assert (first == views[0]).all()
+    other = np.zeros(7, "f4")
+    other.flags.writeable = False
+    for op, out in ((kv.pushpull, other), (kv.pushpull, views[1][:7]), (kv.allreduce, views[0]), (kv.pull, other)):
+        with raises(UnsupportedError, match="read-only"):
+            op("v", *([first] if op != kv.pull else []), out)
+    kv.set_optimizer(kvmpi.optim.SGD(lr=0.5))
+    before = [kv.view(name).copy() for name in names]
+    views = [kv.view(name) for name in names]
+    for array in own:
+        array[...] = 1 + me
+    for times in (1, 2, 3):
+        kv.pushpull(names, own, views)
+        for view, was in zip(views, before, strict=True):
+            assert (view == was - times * 0.5 * sum(range(1, n + 1))).all(), times
+    kv.set_optimizer(kvmpi.optim.Elastic(alpha=0.5))
+    with raises(UnsupportedError, match="read-only"):  # the center that the push met is no longer there
+        kv.pushpull("v", first, kv.view("v"))
 
 
 def filled(kv, name, value):
@@ -457,7 +507,7 @@ def joining(kv):
 
 
 def main():
-    for check in (memory, mistakes, elsewhere, rules, joining):
+    for check in (memory, mistakes, elsewhere, shown, rules, joining):
         with kvmpi.create("mpi", timeout_s=TIMEOUT_S) as kv:
             check(kv)
     with kvmpi.create("mpi", timeout_s=TIMEOUT_S, bucket_bytes=1_000_000) as kv:
