@@ -278,7 +278,9 @@ class Listener:
                     payloads = self._take(route, slip, payloads)
                     if not header:
                         continue
-                if not self.hears(route, self.unread_bytes(route)):
+                while not (heard := self.hears(route, self.unread_bytes(route))) and self._unread.await_left(route):
+                    pass
+                if not heard:
                     self._ignore(route)
                     continue
                 first, *rest = bundle.parted(header, payloads)

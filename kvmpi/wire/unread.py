@@ -13,6 +13,8 @@ MARK_EVERY_BYTES = 512 << 10
 _FORGOTTEN_BYTES = 64 << 10
 #: More is, when so many looks have found that nothing was sent since: the peer may have gone.
 _IDLE_LOOKS = 600
+#: Where all cores are busy, the thread that hears what has left may come to it so late.
+_LATE_S = 0.05
 #: What a frame takes beside its bytes.
 _FRAME_BYTES = 256
 
@@ -25,11 +27,12 @@ class _Mark(NamedTuple):
 
 
 class _Peer:
-    __slots__ = ("left_bytes", "looks", "marks", "total_bytes", "unmarked_bytes")
+    __slots__ = ("left_bytes", "looks", "marks", "total_bytes", "unmarked_bytes", "was_awaited")
 
     def __init__(self) -> None:
         self.total_bytes = self.left_bytes = self.unmarked_bytes = 0
         self.looks = 0  # of ``forget_idle`` since anything was sent
+        self.was_awaited = False  # since anything has left, as far as is known
         self.marks: deque[_Mark] = deque()
 
 
@@ -67,7 +70,23 @@ class Unread:
         marks = peer.marks
         while marks and marks[0].tracker.done:
             peer.left_bytes = marks.popleft().total_bytes
+            peer.was_awaited = False
         return peer.total_bytes - peer.left_bytes if marks else 0
+
+    def await_left(self, route: bytes) -> bool:
+        """Whether more has left than was known; waits a moment for that.
+
+        Once until something has left: who does not read holds nobody else up.
+        """
+        peer = self._peers.get(route)
+        if peer is None or not peer.marks or peer.was_awaited:
+            return False
+        peer.was_awaited = True
+        try:
+            peer.marks[0].tracker.wait(_LATE_S)
+        except zmq.NotDone:
+            return False
+        return True
 
     def forget_idle(self) -> None:
         """Forget those of whom little is here: it is not followed, and they may have gone."""

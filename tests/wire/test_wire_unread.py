@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from zmq.utils import garbage
 
 from kvmpi.config import Config
 from kvmpi.wire import Context, Listener, encode, new_context
@@ -95,6 +96,35 @@ def test_who_does_not_read_is_not_heard_until_it_has_read(
         until(lambda: listener.unread_bytes(route) <= 128 << 10)
         peer.send(encode(m.Bye(4)))
         assert heard(listener) == route
+    listener.close()
+
+
+class Late(dict[int, Any]):
+    """What pyzmq's thread takes from when a frame has left: as where it hardly ever gets a core."""
+
+    def pop(self, *key: Any) -> Any:
+        time.sleep(0.03)
+        return super().pop(*key)
+
+
+def test_who_reads_is_heard_where_that_is_noticed_late(
+    context: Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = listener_at(context, tmp_path)
+    with peer_of(context, listener) as peer:
+        route = route_of(peer, listener)
+        late = Late(garbage.gc.refs)
+        monkeypatch.setattr(garbage.gc, "refs", late)
+        most = 0
+        for i in range(60):
+            peer.send(encode(m.Bye(2 + i)))
+            assert heard(listener) == route, i
+            listener.send(route, m.Value(1, 1), [LARGE[: 256 << 10]])
+            most = max(most, listener.unread_bytes(route))
+            peer.recv_multipart()
+        assert most > LIMIT, "it was noticed in time"
+        assert not listener._unheard
+        monkeypatch.setattr(garbage.gc, "refs", dict(late))
     listener.close()
 
 
