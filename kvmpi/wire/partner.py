@@ -120,7 +120,9 @@ class Partner:
             # Also if there was no block to be had: the peer then says again what it has given back.
             frames = [payload for payload, block in zip(payloads, blocks, strict=True) if block is None]
             return slips.encode(self._parcel(blocks), header), frames
-        return slips.encode(self._parcel([]), header) if self._has_news() else header, payloads
+        if self._dropped or self._done or self._repeats:
+            header = slips.encode(self._parcel([]), header)
+        return header, payloads
 
     def _place(self, payload: Payload) -> tuple[int, int, int] | None:
         """A block for the peer to read: the payload where it is, if it lies in the arena, else its copy."""

@@ -10,7 +10,9 @@ import msgspec
 
 from kvmpi.errors import ProtocolError
 
-_MAGIC = b"KVS\1"
+#: A frame with a slip begins so.
+BEGINNING = b"KVS"
+_MAGIC = BEGINNING + b"\1"
 _START = len(_MAGIC) + 4
 #: So much a slip may add to a frame; a message whose slip would have more goes as plain frames.
 MAX_SLIP_BYTES = 64 << 10
@@ -66,11 +68,6 @@ def encode(slip: Slip, header: bytes = b"") -> bytes:
     """The frame of a slip, and of the message with this header that it travels with."""
     body = _encoder.encode(slip)
     return b"".join((_MAGIC, len(body).to_bytes(4, "little"), body, header))
-
-
-def begins(frame: bytes) -> bool:
-    """Whether there is a slip in this frame."""
-    return frame[:3] == _MAGIC[:3]
 
 
 def decode(frame: bytes) -> tuple[Slip, bytes]:

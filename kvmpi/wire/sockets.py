@@ -35,7 +35,9 @@ _LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
-_POLLIN = int(zmq.POLLIN)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+#: As pyzmq's sockets have it before they look for arguments that only drafts of ZeroMQ know.
+_send_frame: Callable[..., zmq.MessageTracker | None] = zmq.backend.Socket.send
 #: Kernel buffers of Unix sockets: they hold a chunk or two, so that a sender is not woken for every few hundred KB.
 #: Those of TCP the system makes as large as a connection can use, but only if nobody has set them.
 _KERNEL_BUFFER_BYTES = 1 << 20
@@ -93,30 +95,32 @@ def _keep_alive(opened: zmq.Socket[Any], timeout_s: float) -> None:
 
 
 def _send(
-    to: zmq.Socket[Any], frames: list[bytes], payloads: Sequence[Payload], *, follow: bool = False, mark: bool = False
-) -> zmq.MessageTracker | None:
-    """Send a message. ``follow``: say when a payload that is lent has left; ``mark``: follow the header if need be.
+    to: zmq.Socket[Any], route: bytes, header: bytes, payloads: Sequence[Payload], *, follow: bool = False,
+    mark: bool = False,
+) -> zmq.MessageTracker | None:  # fmt: skip
+    """Send a message, to the peer at ``route`` if that is not empty. ``follow``: say when a payload that is lent has
+    left; ``mark``: follow the header if need be.
 
     What came as a frame and nobody changes any more, as it is read-only, is not copied: the frame leaves once more.
     """
-    send, last = to.send, len(frames) + len(payloads) - 1
-    tracker = None
-    for i, frame in enumerate(frames):
-        how = _LAST if i == last else _MORE
-        if mark and i == len(frames) - 1:
-            tracker = send(zmq.Frame(frame, track=True, copy=False, copy_threshold=0), how, copy=False, track=True)
+    tracker, left = None, len(payloads)
+    if route:
+        _send_frame(to, route, _MORE)
+    if mark:
+        frame = zmq.Frame(header, track=True, copy=False, copy_threshold=0)
+        tracker = _send_frame(to, frame, _MORE if left else _LAST, False, True)
+    else:
+        _send_frame(to, header, _MORE if left else _LAST)
+    for payload in payloads:
+        left -= 1
+        how, nbytes = _MORE if left else _LAST, payload.nbytes
+        if nbytes >= LEND_FROM_BYTES:
+            lent = _send_frame(to, payload.data, how, False, follow)
+            tracker = lent if follow else tracker
+        elif not payload.flags.writeable and (whole := _whole_frame(payload)) is not None:
+            _send_frame(to, whole, how, False)
         else:
-            send(frame, how)
-    for i, payload in enumerate(payloads, len(frames)):
-        # An array of length 0 has no memory to lend.
-        lend = payload.nbytes >= LEND_FROM_BYTES
-        data, how = payload.data if payload.nbytes else b"", _LAST if i == last else _MORE
-        if not (lend or payload.flags.writeable) and (frame_of_it := _whole_frame(payload)) is not None:
-            send(frame_of_it, how, copy=False)
-        elif lend and follow:
-            tracker = send(data, how, copy=False, track=True)
-        else:
-            send(data, how, copy=not lend)
+            _send_frame(to, payload.data if nbytes else b"", how)  # an array of length 0 has no memory
     return tracker
 
 
@@ -129,18 +133,16 @@ def _whole_frame(payload: Payload) -> zmq.Frame | None:
     return frame if isinstance(frame, zmq.Frame) and len(frame) == payload.nbytes else None
 
 
-def _recv(source: zmq.Socket[Any]) -> list[zmq.Frame] | None:
-    if not int(source.getsockopt(zmq.EVENTS)) & _POLLIN:  # takes a third of the time of zmq.Again
+def _recv(source: zmq.Socket[Any]) -> tuple[bytes, list[memoryview]] | None:
+    """The first frame of a message, and where the others are; None: there is no message."""
+    if not int(source.getsockopt(_EVENTS)) & _POLLIN:  # takes a third of the time of zmq.Again
         return None
-    receive = source.recv
-    frames = [receive(_LAST, copy=False)]
-    while frames[-1].more:
-        frames.append(receive(_LAST, copy=False))
-    return frames
-
-
-def _payloads(frames: list[zmq.Frame]) -> list[memoryview]:
-    return [memoryview(frame.buffer) for frame in frames]
+    frame = first = source.recv(_LAST, False)
+    others = list[memoryview]()
+    while frame.more:
+        frame = source.recv(_LAST, False)
+        others.append(frame.buffer)
+    return first.bytes, others
 
 
 class Listener:
@@ -256,7 +258,7 @@ class Listener:
             if partner is not None:
                 header, payloads = partner.pack(header, payloads)
             nbytes = len(header) + sum(payload.nbytes for payload in payloads)
-            tracker = _send(router, [route[1:], header], payloads, follow=True, mark=self._unread.wants_mark(route))
+            tracker = _send(router, route[1:], header, payloads, follow=True, mark=self._unread.wants_mark(route))
             self._unread.add(route, nbytes, 1 + len(payloads), tracker)
 
     def recv(self) -> tuple[bytes, Message | ProtocolError, list[memoryview]] | None:
@@ -267,13 +269,13 @@ class Listener:
         if self._rest:
             return self._rest.popleft()
         while (received := self._next()) is not None:
-            kind, frames = received
-            route = kind + frames[0].bytes
-            if len(frames) < 2:
+            kind, name, frames = received
+            route = kind + name
+            if not frames:
                 return route, ProtocolError("message without a header frame"), []
-            header, payloads = frames[1].bytes, _payloads(frames[2:])
+            header, payloads = bytes(frames[0]), frames[1:]
             try:
-                if kind == _IPC and slips.begins(header):
+                if kind == _IPC and header.startswith(slips.BEGINNING):
                     slip, header = slips.decode(header)
                     payloads = self._take(route, slip, payloads)
                     if not header:
@@ -283,9 +285,10 @@ class Listener:
                 if not heard:
                     self._ignore(route)
                     continue
-                first, *rest = bundle.parted(header, payloads)
-                self._rest.extend([(route, *each) for each in rest])
-                return route, *first
+                parted = bundle.parted(header, payloads)
+                if len(parted) > 1:
+                    self._rest.extend([(route, *each) for each in parted[1:]])
+                return route, *parted[0]
             except OtherVersionError as other:
                 self._refuse(route, other)
                 return None
@@ -358,29 +361,29 @@ class Listener:
         return partner
 
     def _say(self, route: bytes, slip: slips.Slip) -> None:
-        _send(self._sockets[_IPC], [route[1:], slips.encode(slip)], ())
+        _send(self._sockets[_IPC], route[1:], slips.encode(slip), ())
 
     def _refuse(self, route: bytes, other: OtherVersionError) -> None:
         """Tell a peer of another version, unless that is what it says, and the log."""
         if not other.refused:
             refusal = encode_refusal(encoding.PROTOCOL_VERSION, self._name)
-            _send(self._sockets[route[:1]], [route[1:], refusal], ())
+            _send(self._sockets[route[:1]], route[1:], refusal, ())
         self._refused[other.refused] += 1
         so_far = self._refused[other.refused]
         if so_far <= 10 or so_far % 1000 == 0:  # a flood must not fill a disk
             why = explain(self._name, encoding.PROTOCOL_VERSION, other, "a process that has connected")
             _log.error("no conversation with a peer (%d so far): %s", so_far, why)
 
-    def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
+    def _next(self) -> tuple[bytes, bytes, list[memoryview]] | None:
         """From the sockets in turn, so that none waits for ever; but not to an idle one for every message."""
         if not self._left_of_turn:
             self._pass_turn()
         for _ in range(len(self._turns)):
             kind, router = self._turns[0]
-            frames = _recv(router)
-            if frames is not None:
+            received = _recv(router)
+            if received is not None:
                 self._left_of_turn -= 1
-                return kind, frames
+                return kind, *received
             self._pass_turn()
         return None
 
@@ -472,7 +475,7 @@ class Connection:
     @property
     def readable(self) -> bool:
         """Whether a message has come. To send one may take the notice of that."""
-        return bool(self._rest) or bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+        return bool(self._rest or int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def close(self) -> None:
         if self._handshake is not None:
@@ -503,7 +506,7 @@ class Connection:
         if self._partner is not None:
             header, payloads = self._partner.pack(header, payloads)
         try:
-            _send(self._socket, [header], payloads)
+            _send(self._socket, b"", header, payloads)
         except zmq.Again:
             # There is no limit to queues here, so it means that there is no link: libzmq gives one up for good when the
             # peer violates the protocol, as by a frame above our limit. Make another; connecting twice does nothing.
@@ -514,12 +517,12 @@ class Connection:
             self._socket.connect(self.endpoint)
             if not self.shares:
                 self._introduce()
-            _send(self._socket, [header], payloads)
+            _send(self._socket, b"", header, payloads)
 
     def _say(self, frame: bytes) -> None:
         """Send a word that nobody needs where there is no link: the next message makes another, see ``send``."""
         try:
-            _send(self._socket, [frame], ())
+            _send(self._socket, b"", frame, ())
         except zmq.Again:
             pass
 
@@ -533,17 +536,17 @@ class Connection:
         """
         if self._rest:
             return self._rest.popleft()
-        while (frames := _recv(self._socket)) is not None:
-            header, payloads = frames[0].bytes, _payloads(frames[1:])
-            if self._partner is not None and slips.begins(header):
+        while (received := _recv(self._socket)) is not None:
+            header, payloads = received
+            if self._partner is not None and header.startswith(slips.BEGINNING):
                 slip, header = slips.decode(header)
                 payloads = self._take(self._partner, slip, payloads)
                 if not header:
                     continue
             try:
-                first, *rest = bundle.parted(header, payloads)
-                self._rest.extend(rest)
-                return first
+                parted = bundle.parted(header, payloads)
+                self._rest.extend(parted[1:])
+                return parted[0]
             except OtherVersionError as other:
                 self._refuse()
                 why = explain(self._name, encoding.PROTOCOL_VERSION, other, f"{self._peer} at {self.endpoint}")
