@@ -177,8 +177,7 @@ class Link:
                 has_turn[:] = map(self._turn.acquire, (False,))  # in one step: no signal comes between the two
                 if not has_turn[0]:
                     return
-                self._drain_inbox()
-                self._pump()
+                self._pump(self.now_s())
                 news = [connection for connection in self._unread if connection.readable]
                 self._unread = dict.fromkeys(news)
                 wakes = self._dozes or bool(news)
@@ -209,10 +208,9 @@ class Link:
         Returns when ``work`` is done, or what came has made ``until`` true, or at once if that is not possible.
         """
 
-        def is_over() -> bool:
-            return work.done() or (until is not None and until())
-
+        is_over = work.done if until is None else lambda: work.done() or until()
         watch = self._watch
+        ready: Sequence[Connection] = ()
         if work.done() or watch is None or not self._helps.acquire(blocking=False):
             return
         try:
@@ -220,8 +218,8 @@ class Link:
                 me = threading.get_ident()
                 work.add_done_callback(lambda _: None if threading.get_ident() == me else watch.nudge())
                 try:
-                    while not is_over() and self._help_on(watch, is_over):
-                        pass
+                    while self._help_on(watch, ready) and not is_over():
+                        ready = () if self._inbox else watch.stand_in(_AWAKE_S)
                 finally:
                     watch.end_to_stand_in()
         finally:
@@ -229,9 +227,10 @@ class Link:
             if self._inbox:  # somebody has relied on whoever had the turn
                 self._waker.wake()
 
-    def _help_on(self, watch: Watch[Connection], is_over: Callable[[], bool]) -> bool:
-        """Read what is there, and wait for more; whether there may be more to do."""
+    def _help_on(self, watch: Watch[Connection], ready: Sequence[Connection]) -> bool:
+        """Do all that can be done, after news on connections that are ``ready``; whether there may be more to do."""
         with self._turn:
+            self._unread.update(dict.fromkeys(ready))
             if self._stop or self._trouble is not None or watch is not self._watch:
                 self._waker.wake()
                 return False
@@ -242,11 +241,6 @@ class Link:
                 if not isinstance(error, KVError):
                     raise
                 return False
-        if is_over() or self._inbox:
-            return True
-        ready = watch.stand_in(_AWAKE_S)
-        with self._turn:
-            self._unread |= dict.fromkeys(ready)
         return True
 
     def stop(self) -> None:
@@ -329,15 +323,14 @@ class Link:
         """Do all that can be done now."""
         if self._trouble is not None:
             raise self._trouble
-        self._drain_inbox()
-        self._pump()
+        self._pump(now_s := self.now_s())
         while self._unread:
             connection = next(iter(self._unread))
             del self._unread[connection]
-            if connection in self._connections.values() and not self._receive(connection):  # a view may have ended it
+            # A view may have ended it.
+            if connection in self._connections.values() and not self._receive(connection, now_s):
                 self._unread[connection] = None
-            self._drain_inbox()
-            self._pump()
+            self._pump(now_s := self.now_s())
 
     def _look_for_sharing(self) -> None:
         """Where payloads go through shared memory, waiting for room in a window costs more than the room."""
@@ -350,7 +343,7 @@ class Link:
         shared_bytes = self._context.shared_limit_bytes if self._shares else 0
         self._session.widen(max(self._config.window_bytes, 2 * self._large_bytes, shared_bytes))
 
-    def _receive(self, connection: Connection) -> bool:
+    def _receive(self, connection: Connection, now_s: float) -> bool:
         """Read some messages; whether that was all there is."""
         for _ in range(_BATCH):
             try:
@@ -372,20 +365,37 @@ class Link:
             self._session.receive(*received)
             received = None  # payloads that nobody holds are given back with what is sent next
             if self._session.may_send:
-                self._pump()
+                self._pump(now_s)
         return False
 
-    def _pump(self) -> None:
-        now_s = self.now_s()
+    def _pump(self, now_s: float) -> None:
+        """Send what may leave."""
+        if self._inbox:
+            self._drain_inbox()
         if now_s >= self._next_heartbeat_s:
             self._beat(now_s)
         if not self._session.may_send:
             return
-        for peer, group in groupby(self._session.sendable(now_s), itemgetter(0)):
-            connection = self._connections.get(peer)
-            if connection is not None:  # else it is gone; who answers in its place is asked when the session knows
-                self._unread[connection] = None  # sending may take the notice that something has come
+        outgoing = self._session.sendable(now_s)
+        if isinstance(outgoing, tuple):
+            [(peer, message, payloads)] = outgoing
+            if (connection := self._sending_to(peer)) is not None:
+                try:
+                    connection.send(message, payloads)
+                except ProtocolError as error:
+                    self._reject(message, error)
+            return
+        for peer, group in groupby(outgoing, itemgetter(0)):
+            if (connection := self._sending_to(peer)) is not None:
                 connection.send_all((each[1:] for each in group), self._reject)  # each leaves before the next is made
+
+    def _sending_to(self, peer: int) -> Connection | None:
+        """The connection to send by. Without one the peer is gone; who answers in its place is asked when the session
+        knows."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._unread[connection] = None  # sending may take the notice that something has come
+        return connection
 
     def _reject(self, message: m.Message, error: ProtocolError) -> None:
         self._session.reject(getattr(message, "request", -1), error)

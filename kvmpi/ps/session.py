@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class ClientSession:
         self._ready: dict[tuple[int, bool], None] = {}
         # What has left and is not answered, and what of the windows it takes.
         self._outstanding: dict[int, Ask] = {}
-        self._in_flight: dict[tuple[int, bool | None], int] = {}
+        self._in_flight = Counter[tuple[int, bool | None]]()
         # By peer: when what has been heard of had left, of that the latest, and when that was.
         self._heard: dict[int, tuple[float, float]] = {}
         self._now_s = 0.0  # as far as it has been told
@@ -91,9 +92,11 @@ class ClientSession:
 
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int = 0) -> None:
         """Queue all requests of an operation; larger ``priority`` leaves first. No requests: it is done at once."""
-        operation.asks, operation.pending, operation.unaccepted = asks, len(asks), max(1, len(asks))
-        operation.priority = priority
-        operation.retry_s = min(self._retry_s, _RETRY_FRACTION * operation.timeout_s)
+        operation.asks, operation.priority, operation.pending = asks, priority, len(asks)
+        operation.unaccepted = operation.pending or 1
+        if (retry_s := _RETRY_FRACTION * operation.timeout_s) > self._retry_s:
+            retry_s = self._retry_s
+        operation.retry_s = retry_s
         if not asks:
             self._finish(operation)
             return
@@ -106,14 +109,15 @@ class ClientSession:
             if why is not None:
                 self._cancel(operation, lost_error(operation, why))
                 return
-        awaited, operation.after = [before for before in operation.after if not before.finished], ()
-        operation.num_awaited = len(awaited)
-        for before in awaited:
-            before.followers.append(operation)
-        if awaited:
-            for ask in asks:
-                self._aim(ask)
-            return
+        if operation.after:
+            awaited, operation.after = [before for before in operation.after if not before.finished], ()
+            operation.num_awaited = len(awaited)
+            for before in awaited:
+                before.followers.append(operation)
+            if awaited:
+                for ask in asks:
+                    self._aim(ask)
+                return
         self._begin(operation)
 
     def _begin(self, operation: Operation) -> None:
@@ -129,8 +133,9 @@ class ClientSession:
             self._greet_strangers()
 
     def _aim(self, ask: Ask) -> None:
-        if ask.part >= 0:
-            ask.peer = self._heads[ask.part][0] if ask.part < len(self._heads) else NOWHERE
+        if (part := ask.part) >= 0:
+            heads = self._heads
+            ask.peer = heads[part][0] if part < len(heads) else NOWHERE
 
     def _enqueue(self, ask: Ask) -> None:
         self._aim(ask)
@@ -148,11 +153,21 @@ class ClientSession:
     @property
     def may_send(self) -> bool:
         """Whether ``sendable`` may have something."""
-        return bool(self._repeats or self._ready or self._words)
+        return bool(self._ready or self._repeats or self._words)
 
-    def sendable(self, now_s: float) -> Iterator[Outgoing]:
-        """What may leave now: (peer, message, payloads)."""
+    def sendable(self, now_s: float) -> tuple[Outgoing] | Iterator[Outgoing]:
+        """What may leave now: (peer, message, payloads). One request, if no other has been waiting for it; else what
+        there is, each made when it is asked for."""
         self._now_s = now_s
+        if len(self._ready) == 1 and not (self._repeats or self._words):
+            [where] = self._ready
+            if len(queue := self._queues[where]) == 1 and (ask := self._take_first(queue)) is not None:
+                del self._ready[where]
+                if (outgoing := self._emit(ask)) is not None:
+                    return (outgoing,)
+        return self._all_sendable()
+
+    def _all_sendable(self) -> Iterator[Outgoing]:
         words, self._words = self._words, []
         yield from words
         repeats, self._repeats = self._repeats, {}
@@ -165,33 +180,39 @@ class ClientSession:
                 yield outgoing
         for where in list(self._ready):
             queue = self._queues.get(where, [])
-            while queue:
-                ask = queue[0][2]
-                if ask.operation.finished or ask.ended:
-                    heapq.heappop(queue)
-                    continue
-                if not self._can_send(ask) or not self._take_room(ask):
-                    break
-                heapq.heappop(queue)
-                self._leave(ask, now_s)
-                if (outgoing := self._emit(ask)) is not None:
+            while (first := self._take_first(queue)) is not None:
+                if (outgoing := self._emit(first)) is not None:
                     yield outgoing
             self._ready.pop(where, None)
 
-    def _leave(self, ask: Ask, now_s: float) -> None:
+    def _take_first(self, queue: list[tuple[int, int, Ask]]) -> Ask | None:
+        """The first request of a queue, which leaves, if it may."""
+        while queue:
+            ask = queue[0][2]
+            if ask.ended or ask.operation.finished:
+                heapq.heappop(queue)
+            elif self._can_send(ask) and self._take_room(ask):
+                heapq.heappop(queue)
+                self._leave(ask)
+                return ask
+            else:
+                return None
+        return None
+
+    def _leave(self, ask: Ask) -> None:
         self._outstanding[ask.number] = ask
-        ask.sent_s = ask.left_s = now_s
+        ask.sent_s = ask.left_s = self._now_s
         ask.pause_s = ask.operation.retry_s
 
     def _take_room(self, ask: Ask) -> bool:
         """Take what ``ask`` needs from its window, if there is so much."""
-        cost_bytes = ask.cost_bytes
-        ask.quiet = ask.may_be_quiet and self._in_flight.get((ask.peer, None), 0) + cost_bytes <= self._quiet_bytes
+        cost_bytes, all_in_flight = ask.cost_bytes, self._in_flight
+        ask.quiet = ask.may_be_quiet and all_in_flight[ask.peer, None] + cost_bytes <= self._quiet_bytes
         window = ask.window
-        in_flight = self._in_flight.get(window, 0)
+        in_flight = all_in_flight[window]
         if in_flight and not ask.quiet and in_flight + cost_bytes > self._window_bytes:
             return False
-        self._in_flight[window] = in_flight + cost_bytes
+        all_in_flight[window] = in_flight + cost_bytes
         return True
 
     def _let_others_go(self, waiting: Ask) -> None:
@@ -207,13 +228,13 @@ class ClientSession:
             if ask.operation.finished or ask.ended or not self._can_send(ask):
                 continue
             ask.quiet = False
-            in_flight = self._in_flight.get(ask.window, 0)
+            in_flight = self._in_flight[ask.window]
             if in_flight - waiting.cost_bytes > self._window_bytes:
                 break  # the second window is full
             self._in_flight[ask.window] = in_flight + ask.cost_bytes
             queue.remove(entry)
             heapq.heapify(queue)
-            self._leave(ask, self._now_s)
+            self._leave(ask)
             self._repeats[ask.number] = ask
 
     def _emit(self, ask: Ask) -> Outgoing | None:
@@ -250,7 +271,8 @@ class ClientSession:
     def receive(self, message: Message, payloads: list[memoryview]) -> None:
         """Take in a server's or the scheduler's message. Answers to requests that have ended are dropped."""
         if isinstance(message, _USUAL):
-            if (ask := self._outstanding.get(message.request)) is not None:
+            ask = self._outstanding.get(message.request)
+            if ask is not None:
                 self._take_answer(ask, message, payloads)
             return
         if isinstance(message, m.View):
@@ -460,8 +482,7 @@ class ClientSession:
 
     def _look_again(self, ask: Ask) -> None:
         """What waits where it has waited, if anything does, may be able to leave."""
-        where = ask.peer, ask.reads
-        if self._queues.get(where):
+        if self._queues.get(where := (ask.peer, ask.reads)):
             self._ready[where] = None
 
     def _close(self, ask: Ask) -> None:
@@ -475,15 +496,16 @@ class ClientSession:
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation
         self._note_heard(ask)
-        if not ask.accepted or self._replicas:
+        if operation.on_accepted is not None and (not ask.accepted or self._replicas):
             self._count_accepted(operation)
-        if error is None and ask.kind is m.Hello and ask.peer not in self._lost_peers:
+        if ask.kind is m.Hello and error is None and ask.peer not in self._lost_peers:
             self._greeted.add(ask.peer)
             self._ready.update(dict.fromkeys(self._queues))
         self._close(ask)
         ask.answered = error is None
         operation.pending -= 1
-        operation.error = operation.error or error
+        if error is not None:
+            operation.error = operation.error or error
         if operation.pending == 0:
             self._finish(operation)
         elif error is not None and ask.kind is m.Init:
@@ -500,15 +522,20 @@ class ClientSession:
 
     def _finish(self, operation: Operation) -> None:
         self._unfinished.pop(id(operation), None)
-        if not operation.finished:
-            operation.finished = True
-            if operation.error is None:
-                self._words += [_taken(ask) for ask in operation.asks if ask.old]
-            operation.on_done(operation.error)
+        if operation.finished:
+            return
+        operation.finished = True
+        if operation.error is None:
+            for ask in operation.asks:
+                if ask.old:
+                    self._words.append(_taken(ask))
+        operation.on_done(operation.error)
+        if operation.on_accepted is not None:
             operation.unaccepted = min(operation.unaccepted, 1)
             self._count_accepted(operation)
-            # Its requests know it: their arrays are not to wait for the collector of cycles.
-            operation.asks, operation.on_done, operation.on_accepted, operation.on_late = (), _nothing, None, None
+        # Its requests know it: their arrays are not to wait for the collector of cycles.
+        operation.asks, operation.on_done, operation.on_accepted, operation.on_late = (), _nothing, None, None
+        if operation.followers:
             followers, operation.followers = operation.followers, []
             for follower in followers:
                 follower.num_awaited -= 1

@@ -63,7 +63,7 @@ class Watch(Generic[S]):
         if not _IN:
             found = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
             return [self._sources[descriptor] for descriptor, _ in found if descriptor in self._sources]
-        ready = {descriptor for descriptor, _ in self._all.poll(timeout_s)}
+        ready = dict(self._all.poll(timeout_s))
         return self._look() if self._news.fileno() in ready else []
 
     def begin_to_stand_in(self) -> bool:
@@ -75,7 +75,7 @@ class Watch(Generic[S]):
 
     def stand_in(self, timeout_s: float) -> list[S]:
         """``wait`` in its place; ends with ``nudge`` too, also with one that came too late for the time before."""
-        ready = {descriptor for descriptor, _ in self._standing.poll(timeout_s)}
+        ready = dict(self._standing.poll(timeout_s))
         if self._nudge in ready:
             os.eventfd_read(self._nudge)
         return self._look() if self._news.fileno() in ready else []

@@ -131,9 +131,9 @@ def test_chunks_of_a_large_key_are_larger_and_two_of_them_are_under_way(start_jo
     assert (sum(pieces), max(pieces), len(pieces)) == (count, 40 << 14, 16)
     at_once, leave = 0, ps._link._session._leave
 
-    def look(ask: Any, now_s: float) -> None:
+    def look(ask: Any) -> None:
         nonlocal at_once
-        leave(ask, now_s)
+        leave(ask)
         at_once = max(at_once, ps._link._session._in_flight[0, False] // (10 << 18))
 
     ps._link._session._leave = look
