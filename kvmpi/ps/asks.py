@@ -22,12 +22,12 @@ NOWHERE = -2
 FUSED = 4
 
 
-class Operation:
+class Operation(msgspec.Struct, eq=False):
     """Several requests that end together: one key's exchange, or one command to all servers.
 
     Args:
         label: what it does, for error messages.
-        timeout_s: seconds that it may take from ``now_s`` on.
+        timeout_s: seconds that it may take from ``began_s`` on.
         on_done: called once with the first error, or None.
         on_accepted: called once, when the peers have taken every fused push into its round, or all is over.
         on_late: called once with the error, when the time is over; whether the requests go on nevertheless, for nobody
@@ -35,24 +35,28 @@ class Operation:
         after: its requests leave when all of these are over.
     """
 
-    __slots__ = ("after", "asks", "error", "expires_s", "finished", "followers", "is_late", "label", "num_awaited",
-                 "on_accepted", "on_done", "on_late", "pending", "priority", "retry_s", "timeout_s",
-                 "unaccepted")  # fmt: skip
+    label: str
+    timeout_s: float
+    began_s: float
+    on_done: Callable[[KVError | None], None]
+    on_accepted: Callable[[], None] | None = None
+    on_late: Callable[[KVError], bool] | None = None
+    after: Sequence[Operation] = ()
+    followers: list[Operation] = msgspec.field(default_factory=list)
+    num_awaited: int = 0
+    asks: Sequence[Ask] = ()
+    pending: int = 0
+    unaccepted: int = 0
+    priority: int = 0
+    retry_s: float = 0.0
+    error: KVError | None = None
+    finished: bool = False
+    is_late: bool = False
 
-    def __init__(
-        self, label: str, timeout_s: float, now_s: float, on_done: Callable[[KVError | None], None],
-        on_accepted: Callable[[], None] | None = None, on_late: Callable[[KVError], bool] | None = None,
-        after: Sequence[Operation] = (),
-    ) -> None:  # fmt: skip
-        self.label, self.timeout_s, self.expires_s, self.on_done = label, timeout_s, now_s + timeout_s, on_done
-        self.on_accepted, self.on_late, self.after = on_accepted, on_late, after
-        self.followers: list[Operation] = []
-        self.num_awaited = 0
-        self.asks: Sequence[Ask] = ()
-        self.pending = self.unaccepted = self.priority = 0
-        self.retry_s = timeout_s
-        self.error: KVError | None = None
-        self.finished = self.is_late = False
+    @property
+    def expires_s(self) -> float:
+        """When it has to be over."""
+        return self.began_s + self.timeout_s
 
 
 class Ask(msgspec.Struct, eq=False):
@@ -63,6 +67,7 @@ class Ask(msgspec.Struct, eq=False):
         cost_bytes: what it takes from its window: payload bytes, or with ``reads`` the bytes it asks for.
         reads: it takes from the window of values asked for.
         may_be_quiet: it is a push of which nothing need be heard before its answer.
+        window: that it takes from: of its peer, of words (None), of values asked for or of payloads.
         withheld: payloads, and what they cost, for a peer that says that it waits for this very client.
         sent_s, left_s, pause_s: when it was sent last, and first; the silence after which it is sent again.
         accepted: it is a push that is in its round, and no longer takes from its window.
@@ -83,6 +88,7 @@ class Ask(msgspec.Struct, eq=False):
     on_reply: Reply | None = None
     withheld: tuple[Callable[[], Sequence[Buffer]], int] | None = None
     number: int = -1
+    window: tuple[int, bool | None] = (NOWHERE, None)
     quiet: bool = False
     sent_s: float | None = None
     left_s: float = 0.0
@@ -100,8 +106,3 @@ class Ask(msgspec.Struct, eq=False):
     def where(self) -> tuple[int, bool]:
         """The queue in which it waits."""
         return self.peer, self.reads
-
-    @property
-    def window(self) -> tuple[int, bool | None]:
-        """The window that it takes from."""
-        return self.peer, None if self.quiet else self.reads

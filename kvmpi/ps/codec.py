@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,7 +35,7 @@ class Codec(ABC):
 
     threshold: float
 
-    @property
+    @cached_property
     def text(self) -> str:
         """What messages say: the name, and the parameter if there is one."""
         return self.name if self.default_threshold is None else f"{self.name}:{self.threshold!r}"

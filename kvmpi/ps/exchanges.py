@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,33 +38,37 @@ Key = int | str
 _MOST_IN_LABEL = 3
 
 
-class _Piece(NamedTuple):
-    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``sent_bytes``: as the codec encodes it; ``seen``: the
-    version of the chunk that it comes from."""
+class _Piece(msgspec.Struct):
+    """What is pushed to one chunk: ``rows`` of it, or (-1) all; ``seen``: the version of the chunk that it comes
+    from."""
 
     rows: int
     nbytes: int
-    sent_bytes: int
     seen: int
     payloads: Callable[[], Sequence[Buffer]]
     on_reply: OnReply
 
 
-class _Push(NamedTuple):
-    """A push of one key with what goes to each chunk, and its place among all of the client's: None for the next."""
+class _Push(msgspec.Struct):
+    """A push of one key with what goes to each chunk, ``sent_bytes`` as the codec encodes it, and its place among all
+    of the client's. Once begun it has a ``step`` of its key, and requests."""
 
     key: Key
+    layout: KeyLayout
     pieces: Sequence[_Piece]
-    turn: Turn | None
+    sent_bytes: int
+    turn: Turn
+    step: int = 0
+    asks: list[Ask] = []
 
 
-class Exchange(NamedTuple):
+class Exchange(msgspec.Struct):
     """One key of several that are exchanged: ``value`` is pushed, and the answer goes to ``out``, if one is wanted."""
 
     key: Key
     value: Buffer
     out: Buffer | Landing | None
-    turn: Turn
+    turn: Turn | None
 
 
 def _encoded(chosen: codec.Codec, piece: Buffer, dtype: str) -> Sequence[Buffer]:
@@ -87,7 +92,7 @@ class Exchanges(Participant):
     ) -> None:  # fmt: skip
         super().__init__(config, store, mode, client, num_clients, recorder, link)
         self._layouts: dict[Key, KeyLayout] = {}
-        self._codec = codec.get("none")
+        self.set_codec(codec.get("none"))
         self._answered_bytes = 0  # that pushes have brought since one of them has ended
 
     @property
@@ -113,7 +118,9 @@ class Exchanges(Participant):
     def next_pushes(self, keys: Sequence[Key]) -> dict[Key, Turn]:
         """The next pushes of ``keys``, which one call of the program makes, take their places among this client's: to
         be called in program order."""
-        tracks = {key: self._take_position(key).track for key in keys}
+        tracks = {}
+        for key in keys:
+            tracks[key] = self._take_position(key).track
         return dict(zip(tracks, self._steps.take(tracks, self.clock), strict=True))
 
     def give_up(self, key: Key, turn: Turn) -> None:
@@ -124,6 +131,7 @@ class Exchanges(Participant):
     def set_codec(self, chosen: codec.Codec) -> None:
         """How pushes travel from now on. To be called when no push is under way."""
         self._codec = chosen
+        self._quantizer = chosen if isinstance(chosen, codec.Quantizer) else None
         self.forget_errors(self._layouts)
 
     def forget_errors(self, keys: Iterable[Key]) -> None:
@@ -154,8 +162,8 @@ class Exchanges(Participant):
                 taken += [(layout, start, feedback.take(slice(*where))) for *where, start in parts]
         for layout, start, values in taken:
             if layout.feedback is None:
-                assert isinstance(self._codec, codec.Quantizer)
-                layout.feedback = Feedback(self._codec, math.prod(layout.shape))
+                assert self._quantizer is not None
+                layout.feedback = Feedback(self._quantizer, math.prod(layout.shape))
             layout.feedback.add(slice(start, start + values.size), values)
 
     def abort(self) -> None:
@@ -167,13 +175,13 @@ class Exchanges(Participant):
 
         ``turn``: its place among all pushes, if others were made since; as in those below.
         """
-        return self._exchange(key, value, None, deadline, priority, turn)
+        return self.exchange_together([Exchange(key, value, None, turn)], deadline, priority)
 
     def pushpull(
         self, key: Key, value: Buffer, out: Buffer, deadline: Deadline, priority: int = 0, turn: Turn | None = None
     ) -> Work:
         """``push``, and fill ``out`` with the answer; ``out`` may be ``value``."""
-        return self._exchange(key, value, out, deadline, priority, turn)
+        return self.exchange_together([Exchange(key, value, out, turn)], deadline, priority)
 
     def push_ahead(
         self, key: Key, value: Buffer, landing: Landing, deadline: Deadline, priority: int = 0,
@@ -183,53 +191,52 @@ class Exchanges(Participant):
 
         ``on_accepted`` is called when every server has ``value``, or when the Work is done.
         """
-        return self._exchange(key, value, landing, deadline, priority, turn, on_accepted)
+        return self.exchange_together([Exchange(key, value, landing, turn)], deadline, priority, on_accepted)
 
-    def exchange_together(self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0) -> Work:
+    def exchange_together(
+        self, exchanges: Sequence[Exchange], deadline: Deadline, priority: int = 0,
+        on_accepted: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
         """Several small keys, which all end together, in the time that one takes and not much more: ``push``,
         ``push_ahead`` or ``pushpull``, by where their answers go, which is alike for all."""
-        first = exchanges[0].out
-        op, fused = "pushpull" if isinstance(first, np.ndarray) else "push", first is not None
-        pushes = [_Push(key, self._pieces_of(key, value, out), turn) for key, value, out, turn in exchanges]
-        return self._push_pieces(pushes, op, self._codec, deadline, priority, fused=fused)
+        out, pushes = exchanges[0].out, [self._push_of(exchange) for exchange in exchanges]
+        op, fused = "pushpull" if isinstance(out, np.ndarray) else "push", out is not None
+        return self._push_pieces(pushes, op, self._codec.text, deadline, priority, fused, on_accepted)
 
-    def _exchange(
-        self, key: Key, value: Buffer, out: Buffer | Landing | None, deadline: Deadline, priority: int,
-        turn: Turn | None, on_accepted: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
-        pieces = self._pieces_of(key, value, out)
-        op = "pushpull" if isinstance(out, np.ndarray) else "push"
-        pushes = [_Push(key, pieces, turn)]
-        return self._push_pieces(
-            pushes, op, self._codec, deadline, priority, fused=out is not None, on_accepted=on_accepted
-        )
-
-    def _pieces_of(self, key: Key, value: Buffer, out: Buffer | Landing | None) -> list[_Piece]:
+    def _push_of(self, exchange: Exchange) -> _Push:
         """What goes to each chunk of the key, encoded when it leaves, and where its answer goes.
 
         Raises:
-            KVError: ``value`` has something that cannot be pushed as pushes travel now.
+            KVError: the value has something that cannot be pushed as pushes travel now, or the last push is not over.
         """
-        layout, chosen = self._layouts[key], self._codec
-        dtype, feedback = layout.dtype, self._feedback(key, value)
+        key, value, chosen = exchange.key, exchange.value, self._codec
+        layout = self._layout_to_push(key)
+        dtype, feedback = layout.dtype, None if self._quantizer is None else self._feedback(key, layout, value)
         pieces = []
-        for i, (where, count, nbytes, _) in enumerate(layout.places):
+        for i, place in enumerate(layout.places):
+            where, seen = place.where, layout.seen[i]
             piece = value[where]
             payloads = partial(_encoded, chosen, piece, dtype) if feedback is None else feedback.payloads(where, piece)
-            seen = layout.seen[i]
-            on_reply = self._on_value(key, layout, i, out, pushed=seen, feedback=feedback)
-            pieces.append(_Piece(-1, nbytes, chosen.wire_bytes(count, dtype), seen, payloads, on_reply))
-        return pieces
+            on_reply = partial(self._take_value, key, layout, i, exchange.out, seen, feedback)
+            pieces.append(_Piece(-1, place.nbytes, seen, payloads, on_reply))
+        turn = exchange.turn or self.next_pushes([key])[key]
+        return _Push(key, layout, pieces, layout.sent_bytes(chosen), turn)
 
-    def _feedback(self, key: Key, value: Buffer) -> Feedback | None:
-        """What earlier pushes of the key have left out, if the codec keeps it.
+    def _layout_to_push(self, key: Key) -> KeyLayout:
+        layout = self._layouts[key]
+        if layout.pushing:
+            raise KVError(
+                f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
+            )
+        return layout
+
+    def _feedback(self, key: Key, layout: KeyLayout, value: Buffer) -> Feedback | None:
+        """What earlier pushes of the key have left out, which the codec keeps of float32.
 
         Raises:
             KVError: ``value`` has something that would be left for ever.
         """
-        if not isinstance(self._codec, codec.Quantizer):
-            return None
-        layout = self._layouts[key]
+        assert self._quantizer is not None
         if layout.dtype != "float32":
             return None
         if not quantize.all_finite(value):
@@ -238,45 +245,39 @@ class Exchanges(Participant):
                 f"not-a-numbers, which compression {self._codec.text} cannot carry; nothing was pushed"
             )
         if layout.feedback is None:
-            layout.feedback = Feedback(self._codec, value.size)
+            layout.feedback = Feedback(self._quantizer, value.size)
         return layout.feedback
 
     def _push_pieces(
-        self, pushes: Sequence[_Push], op: str, encoded: codec.Codec, deadline: Deadline, priority: int, *,
-        fused: bool, on_accepted: Callable[[], None] | None = None,
+        self, pushes: Sequence[_Push], op: str, encoded: str, deadline: Deadline, priority: int, fused: bool,
+        on_accepted: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         """Push what there is for each chunk of some keys, as one step of each key."""
-        for key, _, _ in pushes:
-            if self._layouts[key].pushing:
-                raise KVError(
-                    f"push of key {key!r} on client {self._client}: its last push is not done; wait for that Work"
-                )
         # A value in shared memory comes as fast as the word that it will come.
         acknowledge = on_accepted is not None and not self._link.shares
         # Nobody waits for that word, unless it is to be seen in a timeline; without rounds it is said where an answer
         # has to wait, which is seldom.
         may_be_quiet = fused and on_accepted is None and self._in_rounds and not timeline.on
-        begun: list[tuple[KeyLayout, Turn, int, list[Ask]]] = []
-        asks: list[Ask] = []
-        turns = [turn or self.next_pushes([key])[key] for key, _, turn in pushes]
-        done, text = self._steps.done(), encoded.text
-        for (key, pieces, _), turn in zip(pushes, turns, strict=True):
-            layout = self._layouts[key]
+        done, asks, keys, behind, nbytes = self._steps.done(), list[Ask](), list[Key](), [], 0
+        for push in pushes:
+            key, layout, turn = push.key, push.layout, push.turn
             layout.pushing = turn.begun = True
-            layout.steps = layout.track.begin(layout.steps)
-            step = layout.steps + 1
-            asks_of_key = [
-                Ask(
-                    NOWHERE, m.Push,
-                    (key, i, step, text, fused, acknowledge, part := layout.part(i), piece.rows, False, turn.at, done,
-                     *turn.span, piece.seen),
-                    part=part, cost_bytes=piece.nbytes, may_be_quiet=may_be_quiet, payloads=piece.payloads,
+            layout.steps = steps = layout.track.begin(layout.steps)
+            push.step = steps + 1
+            for i, piece in enumerate(push.pieces):
+                part = layout.places[i].part
+                fields = (
+                    key, i, steps + 1, encoded, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span,
+                    piece.seen,
+                )  # fmt: skip
+                push.asks.append(Ask(
+                    NOWHERE, m.Push, fields, part, piece.payloads, piece.nbytes, may_be_quiet=may_be_quiet,
                     on_reply=piece.on_reply,
-                )
-                for i, piece in enumerate(pieces)
-            ]  # fmt: skip
-            asks += asks_of_key
-            begun.append((layout, turn, step, asks_of_key))
+                ))  # fmt: skip
+            asks += push.asks
+            keys.append(key)
+            behind.append(layout.pushes)
+            nbytes += push.sent_bytes
         asks += (entry := self._entry())
 
         is_late = False
@@ -284,9 +285,9 @@ class Exchanges(Participant):
         def goes_on() -> bool:
             # The program does not make it again: it counts, and what has not left yet is still to.
             nonlocal is_late
-            if is_late := all(turn.kept for _, turn, _, _ in begun):
-                for layout, _, step, _ in begun:
-                    layout.pushing, layout.steps = False, step
+            if is_late := all(push.turn.kept for push in pushes):
+                for push in pushes:
+                    push.layout.pushing, push.layout.steps = False, push.step
             return is_late
 
         def count(error: KVError | None) -> None:
@@ -295,23 +296,23 @@ class Exchanges(Participant):
                 self._recorder.add("pull", 0.0, answered_bytes, calls=0)
             if entry and error is not None:
                 self._goes_on = False  # it is said again, though it may have been heard
-            for layout, turn, step, asks_of_key in begun:
+            for push in pushes:
+                layout = push.layout
                 if not is_late:
                     layout.pushing = False
-                used = error is None or is_late or any(ask.used for ask in asks_of_key)
+                used = error is None or is_late or any(ask.used for ask in push.asks)
                 # With others that have failed, it may have come to a good end itself.
-                if used := used or (len(begun) > 1 and all(ask.answered for ask in asks_of_key)):
-                    layout.steps = max(layout.steps, step)
+                if used := used or (len(pushes) > 1 and all(ask.answered for ask in push.asks)):
+                    layout.steps = max(layout.steps, push.step)
                 if layout.feedback is not None:
                     layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
-                self._steps.end(layout.track, turn, used=used)
+                self._steps.end(layout.track, push.turn, used=used)
 
-        steps = {step for _, _, step, _ in begun}
-        label = self._label(op, [push.key for push in pushes], min(steps) if len(steps) == 1 else None)
-        nbytes = sum([piece.sent_bytes for push in pushes for piece in push.pieces])
+        is_one_step = len(pushes) == 1 or len({push.step for push in pushes}) == 1
+        label = self._label(op, keys, pushes[0].step if is_one_step else None)
         return self._start(
             label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted, goes_on=goes_on,
-            behind=[layout.pushes for layout, _, _, _ in begun], calls=len(begun),
+            behind=behind, calls=len(pushes),
         )  # fmt: skip
 
     # ---- rows
@@ -339,11 +340,10 @@ class Exchanges(Participant):
 
         With ``changed``, that gets all rows which the update has changed, with their new values, and then it is done.
         """
-        layout, chunks = self._layouts[key], self.rows_of(key)
+        layout, chunks = self._layout_to_push(key), self.rows_of(key)
         # Errors are kept of whole keys only: rows are few enough as they are.
-        chosen = codec.get("none") if isinstance(self._codec, codec.Quantizer) else self._codec
-        dtype = layout.dtype
-        pieces = []
+        chosen = self._codec if self._quantizer is None else codec.get("none")
+        dtype, pieces, sent_bytes = layout.dtype, [], 0
         for i, (where, ids) in enumerate(chunks.split(rows.ids)):
             piece = rows.values[where].reshape(-1)
 
@@ -352,11 +352,11 @@ class Exchanges(Participant):
 
             seen = layout.seen[i]
             on_reply = self._on_changed(layout, i, changed, seen)
-            sent_bytes = ids.nbytes + chosen.wire_bytes(piece.size, dtype)
-            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, sent_bytes, seen, payloads, on_reply))
+            sent_bytes += ids.nbytes + chosen.wire_bytes(piece.size, dtype)
+            pieces.append(_Piece(ids.size, ids.nbytes + piece.nbytes, seen, payloads, on_reply))
         op = "push of rows" if changed is None else "pushpull of rows"
-        pushes = [_Push(key, pieces, turn)]
-        return self._push_pieces(pushes, op, chosen, deadline, priority, fused=changed is not None)
+        pushes = [_Push(key, layout, pieces, sent_bytes, turn or self.next_pushes([key])[key])]
+        return self._push_pieces(pushes, op, chosen.text, deadline, priority, changed is not None)
 
     def _on_changed(self, layout: KeyLayout, index: int, changed: ArrivingRows | None, seen: int) -> OnReply:
         def on_reply(message: Message, payloads: list[memoryview]) -> None:
@@ -405,50 +405,47 @@ class Exchanges(Participant):
 
     def pull_together(self, wanted: Sequence[tuple[Key, Buffer]], deadline: Deadline, priority: int = 0) -> Work:
         """``pull`` of several small keys, which all end together."""
-        asks, steps = list[Ask](), set[int]()
+        asks, steps, nbytes = list[Ask](), set[int](), 0
         for key, out in wanted:
             layout = self._take_position(key)
             steps.add(layout.steps)
+            nbytes += out.nbytes
             asks += [
-                about(
-                    place.part, m.Pull, (key, i, layout.steps, place.part), reads=True, cost_bytes=place.nbytes,
-                    on_reply=self._on_value(key, layout, i, out, pushed=None),
+                Ask(
+                    NOWHERE, m.Pull, (key, i, layout.steps, place.part), part=place.part, reads=True,
+                    cost_bytes=place.nbytes, on_reply=partial(self._take_value, key, layout, i, out, None, None),
                 )
                 for i, place in enumerate(layout.places)
             ]  # fmt: skip
         label = self._label("pull", [key for key, _ in wanted], min(steps) if len(steps) == 1 else None)
-        nbytes = sum([out.nbytes for _, out in wanted])
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes, calls=len(wanted))
 
-    def _on_value(
-        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, *, pushed: int | None,
-        feedback: Feedback | None = None,
-    ) -> OnReply:  # fmt: skip
+    def _take_value(
+        self, key: Key, layout: KeyLayout, index: int, out: Buffer | Landing | None, pushed: int | None,
+        feedback: Feedback | None, message: Message, payloads: list[memoryview],
+    ) -> None:  # fmt: skip
+        """The answer to a pull of a chunk, or to a push that comes from its version ``pushed``."""
         where, _, nbytes, _ = layout.places[index]
-        dtype = DTYPES[layout.dtype]
-
-        def on_reply(message: Message, payloads: list[memoryview]) -> None:
-            if feedback is not None:
-                feedback.note_answer(where)
+        if feedback is not None:
+            feedback.note_answer(where)
+        if not self._in_rounds:
             self._note_version(layout, index, message, pushed=pushed, read=out is not None)
-            if out is None:
-                return
-            if not isinstance(message, m.Value) or len(payloads) != 1:
-                raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
-            start_ns = timeline.now() if timeline.on else 0
-            if payloads[0].nbytes != nbytes:
-                raise ProtocolError(f"a chunk of {payloads[0].nbytes} bytes came, expected {nbytes}")
-            value = np.frombuffer(payloads[0], dtype)
-            if pushed is not None:
-                self._answered_bytes += value.nbytes
-            if isinstance(out, Landing):
-                out.put(where, value)
-            else:
-                np.copyto(out[where], value)
-            if start_ns:
-                timeline.span("copy", start_ns, key, nbytes=value.nbytes, clock=self.clock, chunk=index)
-
-        return on_reply
+        if out is None:
+            return
+        if not isinstance(message, m.Value) or len(payloads) != 1:
+            raise ProtocolError(f"expected one value, got a {type(message).__name__} with {len(payloads)} payloads")
+        [payload] = payloads
+        if payload.nbytes != nbytes:
+            raise ProtocolError(f"a chunk of {payload.nbytes} bytes came, expected {nbytes}")
+        start_ns, value = timeline.now() if timeline.on else 0, np.frombuffer(payload, DTYPES[layout.dtype])
+        if pushed is not None:
+            self._answered_bytes += nbytes
+        if isinstance(out, Landing):
+            out.put(where, value)
+        else:
+            np.copyto(out[where], value)
+        if start_ns:
+            timeline.span("copy", start_ns, key, nbytes=nbytes, clock=self.clock, chunk=index)
 
     def _note_version(
         self, layout: KeyLayout, index: int, message: Message, *, pushed: int | None, read: bool
@@ -469,8 +466,8 @@ class Exchanges(Participant):
 
     def _label(self, op: str, keys: Sequence[Key], step: int | None = None) -> str:
         at = "" if step is None else f" at step {step}"
-        of = repr(keys[0]) if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
-        return f"{op} of key {of} on client {self._client} of {self._num_clients}{at}, clock {self.clock}"
+        of = f"{keys[0]!r}" if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
+        return f"{op} of key {of} {self._who}{at}, clock {self.clock}"
 
     def _furthest_step(self) -> int:
         return max((layout.steps for layout in self._layouts.values()), default=0)

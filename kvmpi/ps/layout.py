@@ -9,6 +9,7 @@ from kvmpi.arrays import DTYPES
 from kvmpi.ps import placement
 from kvmpi.ps.asks import Operation
 from kvmpi.ps.chains import part_of
+from kvmpi.ps.codec import Codec
 from kvmpi.ps.feedback import Feedback
 from kvmpi.ps.row_chunks import RowChunks
 from kvmpi.ps.steps import Found, Track
@@ -42,6 +43,7 @@ class KeyLayout:
     staleness: int = timeline.NOTHING  # of the last push
     by_rows: RowChunks | None = None
     feedback: Feedback | None = None  # with a codec that keeps what it does not send
+    _sent: tuple[Codec, int] | None = None  # what ``sent_bytes`` was asked for last
     seen: list[int] = field(init=False)  # of each chunk, the version that this client has read last
     places: list[Place] = field(init=False)  # of its chunks: looked at with every push, and the same for each
 
@@ -55,6 +57,12 @@ class KeyLayout:
             )
             for i, chunk in enumerate(self.chunks)
         ]  # fmt: skip
+
+    def sent_bytes(self, chosen: Codec) -> int:
+        """Bytes of a push of the whole key, as a codec encodes them."""
+        if self._sent is None or self._sent[0] is not chosen:
+            self._sent = chosen, sum(chosen.wire_bytes(place.num_elements, self.dtype) for place in self.places)
+        return self._sent[1]
 
     def part(self, chunk: int) -> int:
         """The part of the values to which a chunk belongs."""

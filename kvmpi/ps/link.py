@@ -51,11 +51,13 @@ class Link:
         name: of the thread and in messages.
         clock: the training clock, for heartbeats.
     Attributes:
+        now_s: the time on the clock of deadlines.
         done: also for heartbeats, the step up to which all pushes are over.
     """
 
     def __init__(self, config: Config, name: str, clock: Callable[[], int]) -> None:
         self._config, self._name, self._clock = config, name, clock
+        self.now_s = running_time.now_s
         self.done: Callable[[], int] = lambda: 0
         # Whoever says whom it waits for has to know it by then.
         retry_s = min(config.retry_s, stall.limit_of(config) / 2 or math.inf)
@@ -151,18 +153,19 @@ class Link:
         """What is under way."""
         return [wait._replace(since_s=wait.since_s + running_time.stood_s) for wait in self._session.waits()]
 
-    def now_s(self) -> float:
-        """The time on the clock of deadlines."""
-        return running_time.now_s()
-
     def submit(self, operation: Operation, asks: Sequence[Ask], priority: int) -> None:
         """Start an operation, from any thread. On a link that is closed it fails at once."""
         self._inbox.append((operation, asks, priority))
         if self._stop:
             self._drain_inbox()  # if the thread ends just now, it empties the inbox as its last act
-        elif (cost_bytes := sum([ask.cost_bytes for ask in asks])) > _HERE_BYTES:
+            return
+        cost_bytes = asks[0].cost_bytes if len(asks) == 1 else sum([ask.cost_bytes for ask in asks])
+        if cost_bytes > _HERE_BYTES:
             self._waker.wake()
-        elif threading.get_ident() not in self._gatherers or cost_bytes >= SMALL_BYTES or len(self._inbox) >= _GATHERED:
+        elif (
+            not self._gatherers or threading.get_ident() not in self._gatherers or cost_bytes >= SMALL_BYTES
+            or len(self._inbox) >= _GATHERED
+        ):  # fmt: skip
             self._send_here()
 
     def gathering(self) -> AbstractContextManager[None]:
@@ -210,7 +213,6 @@ class Link:
 
         is_over = work.done if until is None else lambda: work.done() or until()
         watch = self._watch
-        ready: Sequence[Connection] = ()
         if work.done() or watch is None or not self._helps.acquire(blocking=False):
             return
         try:
@@ -218,8 +220,10 @@ class Link:
                 me = threading.get_ident()
                 work.add_done_callback(lambda _: None if threading.get_ident() == me else watch.nudge())
                 try:
-                    while self._help_on(watch, ready) and not is_over():
-                        ready = () if self._inbox else watch.stand_in(_AWAKE_S)
+                    while not is_over():
+                        ready = () if self._unread or self._inbox else watch.stand_in(_AWAKE_S)
+                        if not self._help_on(watch, ready):
+                            break
                 finally:
                     watch.end_to_stand_in()
         finally:
@@ -374,9 +378,10 @@ class Link:
             self._drain_inbox()
         if now_s >= self._next_heartbeat_s:
             self._beat(now_s)
-        if not self._session.may_send:
+        session = self._session
+        if not session.may_send:
             return
-        outgoing = self._session.sendable(now_s)
+        outgoing = session.sendable(now_s)
         if isinstance(outgoing, tuple):
             [(peer, message, payloads)] = outgoing
             if (connection := self._sending_to(peer)) is not None:

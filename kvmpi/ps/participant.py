@@ -57,6 +57,7 @@ class Participant(ABC):
         self._config, self._store, self._mode = config, store, mode
         self._in_rounds = discipline(mode).in_rounds
         self._client, self._num_clients, self._recorder = client, num_clients, recorder
+        self._who = f"on client {client} of {num_clients}"
         finds = finds_position(mode, config.on_client_loss)
         self._steps = Steps(counts=finds or (self._in_rounds and bool(config.snapshot_dir)), finds=finds)
         self._link = link or Link(config, f"client {client} in store {store}", lambda: self.clock)
@@ -229,7 +230,7 @@ class Participant(ABC):
     def _entry(self) -> list[Ask]:
         """What a process says with its first push if it goes on where another was: it has left behind the barriers
         before, whether its program has met them again or skipped them."""
-        if not self._is_waited_for or not self._position or self._goes_on:
+        if not self._position or self._goes_on or not self._is_waited_for:
             return []
         self._goes_on = True
         return [Ask(SCHEDULER, m.Enter, (self._position,))]
@@ -343,10 +344,10 @@ class Participant(ABC):
             return True
 
         timeout_s = min(deadline.remaining_s(), _FOR_EVER_S)
-        # They end in another thread.
-        after = [*after, *[last for others in behind if others for last in [*others][-1:]]]
         operation = Operation(label, timeout_s, self._link.now_s(), on_done, on_accepted, on_late, after)
         for others in behind:
+            if others:  # they end in another thread
+                operation.after = [*operation.after, *others[-1:]]
             others.append(operation)
         self._link.submit(operation, asks, priority)
         return work

@@ -124,6 +124,8 @@ class ClientSession:
         greets = False
         for ask in operation.asks:
             self._enqueue(ask)
+            if ask.part >= 0:
+                continue
             if ask.kind is m.Hello:
                 self._hello, greets = ask.fields, True
                 self._greeting.add(ask.peer)
@@ -208,7 +210,7 @@ class ClientSession:
         """Take what ``ask`` needs from its window, if there is so much."""
         cost_bytes, all_in_flight = ask.cost_bytes, self._in_flight
         ask.quiet = ask.may_be_quiet and all_in_flight[ask.peer, None] + cost_bytes <= self._quiet_bytes
-        window = ask.window
+        ask.window = window = ask.peer, None if ask.quiet else ask.reads
         in_flight = all_in_flight[window]
         if in_flight and not ask.quiet and in_flight + cost_bytes > self._window_bytes:
             return False
@@ -227,7 +229,7 @@ class ClientSession:
             ask = entry[2]
             if ask.operation.finished or ask.ended or not self._can_send(ask):
                 continue
-            ask.quiet = False
+            ask.quiet, ask.window = False, ask.where
             in_flight = self._in_flight[ask.window]
             if in_flight - waiting.cost_bytes > self._window_bytes:
                 break  # the second window is full
@@ -245,16 +247,17 @@ class ClientSession:
             message = ask.kind(ask.number, *ask.fields)
             if isinstance(message, m.Push):
                 message.quiet = ask.quiet
-            return ask.peer, message, self._payloads(ask)
+            if ask.payloads is None:
+                return ask.peer, message, ()
+            return ask.peer, message, self._timed_payloads(ask) if timeline.on else ask.payloads()
         except Exception as error:  # a codec may be a user's own
             self._end(ask, as_kv_error(ask, error))
             return None
 
     @staticmethod
-    def _payloads(ask: Ask) -> Sequence[Buffer]:
-        if ask.payloads is None:
-            return ()
-        if not timeline.on or ask.kind is not m.Push:
+    def _timed_payloads(ask: Ask) -> Sequence[Buffer]:
+        assert ask.payloads is not None
+        if ask.kind is not m.Push:
             return ask.payloads()
         start_ns, (key, chunk, step) = timeline.now(), ask.fields[:3]
         payloads = ask.payloads()
@@ -315,7 +318,8 @@ class ClientSession:
                 raise ProtocolError(f"a {type(message).__name__} is no answer")
             if ask.on_reply is not None:
                 ask.on_reply(message, payloads)
-            ask.old = isinstance(message, m.Value) and message.old
+            if isinstance(message, m.Value):
+                ask.old = message.old
         except Exception as caught:  # one bad answer must not end the others' thread
             error = as_kv_error(ask, caught)
         self._end(ask, error)
@@ -325,7 +329,7 @@ class ClientSession:
         return [
             Wait(
                 ("operation", id(op)),
-                op.expires_s - op.timeout_s,
+                op.began_s,
                 op.label,
                 "; ".join(why_waiting(op, self._greeted)[:4]),
             )
@@ -360,9 +364,10 @@ class ClientSession:
 
     def _note_heard(self, ask: Ask) -> None:
         """Its peer has taken it in, which it does once: others do not wait for ever for the sake of those before."""
-        before = self._heard.get(ask.peer)
-        if before is None or ask.left_s >= before[0]:
-            self._heard[ask.peer] = ask.left_s, self._now_s
+        peer, left_s = ask.peer, ask.left_s
+        before = self._heard.get(peer)
+        if before is None or left_s >= before[0]:
+            self._heard[peer] = left_s, self._now_s
 
     def _silent_since(self, ask: Ask, sent_s: float) -> float:
         """Since when there should have been an answer: as long as there are some to what has left before, a slow link
@@ -486,12 +491,11 @@ class ClientSession:
             self._ready[where] = None
 
     def _close(self, ask: Ask) -> None:
-        """Whatever comes for ``ask`` from now on is dropped."""
+        """Whatever comes for ``ask`` from now on is dropped, and what is still queued goes."""
         ask.ended = True
         if self._outstanding.pop(ask.number, None) is not None and not ask.accepted:
-            self._release(ask)
-        else:
-            self._look_again(ask)  # so that what is still queued goes
+            self._in_flight[ask.window] -= ask.cost_bytes
+        self._look_again(ask)
 
     def _end(self, ask: Ask, error: KVError | None) -> None:
         operation = ask.operation

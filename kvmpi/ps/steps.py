@@ -218,6 +218,8 @@ class Steps:
     def done(self, *, ends: bool = False) -> int:
         """The overall step up to which all pushes are over, and the next has begun, or is about to; or there is none,
         since the program ``ends``."""
+        if not (self.counts or ends):
+            return self._position
         with self._lock:
             return min(self._under_way, default=self._step + 1 if ends else max(self._step, self._position + 1)) - 1
 
