@@ -79,22 +79,27 @@ class Daemon:
             received = None  # payloads that nobody holds are given back with the answer
             yield together
 
-    @staticmethod
-    def _send(listener: Listener, replies: Sequence[Reply]) -> None:
+    def _send(self, listener: Listener, replies: Sequence[Reply]) -> None:
+        if len(replies) == 1:
+            self._send_to(listener, replies[0].route, [replies[0][1:]])
+            return
         by_route: dict[bytes, list[Any]] = {}
         for reply in replies:
             by_route.setdefault(reply.route, []).append(reply[1:])
-
-        def reject(route: bytes, message: m.Message, error: ProtocolError) -> None:
-            _log.error("a %s could not be sent: %s", type(message).__name__, error)
-            if (request := getattr(message, "request", -1)) >= 0:  # else nobody waits for it
-                listener.send(*failure(route, request, error))
-
         for route, group in by_route.items():
-            try:
-                listener.send_all(route, group, partial(reject, route))
-            except Exception:  # a defect, but one peer's answer must not end the service of all
-                _log.exception("a %s could not be sent", type(group[0][0]).__name__)
+            self._send_to(listener, route, group)
+
+    def _send_to(self, listener: Listener, route: bytes, group: list[Any]) -> None:
+        try:
+            listener.send_all(route, group, partial(self._reject, listener, route))
+        except Exception:  # a defect, but one peer's answer must not end the service of all
+            _log.exception("a %s could not be sent", type(group[0][0]).__name__)
+
+    @staticmethod
+    def _reject(listener: Listener, route: bytes, message: m.Message, error: ProtocolError) -> None:
+        _log.error("a %s could not be sent: %s", type(message).__name__, error)
+        if (request := getattr(message, "request", -1)) >= 0:  # else nobody waits for it
+            listener.send(*failure(route, request, error))
 
 
 class SchedulerDaemon(Daemon):
@@ -257,6 +262,8 @@ class ServerDaemon(Daemon):
         self._found: dict[int, m.ServerInfo] = {}
         self._incarnations: dict[int, int] = {}
         self._readiness_changed = False
+        # What is unread is known in steps.
+        self._windows_bytes = max(_WINDOWS * config.window_bytes, config.shared_bytes) + 2 * MARK_EVERY_BYTES
         self._sent_bytes = self._reports = self._unreadable = 0
         # What this server reports, for its own Prometheus endpoint.
         self._statistics = Statistics(0, config.num_servers, 0, config.report_s, config.job_id)
@@ -315,10 +322,10 @@ class ServerDaemon(Daemon):
     def _hears(self, route: bytes, unread_bytes: int) -> bool:
         """Whether a client has read enough. Of one that keeps to the protocol no more can be under way."""
         kept_bytes = unread_bytes + (self._state.held_bytes(route) if self._config.replicas else 0)
-        # What is unread is known in steps.
-        windows_bytes = max(_WINDOWS * self._config.window_bytes, self._config.shared_bytes) + 2 * MARK_EVERY_BYTES
+        if kept_bytes <= self._windows_bytes:
+            return True
         # Each chunk's answer once, another one that the client still uses in place, and a chunk's state.
-        return kept_bytes <= windows_bytes or kept_bytes <= windows_bytes + _VALUES * self._state.value_bytes(route)
+        return kept_bytes <= self._windows_bytes + _VALUES * self._state.value_bytes(route)
 
     def _serve(self, listener: Listener, scheduler: Connection, showing: Showing) -> None:
         incarnation = new_incarnation(self._config)
@@ -343,10 +350,8 @@ class ServerDaemon(Daemon):
             while scheduler in ready and (notice := self._recv(scheduler)) is not None:
                 self._hear(listener, scheduler, notice[0], now_s)
             for together in self._arrived(listener) if listener in ready else ():
-                outgoing = [each for arrived in together for each in self._state.handle(*arrived, now_s)]
-                together.clear()
-                self._dispatch(listener, outgoing)
-            for server in [server for server, other in self._others.items() if other in ready]:
+                self._answer(listener, together, now_s)
+            for server in [server for server, other in self._others.items() if other in ready] if self._others else ():
                 self._hear_other(listener, server, now_s)
             if now_s >= next_tick_s:
                 self._dispatch(listener, self._state.tick(now_s))
@@ -444,8 +449,18 @@ class ServerDaemon(Daemon):
                 self._others.pop(server).close()
                 self._readiness_changed = True
 
+    def _answer(self, listener: Listener, together: list[Arrived], now_s: float) -> None:
+        """Handle what has come together. Nothing of it is held here any more when the answers leave, nor of these when
+        the next is handled: what was lent of a value is the slot's again."""
+        outgoing = self._state.handle(*together.pop(), now_s) if len(together) == 1 else []
+        if together:
+            outgoing = [each for arrived in together for each in self._state.handle(*arrived, now_s)]
+            together.clear()
+        self._dispatch(listener, outgoing)
+
     def _dispatch(self, listener: Listener, outgoing: Sequence[Outgoing]) -> None:
-        replies, forwards = list[Reply](), list[Forward]()
+        replies: list[Reply] = []
+        forwards: list[Forward] = []
         for each in outgoing:
             for payload in each.payloads:
                 self._sent_bytes += payload.nbytes
@@ -453,7 +468,8 @@ class ServerDaemon(Daemon):
                 replies.append(each)
             elif each.server in self._found:
                 forwards.append(each)
-        self._send(listener, replies)
+        if replies:
+            self._send(listener, replies)
         for server, group in groupby(forwards, attrgetter("server")):
             try:
                 self._other(server).send_all([each[1:] for each in group], partial(self._complain, server))

@@ -111,20 +111,21 @@ class Rounds:
         slot.open_spans.append(Span(message.earliest, message.latest) if message.earliest else UNSAID)
         slot.cursor += 1
         if slot.cursor < self._num_clients:
-            replies = list[Reply]()
             if not message.fused:
-                replies.append(Reply(route, m.Ack(request, slot.rounds)))
+                replies = [Reply(route, m.Ack(request, slot.rounds))]
             else:
                 slot.waiting[client] = Waiter(route, request, True, step)
-                if not message.quiet:
-                    replies.append(Reply(route, m.Accepted(request)))
+                replies = [] if message.quiet else [Reply(route, m.Accepted(request))]
             return replies + self.go_on_with(slot) if slot.held else replies
         self.before_update(slot)
-        settle_steps(slot)
+        if slot.open_steps:
+            settle_steps(slot)
         self._log(None, ())
         self.end_round(slot, keep=is_sum)
         self.on_update(slot)
-        replies = self._answer_waiting(slot) if slot.waiting or slot.readers else list[Reply]()
+        replies = []
+        if slot.waiting or slot.readers:
+            replies = self._answer_waiting(slot)
         if not message.fused:
             replies.append(Reply(route, m.Ack(request, step - 1)))  # as it was when the push got in
         elif slot.failed is None and slot.met is None:
@@ -137,12 +138,13 @@ class Rounds:
         """Whether a push is the next one of the client whose turn it is, has all elements of its chunk as they are, all
         clients take part, and no other server is told."""
         clients = self._clients
+        total = slot.accumulator
         return not (
             client != slot.cursor or message.step != slot.rounds + 1 or slot.steps.get(client, 0) != slot.rounds
             or message.rows != -1 or message.codec != "none" or message.acknowledge or self.acknowledges
             or len(payloads) != 1 or payloads[0].nbytes != slot.value.nbytes or slot.dtype in HALF
             or client in slot.held or slot.entering or clients.gone or clients.finished or clients.entering
-            or isinstance(slot.accumulator, Rows) or self.is_followed() or timeline.on
+            or (total is not None and isinstance(total, Rows)) or self.is_followed() or timeline.on
         )  # fmt: skip
 
     def push(self, slot: Slot, client: int, contribution: Contribution) -> list[Reply]:

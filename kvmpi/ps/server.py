@@ -235,7 +235,7 @@ class ServerState:
         self._heard_s[session.who] = now_s
         try:
             replies = part.request(store, client, route, message, payloads)
-            if replies and isinstance(waiting := replies[-1].message, m.Waiting):
+            if replies and type(waiting := replies[-1].message) is m.Waiting:
                 waiting.silent_s = self._silent_s(store, waiting.clients, now_s)
         except ServerLostError:
             raise

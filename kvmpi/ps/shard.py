@@ -381,7 +381,8 @@ class Shard:
         if self.discipline.in_rounds:
             replies = self.rounds.push_plain(slot, client, route, message, payloads)
             if replies is not None:
-                self._note_done(client, message.done)
+                if message.done:
+                    self._note_done(client, message.done)
                 return replies
         encoding = codec.get(message.codec)
         wire_dtype = encoding.wire_dtype(slot.dtype)
@@ -417,7 +418,7 @@ class Shard:
         return self.singles.push(client, route, slot, message, wire, wire_dtype, payloads)
 
     def _note_done(self, client: int, done: int) -> None:
-        if done and done > self._done.get(client, 0):
+        if done > self._done.get(client, 0):
             self._done[client] = done
 
     def _answer_again(

@@ -460,8 +460,10 @@ class Slot:
             host.narrow(pushed, self.own_value(), self.dtype)
             if recycle is not None:
                 self._keep_spare(recycle)
+        elif self._lent():
+            self._replace_value(self._copy(pushed))
         else:
-            np.copyto(self.own_value(), pushed)
+            np.copyto(self.value, pushed)
 
     def change_rule(self, change: RuleChange) -> None:
         """Put a rule in force from a round on."""

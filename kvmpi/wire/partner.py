@@ -115,7 +115,7 @@ class Partner:
 
     def pack(self, header: bytes, payloads: Sequence[Payload]) -> tuple[bytes, Sequence[Payload]]:
         """The first frame of a message, and the payloads that are frames of their own."""
-        if self._proven and len(payloads) <= _MAX_BLOCKS and any(map(_is_large, payloads)):
+        if payloads and self._proven and len(payloads) <= _MAX_BLOCKS and any(map(_is_large, payloads)):
             blocks = [self._place(payload) for payload in payloads]
             # Also if there was no block to be had: the peer then says again what it has given back.
             frames = [payload for payload, block in zip(payloads, blocks, strict=True) if block is None]

@@ -241,13 +241,20 @@ class Listener:
         self._post(route, encode(message), payloads)
 
     def send_all(
-        self, route: bytes, messages: Iterable[bundle.Outgoing], reject: Callable[[Message, ProtocolError], None]
+        self, route: bytes, messages: Sequence[bundle.Outgoing], reject: Callable[[Message, ProtocolError], None]
     ) -> None:
         """``send`` several messages to one peer, small ones together if it takes bundles.
 
         Args:
             reject: gets messages that cannot be encoded.
         """
+        if len(messages) == 1:
+            [(message, payloads)] = messages
+            try:
+                self.send(route, message, payloads)
+            except ProtocolError as error:
+                reject(message, error)
+            return
         most_bytes = self._max_message_bytes if route[1:2] == _TAKES_BUNDLES else 0
         for header, payloads in bundle.gathered(messages, reject, most_bytes):
             self._post(route, header, payloads)
@@ -257,7 +264,9 @@ class Listener:
         if router is not None:
             if partner is not None:
                 header, payloads = partner.pack(header, payloads)
-            nbytes = len(header) + sum(payload.nbytes for payload in payloads)
+            nbytes = len(header)
+            for payload in payloads:
+                nbytes += payload.nbytes
             tracker = _send(router, route[1:], header, payloads, follow=True, mark=self._unread.wants_mark(route))
             self._unread.add(route, nbytes, 1 + len(payloads), tracker)
 
@@ -298,6 +307,8 @@ class Listener:
 
     def take_rest(self) -> list[tuple[bytes, Message, list[memoryview]]]:
         """What has come together with the last message."""
+        if not self._rest:
+            return []
         rest = list(self._rest)
         self._rest.clear()
         return rest

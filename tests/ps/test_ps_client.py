@@ -30,6 +30,7 @@ from kvmpi.errors import (
 )
 from kvmpi.ps import PsClient, codec, scheduler_file
 from kvmpi.ps.scheduler_file import SavedScheduler
+from kvmpi.ps.slot import Slot
 from kvmpi.trace import Recorder
 from kvmpi.wire import Watch
 from kvmpi.wire import messages as m
@@ -120,6 +121,22 @@ def test_compression_halves_the_bytes_of_pushes_only(start_job: StartJob) -> Non
     out, value = np.empty(200_000, "f4"), random_floats(200_000)
     ps.pushpull("k", value, out, deadline()).wait()
     np.testing.assert_array_equal(out, value.astype("f2").astype("f4"))
+
+
+def test_a_server_does_not_copy_a_small_value_that_has_left(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody holds the last answer when the next push comes, so that the value is written in place."""
+    (ps,) = start_job(1).connect(1)
+    initialise([ps], {"k": 1000})
+    copied, copy = [], Slot._copy
+    monkeypatch.setattr(Slot, "_copy", lambda slot, value: copied.append(slot.rounds) or copy(slot, value))
+    out = np.empty(1000, "f4")
+    for step in range(1, 6):
+        value = whole_numbers(1000, step).astype("f4")
+        ps.pushpull("k", value, out, deadline()).wait()
+        np.testing.assert_array_equal(out, value)
+    assert not copied
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])

@@ -27,17 +27,18 @@ RULES = [None, optim.SGD(lr=0.1), optim.SGD(lr=0.1, momentum=0.9), optim.Elastic
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_was_handed_out_never_changes(rule: optim.Rule | None, mode: str, dtype: str) -> None:
+@pytest.mark.parametrize("num_clients", [1, 3])
+def test_what_was_handed_out_never_changes(rule: optim.Rule | None, mode: str, dtype: str, num_clients: int) -> None:
     if rule is None and mode == "async":
         return
     count, rng = 50, np.random.default_rng(3)
-    machine = Machine(mode, 3)
+    machine = Machine(mode, num_clients)
     machine.init_all("k", random_floats(count, 0).astype(dtype), dtype)
     if rule is not None:
         machine.rule(rule)
     kept: list[tuple[np.ndarray, bytes, str]] = []
-    for step in range(1, 31):
-        for client in range(3):
+    for step in range(1, 1 + 90 // num_clients):
+        for client in range(num_clients):
             value = random_floats(count, client, step).astype(dtype)
             machine.push(client, "k", step, value, fused=bool(rng.integers(2)))
             if rng.random() < 0.5:
