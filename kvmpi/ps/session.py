@@ -163,7 +163,8 @@ class ClientSession:
         self._now_s = now_s
         if len(self._ready) == 1 and not (self._repeats or self._words):
             [where] = self._ready
-            if len(queue := self._queues[where]) == 1 and (ask := self._take_first(queue)) is not None:
+            queue = self._queues.get(where, [])
+            if len(queue) == 1 and (ask := self._take_first(queue)) is not None:
                 del self._ready[where]
                 if (outgoing := self._emit(ask)) is not None:
                     return (outgoing,)

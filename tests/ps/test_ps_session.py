@@ -359,6 +359,20 @@ def test_a_lost_server_ends_at_once_what_needs_it_and_nothing_else() -> None:
     assert not bench.flush(), "nothing of it leaves"
 
 
+def test_a_part_may_be_lost_before_what_is_for_it_has_left() -> None:
+    """Its server does not know this client yet: where the request has waited nothing is left when a view loses it."""
+    bench = Bench()
+    bench.session.adopt(m.View(1, 0, [m.Chain(1, [0])], [m.ServerInfo(0, 1, "h", [])], []))
+    bench.start("op", push(0, 1, part=0))
+    assert not bench.flush()
+    bench.session.adopt(m.View(2, 0, [m.Chain(2, [], why="server 0 was lost")], [], []))
+    assert isinstance(bench.ended["op"], ServerLostError)
+    assert not bench.flush()
+    bench.session.adopt(m.View(3, 0, [m.Chain(3, [1])], [m.ServerInfo(1, 1, "h", [])], []))
+    bench.start("other", push(1, 1, "other"))
+    assert keys(bench.flush()) == ["other"]
+
+
 def test_an_answered_request_to_a_server_that_is_lost_later_counts() -> None:
     bench = Bench()
     bench.start("op", push(0, 1), push(1, 1))
