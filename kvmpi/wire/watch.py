@@ -54,7 +54,7 @@ class Watch(Generic[S]):
             self._news.register(descriptor, _IN)
         for descriptor in [*waker.handles, self._news.fileno()]:
             self._all.register(descriptor, _IN)
-        for descriptor in (self._nudge, self._news.fileno()):
+        for descriptor in [self._nudge, *self._sources]:
             self._standing.register(descriptor, _IN)
 
     def wait(self, timeout_s: float) -> list[S]:
@@ -64,7 +64,9 @@ class Watch(Generic[S]):
             found = self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
             return [self._sources[descriptor] for descriptor, _ in found if descriptor in self._sources]
         ready = dict(self._all.poll(timeout_s))
-        return self._look() if self._news.fileno() in ready else []
+        if self._news.fileno() not in ready:
+            return []
+        return [self._sources[descriptor] for descriptor, _ in self._news.poll(0)]
 
     def begin_to_stand_in(self) -> bool:
         """From now on ``wait`` hears of no news, and ``stand_in`` does, in one other thread; False: it cannot."""
@@ -75,10 +77,13 @@ class Watch(Generic[S]):
 
     def stand_in(self, timeout_s: float) -> list[S]:
         """``wait`` in its place; ends with ``nudge`` too, also with one that came too late for the time before."""
-        ready = dict(self._standing.poll(timeout_s))
-        if self._nudge in ready:
-            os.eventfd_read(self._nudge)
-        return self._look() if self._news.fileno() in ready else []
+        ready = []
+        for descriptor, _ in self._standing.poll(timeout_s):
+            if descriptor == self._nudge:
+                os.eventfd_read(descriptor)
+            else:
+                ready.append(self._sources[descriptor])
+        return ready
 
     def nudge(self) -> None:
         """End ``stand_in``, from any thread."""
@@ -89,6 +94,3 @@ class Watch(Generic[S]):
         """From now on ``wait`` hears of news again, also of what is there already."""
         self._stands_in = False
         self._all.modify(self._news.fileno(), _IN)
-
-    def _look(self) -> list[S]:
-        return [self._sources[descriptor] for descriptor, _ in self._news.poll(0)]
