@@ -258,16 +258,17 @@ class Exchanges(Participant):
         # Nobody waits for that word, unless it is to be seen in a timeline; without rounds it is said where an answer
         # has to wait, which is seldom.
         may_be_quiet = fused and on_accepted is None and self._in_rounds and not timeline.on
-        done, asks, keys, behind, nbytes = self._steps.done(), list[Ask](), list[Key](), [], 0
+        asks: list[Ask] = []
+        keys, steps, behind, nbytes, done = [], [], [], 0, self._steps.done()
         for push in pushes:
             key, layout, turn = push.key, push.layout, push.turn
             layout.pushing = turn.begun = True
-            layout.steps = steps = layout.track.begin(layout.steps)
-            push.step = steps + 1
+            layout.steps = layout.track.begin(layout.steps)
+            push.step = step = layout.steps + 1
             for i, piece in enumerate(push.pieces):
                 part = layout.places[i].part
                 fields = (
-                    key, i, steps + 1, encoded, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span,
+                    key, i, step, encoded, fused, acknowledge, part, piece.rows, False, turn.at, done, *turn.span,
                     piece.seen,
                 )  # fmt: skip
                 push.asks.append(Ask(
@@ -276,6 +277,7 @@ class Exchanges(Participant):
                 ))  # fmt: skip
             asks += push.asks
             keys.append(key)
+            steps.append(step)
             behind.append(layout.pushes)
             nbytes += push.sent_bytes
         asks += (entry := self._entry())
@@ -308,8 +310,7 @@ class Exchanges(Participant):
                     layout.feedback.settle([slice(chunk.start, chunk.stop) for chunk in layout.chunks], counts=used)
                 self._steps.end(layout.track, push.turn, used=used)
 
-        is_one_step = len(pushes) == 1 or len({push.step for push in pushes}) == 1
-        label = self._label(op, keys, pushes[0].step if is_one_step else None)
+        label = self._label(op, keys, steps)
         return self._start(
             label, asks, deadline, priority, "push", nbytes, settle=count, on_accepted=on_accepted, goes_on=goes_on,
             behind=behind, calls=len(pushes),
@@ -389,7 +390,7 @@ class Exchanges(Participant):
                     )
                 )
                 nbytes += numbers.nbytes
-        label = self._label("pull of rows", [key], layout.steps)
+        label = self._label("pull of rows", [key], [layout.steps])
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes)
 
     def _on_rows(self, layout: KeyLayout, index: int, out: Buffer) -> OnReply:
@@ -405,10 +406,11 @@ class Exchanges(Participant):
 
     def pull_together(self, wanted: Sequence[tuple[Key, Buffer]], deadline: Deadline, priority: int = 0) -> Work:
         """``pull`` of several small keys, which all end together."""
-        asks, steps, nbytes = list[Ask](), set[int](), 0
+        asks: list[Ask] = []
+        steps, nbytes = [], 0
         for key, out in wanted:
             layout = self._take_position(key)
-            steps.add(layout.steps)
+            steps.append(layout.steps)
             nbytes += out.nbytes
             asks += [
                 Ask(
@@ -417,7 +419,7 @@ class Exchanges(Participant):
                 )
                 for i, place in enumerate(layout.places)
             ]  # fmt: skip
-        label = self._label("pull", [key for key, _ in wanted], min(steps) if len(steps) == 1 else None)
+        label = self._label("pull", [key for key, _ in wanted], steps)
         return self._start(label, asks, deadline, priority, phase="pull", nbytes=nbytes, calls=len(wanted))
 
     def _take_value(
@@ -464,9 +466,9 @@ class Exchanges(Participant):
 
     # ---- how far it is
 
-    def _label(self, op: str, keys: Sequence[Key], step: int | None = None) -> str:
-        at = "" if step is None else f" at step {step}"
-        of = f"{keys[0]!r}" if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
+    def _label(self, op: str, keys: Sequence[Key], steps: Sequence[int] = ()) -> str:
+        of = repr(keys[0]) if len(keys) == 1 else names_in_words([*map(repr, keys)], _MOST_IN_LABEL)
+        at = f" at step {steps[0]}" if len(set(steps)) == 1 else ""
         return f"{op} of key {of} {self._who}{at}, clock {self.clock}"
 
     def _furthest_step(self) -> int:

@@ -246,7 +246,7 @@ class Rounds:
 
     def _close_round(self, slot: Slot) -> list[Reply]:
         """Update the value with the whole round, if anybody is in it, and answer all who wait for it."""
-        replies = list[Reply]()
+        replies: list[Reply] = []
         repeated = self._take_repeated(slot, replies) if slot.entering else {}
         if slot.accumulator is None:
             at, done = next(((push.at, push.done) for push in repeated.values()), (0, 0))
@@ -265,7 +265,7 @@ class Rounds:
 
     def _answer_waiting(self, slot: Slot) -> list[Reply]:
         """Whoever has waited for the round that is over."""
-        replies = list[Reply]()
+        replies: list[Reply] = []
         for client, waiter in [*slot.waiting.items()] if slot.waiting else ():
             if waiter.step <= slot.rounds:
                 del slot.waiting[client]

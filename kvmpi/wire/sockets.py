@@ -138,7 +138,7 @@ def _recv(source: zmq.Socket[Any]) -> tuple[bytes, list[memoryview]] | None:
     if not int(source.getsockopt(_EVENTS)) & _POLLIN:  # takes a third of the time of zmq.Again
         return None
     frame = first = source.recv(_LAST, False)
-    others = list[memoryview]()
+    others: list[memoryview] = []
     while frame.more:
         frame = source.recv(_LAST, False)
         others.append(frame.buffer)
