@@ -356,13 +356,13 @@ def _changes_the_rule_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Operation.__init__
+    real = ClientSession.submit
 
-    def begin(self: Operation, *arguments: Any) -> None:
-        real(self, *arguments)
-        self.on_late = None
+    def submit(self: ClientSession, operation: Operation, *rest: Any) -> None:
+        operation.on_late = None
+        real(self, operation, *rest)
 
-    monkeypatch.setattr(Operation, "__init__", begin)
+    monkeypatch.setattr(ClientSession, "submit", submit)
 
 
 def _begins_anew_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
